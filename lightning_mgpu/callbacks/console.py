@@ -1,0 +1,117 @@
+"""What a run prints: what will run in a few lines, one line an epoch where there is no terminal for a progress bar."""
+
+import sys
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from typing_extensions import override
+
+from lightning_mgpu.callbacks.epoch_timer import devices
+from lightning_mgpu.callbacks.run_directory import run_directory
+
+
+class RunHeader(Callback):
+    """Prints model, strategy, devices, batch, data and run directory at the start of the first stage, once.
+
+    `notes` are further lines by their label, which others may add until then.
+    """
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+        self._printed = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print(trainer, pl_module)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def _print(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._printed or not trainer.is_global_zero:
+            return
+        self._printed = True
+        for label, text in {**self.lines(trainer, pl_module), **self.notes}.items():
+            print(f"{label + ':':<10}{text}", flush=True)
+
+    @staticmethod
+    def lines(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+        """The header's lines by label."""
+        facts = run_facts(trainer, pl_module)
+        lines = {
+            "model": f"{facts['model']}, {facts['num_parameters']:,} parameters, precision {trainer.precision}",
+            "strategy": f"{facts['strategy']} on {facts['devices']}",
+        }
+        if "global_batch_size" in facts:
+            lines["batch"] = f"{facts['global_batch_size']} global, {facts['per_device_batch_size']} per device"
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None:
+            sizes = ", ".join(
+                f"{len(getattr(data, f'{stage}_indices')):,} {stage}"
+                for stage in ("train", "val", "test")
+                if hasattr(data, f"{stage}_indices")
+            )
+            origin = getattr(data, "origin", "")
+            lines["data"] = "; ".join(part for part in (f"{type(data).__name__} {sizes}".strip(), origin) if part)
+        if directory := run_directory(trainer):
+            lines["run"] = str(directory)
+        return lines
+
+
+class EpochLines(ProgressBar):
+    """One line an epoch with its metrics: the progress bar of logs and files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+
+    @override
+    def enable(self) -> None:
+        self._enabled = True
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._enabled:
+            print(*args, **kwargs, flush=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        shown = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith(("train_", "val_", "epoch_"))
+        }
+        text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
+        seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
+        self.print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}{seconds}", file=sys.stdout)
+
+
+def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one."""
+    facts = {
+        "model": type(pl_module).__name__,
+        "num_parameters": sum(p.numel() for p in pl_module.parameters()),
+        "strategy": type(trainer.strategy).__name__,
+        "devices": str(devices(trainer)),
+    }
+    batch_size = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
+    if batch_size is not None:
+        facts["global_batch_size"] = batch_size
+        facts["per_device_batch_size"] = per_device(batch_size, len(devices(trainer)))
+    return facts
+
+
+def per_device(batch_size: int, num_devices: int) -> str:
+    """The samples of a global batch each device gets, '128' or '85 to 86'."""
+    least, rest = divmod(batch_size, num_devices)
+    return f"{least} to {least + 1}" if rest else str(least)
+
+
+def model_table(pl_module: LightningModule) -> str:
+    """Lightning's summary: layers with parameters, shapes and, given an `example_input_array`, FLOPs."""
+    return str(ModelSummary(pl_module, max_depth=2))

@@ -1,0 +1,75 @@
+"""Seconds of training an epoch, as the book's `Timer` takes them: devices synchronised, evaluation left out."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from typing_extensions import override
+
+
+class EpochTimer(Callback):
+    """Logs `epoch_seconds` (s, of training only) and `samples_per_sec` (over all devices) after every epoch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []  # one an epoch
+        self._elapsed = 0.0
+        self._started: float | None = None  # when the running stretch began
+        self._num_samples = 0
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        """The mean over the epochs this process trained; NaN before the first."""
+        return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seconds = []
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._elapsed, self._num_samples = 0.0, 0
+        self._start(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._started is None:  # the first batch after a validation in the middle of the epoch
+            self._start(trainer)
+        self._num_samples += extract_batch_size(batch)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer)
+        self.seconds.append(self._elapsed)
+        num_samples = torch.tensor(self._num_samples, device=pl_module.device)
+        num_samples = trainer.strategy.reduce(num_samples, reduce_op="sum")  # over processes
+        times = {"epoch_seconds": self._elapsed, "samples_per_sec": float(num_samples) / self._elapsed}
+        pl_module.log_dict(times, sync_dist=True)  # their mean over processes
+
+    def _start(self, trainer: Trainer) -> None:
+        synchronize(devices(trainer))
+        self._started = time.perf_counter()
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._started is not None:
+            synchronize(devices(trainer))
+            self._elapsed += time.perf_counter() - self._started
+            self._started = None
+
+
+def devices(trainer: Trainer) -> list[torch.device]:
+    """The devices a run trains on, those of this node times the number of nodes."""
+    own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+    return list(own) * trainer.num_nodes
+
+
+def synchronize(devices: list[torch.device]) -> None:
+    """Wait for all work queued on every CUDA device of the list."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,45 @@
+"""Keeps what other packages print about themselves out of a run's output: exactly these messages, and no others."""
+
+import logging
+import re
+import warnings
+
+# Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
+WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
+    r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
+)
+# What the run header says better, and tips for other products.
+INFO = (
+    "GPU available: ",
+    "TPU available: ",
+    "💡 Tip: ",
+    "Seed set to ",
+    "Initializing distributed: ",
+    "----------",
+    "distributed_backend=",
+    "All distributed processes registered",
+    "`Trainer.fit` stopped: `max_epochs=",
+    "Restoring states from the checkpoint path at",
+    "Restored all states from the checkpoint at",
+    "Loaded model weights from the checkpoint at",
+)
+LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+    "lightning.fabric.utilities.distributed",
+)
+
+
+def quieten() -> None:
+    """Filter the messages above, here and (through the environment) nowhere else."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    message = re.sub(r"^\[rank: \d+\] ", "", record.getMessage().lstrip())
+    return not message.startswith(INFO)

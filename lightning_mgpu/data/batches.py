@@ -1,0 +1,114 @@
+"""The batch contract: the same global batches in the same order, whatever the strategy and the number of devices.
+
+`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch alone. Every process
+of a multi-process strategy gets its slice of each one, a single process gets the whole batch (and a single-process
+strategy splits it over its replicas by the same rule, `torch.tensor_split`). `BatchLoader` is a `DataLoader` that
+fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
+
+Item = tuple[int, Tensor]
+"""What a sampler here yields and a dataset here is indexed with: the epoch, and a vector of sample indices."""
+
+
+class GlobalBatches(DistributedSampler):
+    """Yields `(epoch, indices)` for every global batch: the share of process `rank` among `num_replicas`.
+
+    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`; unlike its base it
+    repeats no sample.
+
+    Args:
+        indices: The samples to visit, a vector.
+        batch_size: Samples of a *global* batch; the last one is smaller if they do not divide.
+        shuffle: Draw a new order every epoch, from `seed` and the epoch alone.
+
+    Raises:
+        ValueError: If some global batch has fewer samples than there are processes, so that one would get none.
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size={batch_size}: the global batch needs at least one sample.")
+        super().__init__(indices, num_replicas, rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        self.indices = indices
+        self.batch_size = batch_size
+        self.first = 0  # batches of the next epoch to skip, when a run resumes in the middle of one
+        smallest = min((len(batch) for batch in self._cut(indices)), default=0)
+        if 0 < smallest < num_replicas:
+            raise ValueError(
+                f"data.batch_size={batch_size} leaves a global batch of {smallest} of {len(indices)} samples, which "
+                f"{num_replicas} processes cannot share: use a batch size with a larger remainder, or fewer devices."
+            )
+
+    def __iter__(self) -> Iterator[Item]:  # type: ignore[override]
+        # a generator, so that it looks at the epoch when the first batch is asked for: Lightning sets it after `iter`
+        first, self.first = self.first, 0
+        for batch in self._cut(self._order())[first:]:
+            yield self.epoch, batch.tensor_split(self.num_replicas)[self.rank]
+
+    def __len__(self) -> int:
+        return len(self._cut(self.indices))
+
+    def _order(self) -> Tensor:
+        if not self.shuffle:
+            return self.indices
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return self.indices[torch.randperm(len(self.indices), generator=generator)]
+
+    def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
+        return order.split(self.batch_size)
+
+
+class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
+    """Global batches in dataset order, for evaluation: every sample once, batches of equal size up to one sample.
+
+    A `SequentialSampler` too, which is how Lightning tells that nothing is shuffled (`overfit_batches`).
+    """
+
+    def __init__(self, indices: Tensor, batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
+        GlobalBatches.__init__(self, indices, batch_size, False, 0, num_replicas, rank)
+
+    def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
+        if len(order) == 0:
+            return ()
+        return order.tensor_split(-(-len(order) // self.batch_size))  # no tiny last batch that processes cannot share
+
+
+class BatchLoader(DataLoader):
+    """A `DataLoader` whose sampler yields whole batches, and which knows how far it is.
+
+    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run resumed from the
+    middle of an epoch goes on with the batch after the last one it trained on.
+    """
+
+    sampler: GlobalBatches
+
+    def __init__(self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any) -> None:
+        super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
+        self.num_yielded = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.num_yielded = self.sampler.first
+        for batch in super().__iter__():
+            self.num_yielded += 1  # before the step runs: a checkpoint is saved after it
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_yielded": self.num_yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0

@@ -1,0 +1,147 @@
+"""Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey images of 28x28 pixels in ten classes of clothing.
+
+--data.batch_size=512            # global: split over the devices, whatever the strategy
+--data.val_size=0                # validate on the test set after every epoch, as the book does
+--data.augment=true              # random crop and horizontal flip
+--data.source=synthetic          # a stand-in made of noise, for demonstrations and tests
+"""
+
+import os
+import warnings
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torchvision.datasets import FashionMNIST as FashionMNISTFiles
+
+from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, SequentialBatches
+from lightning_mgpu.data.images import InMemoryImages
+from lightning_mgpu.data.sources import ensure_fashion_mnist
+
+MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, pixels in [0, 1]
+
+
+class FashionMNIST(LightningDataModule):
+    """Serves Fashion-MNIST in global batches (X, y): images (B, 1, 28, 28) of float32 and labels (B,) of int64.
+
+    Args:
+        batch_size: Samples of a *global* batch, under every strategy and number of devices.
+        root: Where the files are, or are put: `{root}/FashionMNIST/raw`, torchvision's layout.
+        source: Where missing files come from. `auto` tries `system` (the distribution's package
+            `dataset-fashion-mnist`, if it is installed), `torchvision` (its download) and `package` (the same package
+            through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
+        val_size: Images set apart from the 60,000 for validation, by a draw from `seed`; 0 validates on the test set.
+        normalize: Subtract the training set's mean and divide by its standard deviation. The book does not.
+        augment: Random crop after padding by two pixels, and horizontal flip, of the training images.
+        seed: Of the validation split, the order of the batches and the augmentation. Left out: `seed_everything`'s.
+        num_workers: Processes that load batches. 0 is fastest: the images are in memory.
+        pin_memory: Copy batches to page-locked memory, for faster transfers. Left out: where there is a CUDA device.
+
+    Raises:
+        DataSourceError: When no source has the files (see `sources.py`).
+        ValueError: For sizes that do not fit, and batches that cannot be shared out among the processes.
+    """
+
+    num_classes = 10
+    classes = FashionMNISTFiles.classes
+
+    def __init__(
+        self,
+        batch_size: int = 256,
+        root: str = "data",
+        source: Literal["auto", "local", "system", "torchvision", "package", "synthetic"] = "auto",
+        val_size: int = 5000,
+        normalize: bool = False,
+        augment: bool = False,
+        seed: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size={batch_size}: the global batch needs at least one sample.")
+        if val_size < 0:
+            raise ValueError(f"data.val_size={val_size}: choose 0 (validate on the test set) or a number of images.")
+        self.batch_size = batch_size
+        self.root = root
+        self.source = source
+        self.val_size = val_size
+        self.normalize = normalize
+        self.augment = augment
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed  # where seed_everything puts it
+        self.num_workers = num_workers
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.origin = ""  # where the files came from, in words; known after `prepare_data`
+
+    @property
+    def validates_on_test_set(self) -> bool:
+        return self.val_size == 0
+
+    def prepare_data(self) -> None:
+        if self.source == "synthetic":
+            self.origin = "SYNTHETIC images, not Fashion-MNIST"
+            warnings.warn("data.source=synthetic: training on made-up images; no accuracy below means anything.")
+        else:
+            self.origin = ensure_fashion_mnist(self.root, self.source)
+
+    def setup(self, stage: str) -> None:
+        images, labels = self._load(train=True)
+        if self.val_size >= len(images):
+            raise ValueError(f"data.val_size={self.val_size} leaves none of the {len(images)} images to train on.")
+        test_images, test_labels = self._load(train=False)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
+        self.val_indices = order[: self.val_size].sort().values
+        self.train_indices = order[self.val_size :].sort().values
+        self.test_indices = torch.arange(len(test_images))
+        self.train_set = self._dataset(images, labels, augment=self.augment)
+        self.test_set = self._dataset(test_images, test_labels)
+        self.val_set = self.test_set if self.validates_on_test_set else self._dataset(images, labels)
+        if self.validates_on_test_set:
+            self.val_indices = self.test_indices
+
+    def train_dataloader(self) -> BatchLoader:
+        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            return self._loader(self.train_set, SequentialBatches(self.train_indices, self.batch_size, *self._share()))
+        batches = GlobalBatches(self.train_indices, self.batch_size, True, self.seed, *self._share())
+        return self._loader(self.train_set, batches)
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._loader(self.val_set, SequentialBatches(self.val_indices, self.batch_size, *self._share()))
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._loader(self.test_set, SequentialBatches(self.test_indices, self.batch_size, *self._share()))
+
+    predict_dataloader = test_dataloader
+
+    def _load(self, train: bool) -> tuple[Tensor, Tensor]:
+        if self.source == "synthetic":
+            return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
+        files = FashionMNISTFiles(self.root, train=train)
+        return files.data[:, None], files.targets  # (N, 1, 28, 28) uint8, (N,) int64
+
+    def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
+        mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
+        return InMemoryImages(images, labels, mean, std, crop_padding=2 if augment else 0, flip=augment, seed=self.seed)
+
+    def _share(self) -> tuple[int, int]:
+        """The number of processes that share a global batch, and this one's rank."""
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
+
+    def _loader(self, dataset: InMemoryImages, batches: GlobalBatches) -> BatchLoader:
+        return BatchLoader(
+            dataset,
+            batches,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.pin_memory,
+        )
+
+
+def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 28, 28) of uint8 noise with a faint stripe pattern per class, and labels (N,): a stand-in."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(num_samples) % 10
+    stripes = (torch.arange(28)[None, :] * (1 + torch.arange(10))[:, None] // 10 % 2 * 96).to(torch.uint8)  # (10, 28)
+    noise = torch.randint(0, 128, (num_samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    return noise + stripes[labels][:, None, None, :], labels

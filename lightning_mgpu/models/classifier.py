@@ -1,0 +1,132 @@
+"""What every image classifier here shares: cross-entropy, accuracy, optimizer and scheduler.
+
+A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
+
+    --model=LeNet --model.optimizer=AdamW --model.optimizer.lr=0.001
+    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4       # stepped every batch, length filled in
+    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3          # stepped every epoch
+    --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+OptimizerCallable = Callable[[Iterable], Optimizer]
+LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
+
+
+class Classifier(LightningModule):
+    """Trains `self.net`, a map from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
+
+    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction) once an epoch, and the
+    minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them stay on the device until the epoch ends, so
+    a step never waits for the device.
+
+    Args:
+        optimizer: From the parameters to a torch optimizer.
+        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR` without `total_steps`
+            gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, `val_loss` if it names none.
+        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left out: `step` for
+            `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
+        num_classes: Width of the logits.
+    """
+
+    net: nn.Module
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_interval: Literal["epoch", "step"] | None = None,
+        num_classes: int = 10,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)  # from the command line: plain types, enough to rebuild the model
+        for name in [name for name, value in self.hparams.items() if callable(value)]:
+            del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lr_interval = lr_interval
+        for stage in ("train", "val", "test"):
+            setattr(self, f"{stage}_loss", MeanMetric(nan_strategy="disable"))
+            setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.net(X)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self._step("train", batch)
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.log("loss", loss, prog_bar=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._step("val", batch)[0]
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss, logits = self._step("test", batch)
+        return {"loss": loss, "logits": logits}
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        X, y = batch
+        probabilities = self(X).softmax(dim=1)
+        return {"label": y, "prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
+
+    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
+    # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
+    def on_train_start(self) -> None:
+        self._log_epoch("train")  # a run resumed in the middle of an epoch calls no on_train_epoch_start
+
+    def on_train_epoch_start(self) -> None:
+        self._log_epoch("train")
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.optimizer(self.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = self.lr_scheduler(optimizer, **self._run_length())
+        every_step = isinstance(scheduler, (OneCycleLR, CyclicLR))
+        config: dict[str, Any] = {
+            "scheduler": scheduler,
+            "interval": self.lr_interval or ("step" if every_step else "epoch"),
+        }
+        if isinstance(scheduler, ReduceLROnPlateau):
+            config["monitor"] = getattr(scheduler, "monitor", "val_loss")
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        X, y = batch  # (N, C, H, W), (N,)
+        logits = self(X)  # (N, num_classes)
+        loss = F.cross_entropy(logits, y)
+        getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
+        getattr(self, f"{stage}_acc").update(logits.detach(), y)
+        return loss, logits
+
+    def _log_epoch(self, stage: str) -> None:
+        for name in (f"{stage}_loss", f"{stage}_acc"):
+            self.log(name, getattr(self, name), prog_bar=stage == "val")
+
+    def _run_length(self) -> dict[str, int]:
+        """The scheduler's missing `total_steps`: OneCycleLR needs the number of batches in the whole run."""
+        scheduler = self.lr_scheduler
+        if not isinstance(scheduler, partial) or OneCycleLR not in (scheduler.func, *scheduler.args):
+            return {}
+        if scheduler.keywords.get("total_steps") or scheduler.keywords.get("epochs"):
+            return {}
+        return {"total_steps": int(self.trainer.estimated_stepping_batches)}

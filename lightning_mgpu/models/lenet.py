@@ -1,0 +1,49 @@
+"""LeNet as in d2l.ai, 'Training on Multiple GPUs': ReLU and average pooling, weights drawn from N(0, 0.01).
+
+python -m lightning_mgpu fit --model=LeNet
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
+
+
+class LeNet(Classifier):
+    """The book's LeNet for images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for a global batch of 256.
+
+    Arguments: those of `Classifier`.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.2),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_interval: Literal["epoch", "step"] | None = None,
+        num_classes: int = 10,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes)
+        self.example_input_array = torch.zeros(1, 1, 28, 28)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 20, kernel_size=3),  # (N, 20, 26, 26)
+            nn.ReLU(),
+            nn.AvgPool2d(2),  # (N, 20, 13, 13)
+            nn.Conv2d(20, 50, kernel_size=5),  # (N, 50, 9, 9)
+            nn.ReLU(),
+            nn.AvgPool2d(2),  # (N, 50, 4, 4)
+            nn.Flatten(),  # (N, 800)
+            nn.Linear(800, 128),
+            nn.ReLU(),
+            nn.Linear(128, num_classes),  # (N, num_classes)
+        )
+        self.net.apply(_init_weights)
+
+
+def _init_weights(module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
+        nn.init.normal_(module.weight, std=0.01)
+        assert module.bias is not None
+        nn.init.zeros_(module.bias)
