@@ -8,26 +8,28 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 `configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`.
 """
 
-import contextlib
 import importlib
-import os
 import shutil
 import sys
-from datetime import datetime
+from argparse import ArgumentError, RawDescriptionHelpFormatter
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 import lightning_mgpu.data  # noqa: F401 - so that --data=FashionMNIST finds the class by its name
+import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
+from lightning_mgpu import __version__
 from lightning_mgpu.callbacks import (
     EpochLines,
     EpochTimer,
@@ -39,15 +41,23 @@ from lightning_mgpu.callbacks import (
 )
 from lightning_mgpu.callbacks.console import model_table, run_facts
 from lightning_mgpu.callbacks.epoch_timer import devices
+from lightning_mgpu.checks import check_checkpoint, check_devices, check_shares, find_strategy
 from lightning_mgpu.console import quieten
-from lightning_mgpu.errors import SWITCH, UsageError, mistakes, one_line_errors
+from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes, one_line_errors
+from lightning_mgpu.explain import explain, parameters
 from lightning_mgpu.models import Classifier
+from lightning_mgpu.run_dir import RunDir
 from lightning_mgpu.tracking import Tracking, start_run
 
 PACKAGE = Path(__file__).parent
 CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout
-RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes `ddp` starts where their run is
+PROG = "python -m lightning_mgpu"
+BLANK_LINE = "\n\n"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the examples' lines."""
 
 
 class CLI(LightningCLI):
@@ -56,20 +66,33 @@ class CLI(LightningCLI):
     trainer: Trainer
     model: LightningModule
     datamodule: LightningDataModule
-    run_dir: Path | None = None  # none in a fast_dev_run, which leaves nothing behind
+    run_dir: RunDir | None = None  # none in a fast_dev_run, which leaves nothing behind
 
     def __init__(self, args: list[str] | None = None) -> None:
-        one = {"default_config_files": [str(CONFIGS / "default.yaml")], "exit_on_error": False}
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
-            save_config_callback=RunRecord,
-            parser_kwargs={"description": __doc__, "exit_on_error": False, **dict.fromkeys(SUBCOMMANDS, one)},
-            args=args,
-        )
+        self.given = list(sys.argv[1:] if args is None else args)
+        shared = {"exit_on_error": False, "formatter_class": HelpFormatter}
+        one = {**shared, "default_config_files": [str(CONFIGS / "default.yaml")]}
+        try:
+            super().__init__(
+                LightningModule,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
+                save_config_callback=RunRecord,
+                parser_kwargs={
+                    "prog": PROG,
+                    "description": f"Train on several devices.\n\n{(__doc__ or '').partition(BLANK_LINE)[2]}",
+                    "version": __version__,
+                    **shared,
+                    **{name: {**one, "usage": f"{PROG} {name} [--config FILE] [options]"} for name in SUBCOMMANDS},
+                },
+                args=args,
+            )
+        except Exception as error:
+            if self.run_dir is not None and is_mistake(error):
+                self.run_dir.discard()
+            raise
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -82,8 +105,36 @@ class CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        with mistakes():
+        try:
             super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            raise UsageError(explain(str(error), self.options())) from error
+        config = self.config[self.config.subcommand]
+        asked = config.model.class_path if any(arg.startswith("--model=") for arg in self.given) else None
+        check_checkpoint(config.ckpt_path, asked)
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """A model built in Python, not by this class, left no class path to parse: the one asked for is taken."""
+        path = self.config[self.config.subcommand].ckpt_path
+        if path and Path(path).is_file():
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            if "_class_path" not in checkpoint.get("hyper_parameters", {}):
+                return
+        super()._parse_ckpt_path()
+
+    def options(self) -> list[str]:
+        """The names of all options, for 'did you mean': also those of the default model, its optimizer and the data."""
+        names = {
+            name.lstrip("-") for parser in self._subcommand_parsers.values() for name in parser._option_string_actions
+        }
+        for key, class_path in (
+            ("model", "lightning_mgpu.models.LeNet"),
+            ("model.optimizer", "torch.optim.SGD"),
+            ("data", "lightning_mgpu.data.FashionMNIST"),
+        ):
+            names.update(f"{key}.{name}" for name in parameters(class_path))
+        return sorted(names)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -94,20 +145,22 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.checkpoint.monitor is None and _logs_val_acc(config):
             config.checkpoint.update(Namespace(monitor="val_acc", mode="max"))
+        if config.trainer.fast_dev_run:
+            config.checkpoint.save_last = False  # Lightning 2.6 would save it all the same
 
     @override
     def instantiate_classes(self) -> None:
-        try:
-            with mistakes():
-                super().instantiate_classes()
-        except UsageError:
-            self.discard_empty_run_dir()
-            raise
+        with mistakes():
+            super().instantiate_classes()
+        check_shares(self.trainer, self.datamodule)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with this package's callbacks beside the user's, writing to the run directory."""
         config, objects = self.config[self.subcommand].trainer, self.config_init[self.subcommand].trainer
+        check_devices(config)
+        if isinstance(config.strategy, str) and not isinstance(found := find_strategy(config.strategy), str):
+            kwargs["strategy"] = found()
         self.timer = EpochTimer()
         callbacks = [RunHeader(), self.timer, LearningCurve(), PredictionGrid()]
         if self.subcommand == "predict":
@@ -116,16 +169,18 @@ class CLI(LightningCLI):
         if config.enable_progress_bar is not False and not has_progress_bar:
             callbacks.append(RichProgressBar() if sys.stdout.isatty() else EpochLines())
         self.trainer_defaults["callbacks"] = callbacks
-        if not config.fast_dev_run:
-            self.run_dir = claim_run_dir(self.config[self.subcommand])
-            kwargs["default_root_dir"] = str(self.run_dir)
+        if config.fast_dev_run:
+            kwargs["logger"] = False
+        else:
+            self.run_dir = RunDir(self.config[self.subcommand])
+            kwargs["default_root_dir"] = str(self.run_dir.path)
             if config.logger in (None, True):
-                kwargs["logger"] = CSVLogger(self.run_dir, name="", version="")
+                kwargs["logger"] = CSVLogger(self.run_dir.path, name="", version="")
         return super().instantiate_trainer(**kwargs)
 
     def before_predict(self) -> None:
-        if self.config.predict.ckpt_path is None:
-            rank_zero_warn("predict without --ckpt_path: the weights are untrained.")
+        if self.config[self.subcommand].ckpt_path is None:
+            rank_zero_warn(f"{self.subcommand} without --ckpt_path: the weights are untrained.")
 
     before_test = before_validate = before_predict
 
@@ -140,11 +195,6 @@ class CLI(LightningCLI):
             metrics = dict(self.trainer.test(self.model, self.datamodule, ckpt_path=path or None, verbose=False)[0])
         if self.trainer.is_global_zero:
             print(closing_line(metrics, self.timer.seconds_per_epoch, str(devices(self.trainer))), flush=True)
-
-    def discard_empty_run_dir(self) -> None:
-        if self.run_dir is not None:
-            with contextlib.suppress(OSError):  # not empty: keep what was written
-                self.run_dir.rmdir()
 
 
 class RunRecord(SaveConfigCallback):
@@ -173,45 +223,6 @@ class RunRecord(SaveConfigCallback):
             logger.log_hyperparams(facts)
 
 
-def run_name(config: Namespace) -> str:
-    """When, what and how, as a directory's name: `2026-11-21_09-30-00_LeNet_ddp_2`."""
-    model = config.model.class_path.rpartition(".")[2]
-    strategy = config.trainer.strategy
-    strategy = strategy if isinstance(strategy, str) else strategy.class_path.rpartition(".")[2]
-    devices = str(config.trainer.devices).replace(" ", "")
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model}_{strategy}_{devices}"
-
-
-def claim_run_dir(config: Namespace) -> Path:
-    """Create the run's directory: `--run_dir`, else a new one below `--trainer.default_root_dir` or `runs`.
-
-    Only the first process creates it; those that `ddp` starts find it in the environment.
-
-    Raises:
-        UsageError: If `--run_dir` exists and is not empty.
-    """
-    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        return Path(os.environ.get(RUN_DIR, "runs"))
-    if config.run_dir is not None:
-        path = Path(config.run_dir)
-        if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            raise UsageError(f"--run_dir={path} exists and is not empty: choose a new directory, one run has one.")
-        path.mkdir(parents=True, exist_ok=True)
-    else:
-        parent, name, number = Path(config.trainer.default_root_dir or "runs"), run_name(config), 1
-        parent.mkdir(parents=True, exist_ok=True)
-        path = parent / name
-        while True:
-            try:
-                path.mkdir()
-                break
-            except FileExistsError:  # another run of the same second
-                number += 1
-                path = parent / f"{name}_{number}"
-    os.environ[RUN_DIR] = str(path.absolute())
-    return path
-
-
 def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
     """The line both chapters of the book end with: `test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`."""
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
@@ -220,25 +231,48 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
 
 
 def with_shipped_configs(args: list[str]) -> list[str]:
-    """The arguments with every `--config` that names no file here, but one in `configs/`, replaced by that path."""
+    """The arguments with every `--config` that names no file here, but one in `configs/`, replaced by that path.
 
-    def find(name: str) -> str:
-        return str(CONFIGS / name) if not Path(name).exists() and (CONFIGS / name).is_file() else name
-
+    Raises:
+        UsageError: If there is no such file, or it holds no mapping.
+    """
     found = list(args)
     for i, arg in enumerate(args):
         if arg in ("--config", "-c") and i + 1 < len(args):
-            found[i + 1] = find(args[i + 1])
+            found[i + 1] = find_config(args[i + 1])
         elif arg.startswith("--config="):
-            found[i] = "--config=" + find(arg.removeprefix("--config="))
+            found[i] = "--config=" + find_config(arg.removeprefix("--config="))
     return found
+
+
+def find_config(name: str) -> str:
+    """The path of a YAML file here or in `configs/`."""
+    path = Path(name) if Path(name).exists() else CONFIGS / name
+    if not path.is_file():
+        shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
+        close = get_close_matches(path.stem, shipped, n=1)
+        near = f" (did you mean {shipped[close[0]]}?)" if close else ""
+        raise UsageError(f"--config={name}: no such file here{near}; those shipped are {', '.join(shipped.values())}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        where = (
+            f"{error.problem}, line {error.problem_mark.line + 1}" if isinstance(error, yaml.MarkedYAMLError) else error
+        )  # type: ignore[union-attr]
+        raise UsageError(f"--config={name} cannot be read as YAML: {where}") from error
+    if not isinstance(content, dict):
+        holds = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise UsageError(f"--config={name} {holds}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
+    return str(path)
 
 
 def main() -> None:
     """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
     quieten()
-    sys.argv[1:] = with_shipped_configs(sys.argv[1:]) or ["--help"]
     with one_line_errors(SWITCH in sys.argv):
+        sys.argv[1:] = with_shipped_configs(sys.argv[1:]) or ["--help"]
+        if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
+            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join(SUBCOMMANDS)}")
         CLI()
 
 

@@ -3,11 +3,17 @@
 import logging
 import re
 import warnings
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
 
 # Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
 WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
     r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
+    r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
+    r"The dirpath has changed from '.*' to '.*', therefore `best_model_score`",  # one run, one directory
+    r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
 )
 # What the run header says better, and tips for other products.
 INFO = (
@@ -20,6 +26,8 @@ INFO = (
     "distributed_backend=",
     "All distributed processes registered",
     "`Trainer.fit` stopped: `max_epochs=",
+    "`Trainer.fit` stopped: `max_steps=",
+    "`Trainer(limit_",
     "Restoring states from the checkpoint path at",
     "Restored all states from the checkpoint at",
     "Loaded model weights from the checkpoint at",
@@ -38,6 +46,15 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_wanted)
+    theirs = warnings.formatwarning
+
+    def format_warning(message, category, filename, lineno, line=None):  # type: ignore[no-untyped-def]
+        """This package's own warnings are for the user, whom a source line tells nothing."""
+        if Path(filename).is_relative_to(PACKAGE):
+            return f"warning: {message}\n"
+        return theirs(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

@@ -1,18 +1,19 @@
 """A user's mistake ends in one line that says what was given, what is allowed and the fix; `--traceback` shows more."""
 
 import argparse
-import difflib
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 SWITCH = "--traceback"
 PACKAGE = Path(__file__).parent
+OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
 
 
 class UsageError(Exception):
@@ -20,12 +21,17 @@ class UsageError(Exception):
 
 
 @contextmanager
-def mistakes() -> Iterator[None]:
-    """Around reading arguments and building objects from them, where every exception tells of a wrong argument."""
+def mistakes(about: str = "") -> Iterator[None]:
+    """Around building objects from arguments, where every exception tells of a wrong argument: of `about`, if said."""
     try:
         yield
+    except UsageError:
+        raise
     except Exception as error:
-        raise UsageError(in_one_line(error)) from error
+        root: BaseException = error
+        while root.__cause__ is not None:  # jsonargparse wraps what a constructor raised
+            root = root.__cause__
+        raise UsageError(f"{about}: {in_one_line(root)}" if about else in_one_line(root)) from error
 
 
 @contextmanager
@@ -36,16 +42,20 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise
-        print(f"error: {in_one_line(error)} ({SWITCH} shows where)", file=sys.stderr)
+        if _is_told_here(error):
+            print(f"error: {in_one_line(error)} ({SWITCH} shows where)", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code.
 
-    Lightning's own configuration errors do, and so do the `ValueError`, `OSError` and own types this package raises.
+    Lightning's own configuration errors do, and so do the `ValueError`, `OSError` and own types this package raises,
+    and a checkpoint that does not fit the model.
     """
     if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
+        return True
+    if isinstance(error, RuntimeError) and str(error).startswith(OTHER_PARAMETERS):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
@@ -53,18 +63,17 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message of an exception as one sentence; jsonargparse's nested ones reduced to key, value and types."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__)  # without colours
-    given = re.search(r"Given value: (.+)", text)
-    key = re.search(r'(?:Parser )?[Kk]ey "?([\w.]+)"?', text)
-    allowed = re.search(r"Subtypes: [\[(](.*)[\])]", text)
-    if given and key and allowed:
-        types = re.sub(r"<class '([\w.]+)'>", r"\1", allowed.group(1))
-        return f"--{key.group(1)}={given.group(1)} is none of: {types}"
+    """The message of an exception as one sentence, without colours, line breaks and links."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__)
+    if text.startswith(OTHER_PARAMETERS):
+        model = text.removeprefix(OTHER_PARAMETERS).partition(":")[0]
+        first = re.search(r"(?:size mismatch for |[Kk]ey\(s\) in state_dict: \")([\w.]+)", text)
+        return f"the checkpoint is not one of {model}: their parameters differ" + (
+            f", first in {first[1]}" if first else ""
+        )
     return re.sub(r"\s+", " ", text).strip()
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """'; did you mean X?' where a known word is close, else nothing."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _is_told_here(error: Exception) -> bool:
+    """Wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone."""
+    return rank_zero_only.rank == 0 or isinstance(error, OSError)  # type: ignore[attr-defined]

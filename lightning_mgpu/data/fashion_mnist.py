@@ -63,6 +63,8 @@ class FashionMNIST(LightningDataModule):
             raise ValueError(f"data.batch_size={batch_size}: the global batch needs at least one sample.")
         if val_size < 0:
             raise ValueError(f"data.val_size={val_size}: choose 0 (validate on the test set) or a number of images.")
+        if num_workers < 0:
+            raise ValueError(f"data.num_workers={num_workers}: choose 0 (no processes) or a number of processes.")
         self.batch_size = batch_size
         self.root = root
         self.source = source
@@ -131,7 +133,7 @@ class FashionMNIST(LightningDataModule):
     def _loader(self, dataset: InMemoryImages, batches: GlobalBatches) -> BatchLoader:
         return BatchLoader(
             dataset,
-            batches,
+            sampler=batches,  # by keyword: for `predict` Lightning makes the loader anew from its arguments
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.pin_memory,

@@ -12,17 +12,41 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
-from torchmetrics import MeanMetric
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
+
+
+class MeanLoss(Metric):
+    """Mean over samples of a loss that comes as means over batches.
+
+    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it drops the weights
+    (torchmetrics 1.9).
+    """
+
+    total: Tensor
+    num_samples: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, num_samples: int) -> None:
+        self.total += loss * num_samples
+        self.num_samples += num_samples
+
+    def compute(self) -> Tensor:
+        return self.total / self.num_samples
 
 
 class Classifier(LightningModule):
@@ -58,7 +82,7 @@ class Classifier(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         for stage in ("train", "val", "test"):
-            setattr(self, f"{stage}_loss", MeanMetric(nan_strategy="disable"))
+            setattr(self, f"{stage}_loss", MeanLoss())
             setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
 
     def forward(self, X: Tensor) -> Tensor:
@@ -97,10 +121,13 @@ class Classifier(LightningModule):
         self._log_epoch("test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer(self.parameters())
-        if self.lr_scheduler is None:
+        try:
+            optimizer = self.optimizer(self.parameters())
+            scheduler = self.lr_scheduler(optimizer, **self._run_length()) if self.lr_scheduler else None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model.optimizer or model.lr_scheduler: {error}") from error
+        if scheduler is None:
             return optimizer
-        scheduler = self.lr_scheduler(optimizer, **self._run_length())
         every_step = isinstance(scheduler, (OneCycleLR, CyclicLR))
         config: dict[str, Any] = {
             "scheduler": scheduler,

@@ -1,0 +1,167 @@
+"""jsonargparse's messages, nested several levels deep, as one sentence: what was given, what is allowed, the fix."""
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+# what the last part of a key takes a class of, and how a class of one's own is named there
+KINDS: dict[str, tuple[type, str]] = {
+    "model": (LightningModule, "my_package.MyModel"),
+    "data": (LightningDataModule, "my_package.MyData"),
+    "optimizer": (Optimizer, "my_package.MyOptimizer"),
+    "lr_scheduler": (LRScheduler, "my_package.MyScheduler"),
+    "callbacks": (Callback, "my_package.MyCallback"),
+    "logger": (Logger, "my_package.MyLogger"),
+    "strategy": (Strategy, "my_package.MyStrategy"),
+}
+ABSTRACT = ("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger")
+TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+# jsonargparse's phrases
+KEY = r'[Kk]ey "([\w.]+)"'
+NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
+NO_CLASS = (
+    r"Expected a dot import path string: (\S+)",
+    r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
+    r"Import path does not correspond to a subclass of \w+[\s\S]*Given value: (\S+)",
+)
+
+
+def explain(message: str, options: Iterable[str]) -> str:
+    """The sentence for a message of the argument parser.
+
+    Args:
+        message: As jsonargparse or argparse wrote it.
+        options: The names of all options, without dashes: `trainer.devices`.
+    """
+    options = list(options)
+    if match := re.search(r"unrecognized arguments: (\S+)", message):
+        return _unrecognized(match[1], options)
+    if match := re.search(r"does not accept option '(\S+)'", message):
+        return f"{match[1]} in the configuration: no such option{did_you_mean(match[1], options)}"
+    if match := re.search(r"argument subcommand: invalid choice: '(\S+)' \(choose from (.*)\)", message):
+        choices = re.findall(r"\w+", match[2])
+        return f"no subcommand {match[1]!r}{did_you_mean(match[1], choices)}; choose one of {', '.join(choices)}"
+    if match := re.search(r'expected "subcommand" to be one of \{(\S+)\}', message):
+        return f"no subcommand given: name one of {match[1].replace(',', ', ')}"
+    key = ".".join(dict.fromkeys(re.findall(KEY, message)))
+    given = _given(key, message)
+    if match := re.search(NOT_ACCEPTED, message):
+        class_path = match[2] or _last(r"class_path '([\w.]+)'", message[: match.start()])
+        return _not_accepted(key, given, match[1], class_path, options)
+    if key.rpartition(".")[2] in KINDS:
+        matches = (re.search(pattern, message) for pattern in NO_CLASS)
+        if name := next((match[1] for match in matches if match), None):
+            return _no_class(key, name)
+    if match := re.search(r"the following arguments are required: ([\w, ]+)", message):
+        class_path = _last(r"class_path='([\w.]+)'", message.partition("Given value: Namespace(class_path='lightn")[0])
+        wanted = " and ".join(f"--{key}.{name.strip()}" for name in match[1].split(","))
+        return f"--{key}={class_path.rpartition('.')[2]} also needs {wanted}"
+    if key and (wanted := _expected(message)):
+        return f"{given}: expected {wanted}"
+    message = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", message)
+    return re.sub(r"\s+", " ", re.sub(r"^argument ", "", message)).strip()
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """' (did you mean X?)' where a known word is, or ends in, nearly this one, else nothing."""
+    known = list(known)
+    same_end = [name for name in known if name.rpartition(".")[2] == word]
+    close = same_end or difflib.get_close_matches(word, known, n=1)
+    if not close:  # `Adm`, `devcies`: compare last parts
+        ends = {name.rpartition(".")[2].lower(): name for name in known}
+        close = [ends[end] for end in difflib.get_close_matches(word.rpartition(".")[2].lower(), ends, n=1)]
+    return f" (did you mean {prefix}{min(close, key=len)}?)" if close else ""
+
+
+def parameters(class_path: str) -> list[str]:
+    """The arguments a class is made with, without those it does not name."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        signature = inspect.signature(getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []
+    return [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def subclasses(base: type) -> list[type]:
+    """The imported subclasses of a class, of every depth."""
+    direct: list[type] = base.__subclasses__()
+    return [found for subclass in direct for found in (subclass, *subclasses(subclass))]
+
+
+def class_names(base: type) -> list[str]:
+    """The names of a class's public, imported subclasses."""
+    found = {subclass.__name__ for subclass in subclasses(base)}
+    return sorted(name for name in found if not name.startswith("_") and name not in ABSTRACT)
+
+
+def _unrecognized(argument: str, options: list[str]) -> str:
+    if not argument.startswith("-"):
+        return f"{argument}: not expected here; options are written --trainer.devices=2"
+    word = argument.lstrip("-").partition("=")[0]
+    return f"{argument}: no such option{did_you_mean(word, options, '--')}"
+
+
+def _not_accepted(key: str, given: str, option: str, class_path: str, options: list[str]) -> str:
+    known = [name for name in parameters(class_path) if name != "params"]
+    option = option.rpartition(".")[2]
+    takes = f"; it takes {', '.join(known)}" if known else ""
+    shown = given if given.startswith(f"--{key}.") else f"{key}.{option}"
+    deeper = [name for name in options if name.startswith(f"{key}.") and name.endswith(f".{option}")]
+    near = did_you_mean(option, known, f"--{key}.") or did_you_mean(option, deeper, "--")
+    return f"{shown}: {class_path.rpartition('.')[2]} has no argument {option!r}{near}{takes}"
+
+
+def _no_class(key: str, name: str) -> str:
+    base, example = KINDS[key.rpartition(".")[2]]
+    known = class_names(base)
+    word = name.rpartition(".")[2]
+    near = did_you_mean(word, known) if word not in known else ""
+    return f"--{key}={name}: no such {base.__name__}{near}; known are {', '.join(known)}, or a path like {example}"
+
+
+def _given(key: str, message: str) -> str:
+    """The option as the user wrote it, `--data.batch_size=2.5`, as far as the message tells."""
+    if match := re.search(r"Given value: NestedArg\(key='([\w.]+)', val=(.*)\)", message):
+        value = match[2][1:-1] if match[2][:1] in "'\"" else match[2]
+        return f"--{_outer(key, match[1])}.{match[1]}={value}"
+    values = [v for v in re.findall(r"(?:Given|Got) value: (.+)", message) if not v.startswith(("Namespace", "{", "["))]
+    return f"--{key}={values[0]}" if values else f"--{key}"
+
+
+def _outer(key: str, nested: str) -> str:
+    """`model` for the key `model.optimizer` and the nested `optimizer.lr`."""
+    parts = key.split(".")
+    first = nested.partition(".")[0]
+    return ".".join(parts[: parts.index(first)]) if first in parts[1:] else key
+
+
+def _expected(message: str) -> str:
+    """What the innermost key takes: 'a whole number or null'."""
+    lines = message.splitlines()
+    start = max((i for i, line in enumerate(lines) if re.search(KEY, line)), default=0)
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    inner = [lines[start]]
+    for line in lines[start + 1 :]:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent:
+            break
+        inner.append(line)
+    wanted = []
+    for kind in re.findall(r"Expected a (.+?)(?:\. Got value.*)?$", "\n".join(inner), re.MULTILINE):
+        if choices := re.match(r"(?:typing\.)?Literal\[(.*)\]", kind):
+            wanted += re.sub(r"['\"]", "", choices[1]).split(", ")
+        elif name := re.match(r"<class '(?:[\w.]+\.)?(\w+)'>", kind):
+            wanted.append(TYPES.get(name[1], name[1]))
+    return " or ".join(dict.fromkeys(wanted))
+
+
+def _last(pattern: str, text: str) -> str:
+    return (re.findall(pattern, text) or [""])[-1]

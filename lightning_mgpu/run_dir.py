@@ -1,0 +1,82 @@
+"""One run, one directory: claimed before the run, given up if a mistake ends it before anything is trained."""
+
+import contextlib
+import os
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_mgpu.errors import UsageError
+
+RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes `ddp` starts where their run is
+
+
+class RunDir:
+    """The run's directory: `--run_dir`, else a new one below `--trainer.default_root_dir` or `runs`.
+
+    Only the first process creates it; those that `ddp` starts find it in the environment.
+
+    Raises:
+        UsageError: If `--run_dir` exists and is not empty, or the directory cannot be created.
+    """
+
+    def __init__(self, config: Namespace) -> None:
+        self._made: list[Path] = []  # what `discard` may remove, innermost first
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            self.path = Path(os.environ.get(RUN_DIR, "runs"))
+            return
+        if config.run_dir is not None:
+            self.path = Path(config.run_dir)
+            if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+                raise UsageError(
+                    f"--run_dir={self.path} exists and is not empty: name a new directory, one run has one"
+                )
+        else:
+            self.path = Path(config.trainer.default_root_dir or "runs") / run_name(config)
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            if config.run_dir is not None:
+                self.path.mkdir(parents=True, exist_ok=True)
+            else:
+                self.path = _make_new(self.path)
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {self.path} cannot be made: {error.strerror}; choose another with --run_dir"
+            ) from error
+        self._made = [self.path, *(path for path in missing if path in self.path.parents)]
+        os.environ[RUN_DIR] = str(self.path.absolute())
+
+    def discard(self) -> None:
+        """Remove the directory, unless training or evaluation has left results in it."""
+        results = ("metrics.csv", "checkpoints", "predictions.csv")
+        if not self._made or any((self.path / name).exists() for name in results):
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        for parent in self._made[1:]:
+            with contextlib.suppress(OSError):  # another run has moved in
+                parent.rmdir()
+
+
+def run_name(config: Namespace) -> str:
+    """When, what and how, as a directory's name: `2026-11-21_09-30-00_LeNet_ddp_2`."""
+    model = config.model.class_path.rpartition(".")[2]
+    strategy = config.trainer.strategy
+    strategy = (strategy if isinstance(strategy, str) else strategy.class_path).rpartition(".")[2]
+    devices = str(config.trainer.devices).replace(" ", "")
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model}_{strategy}_{devices}"
+
+
+def _make_new(path: Path) -> Path:
+    """Make the directory, with a number after its name where another run has claimed it in the same second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, new = 1, path
+    while True:
+        try:
+            new.mkdir()
+            return new
+        except FileExistsError:
+            number += 1
+            new = path.with_name(f"{path.name}_{number}")

@@ -1,0 +1,36 @@
+"""Strategies for Lightning's Trainer; importing this package registers them by name.
+
+| file                  | what is in it                                                                     |
+| --------------------- | --------------------------------------------------------------------------------- |
+| `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first                  |
+| `single_process.py`   | devices, ranks, and a step split over replicas                                     |
+| `shards.py`           | cut a batch, put outputs together                                                  |
+| `replicas.py`         | copies of a module and of its optimizers, kept like the original                   |
+| `team.py`             | threads that run replicas side by side                                             |
+| `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
+| `buckets.py`          | gradients one by one or packed                                                     |
+| `recording.py`        | `self.log` and torchmetrics, exact over replicas                                   |
+| `lockstep.py`         | manual optimization                                                                |
+| `sync_batchnorm.py`, `gradient_hooks.py`, `auto_split.py` | one idea each                                  |
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_mgpu.allreduce import ring_allreduce, sharded_allreduce, textbook_allreduce, tree_allreduce
+from lightning_mgpu.strategies.manual_allreduce import ManualAllreduceStrategy
+
+__all__ = ["ManualAllreduceStrategy"]
+
+for _name, _allreduce in {
+    "manual_allreduce": textbook_allreduce,
+    "manual_allreduce_tree": tree_allreduce,
+    "manual_allreduce_sharded": sharded_allreduce,
+    "manual_allreduce_ring": ring_allreduce,
+}.items():
+    StrategyRegistry.register(
+        _name,
+        ManualAllreduceStrategy,
+        description=f"replicas on several devices of one process, {_allreduce.__name__} of their gradients",
+        override=True,
+        allreduce=_allreduce,
+    )

@@ -1,0 +1,89 @@
+"""Manual optimization: the user's `training_step` runs on every replica, and they meet in `backward` and `step`.
+
+The replicas run the same code on their shards. In `manual_backward` each computes its gradients, then all wait while
+the sum is given to everyone. In `optimizer.step` all wait while the original's optimizer steps, which makes every
+replica update itself (`update_replicas`).
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
+from lightning_mgpu.strategies.team import Team
+
+
+class Lockstep:
+    """One training step of manual optimization over a team.
+
+    Args:
+        team: Runs the replicas.
+        weights: Each replica's share of the samples in the step.
+        joint: Whether one backward pass runs over the losses of all replicas, else each runs its own.
+    """
+
+    def __init__(self, team: Team, weights: dict[int, float], joint: bool) -> None:
+        self.team, self.weights, self.joint = team, weights, joint
+
+    def backward(
+        self, strategy: Any, module: LightningModule, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """`manual_backward` of one replica: the gradients of all are reduced when it returns."""
+        is_first = self.team.index == 0
+        loss = loss * self.weights[self.team.index]
+        original, plugin = strategy.lightning_module, strategy.precision_plugin
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                strategy.begin_backward()
+                strategy.pre_backward(loss)
+                loss = plugin.pre_backward(loss, original)  # scales it and calls the hooks
+                stack.enter_context(deferred_gradient_hooks(original.parameters()))
+            self.team.exchange()
+            if not is_first and (scaler := getattr(plugin, "scaler", None)) is not None:
+                loss = scaler.scale(loss)
+            losses = self.team.exchange(loss)
+            if not self.joint:
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
+            elif is_first:
+                total = sum(part.to(loss.device) for part in losses)
+                plugin.backward(total, module, optimizer, *args, **kwargs)
+            self.team.exchange()
+            if is_first:
+                strategy.reduce_gradients()
+        if is_first:
+            loss = plugin.post_backward(loss, original)
+            strategy.post_backward(loss)
+        self.team.exchange()
+        return loss.detach()
+
+    def step(self, run: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any], before: Callable) -> Any:
+        """`optimizer.step` of one replica.
+
+        Args:
+            run: Steps the original's optimizer with a closure; called in the first replica only.
+            closure: The user's, of this replica; all replicas call theirs when the optimizer asks for it.
+            before: Called before every closure, when no replica runs.
+        """
+        self.team.exchange("step")
+        if self.team.index != 0:
+            while self.team.exchange()[0] == "closure":
+                closure()
+            return None
+
+        def all_closures() -> Any:
+            before()
+            self.team.exchange("closure")
+            return closure()
+
+        result = run(all_closures)
+        self.team.exchange("done")
+        return result
+
+
+def is_closure_driven(optimizer: Optimizer, num_closures: int, kinds: Sequence[type]) -> bool:
+    """Whether an optimizer evaluates the loss several times in a step, so that a copy cannot repeat its update."""
+    return num_closures != 1 or isinstance(optimizer, tuple(kinds))

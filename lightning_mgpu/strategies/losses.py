@@ -1,0 +1,46 @@
+"""From the replicas' losses to the one the Trainer calls `backward` on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.strategies.shards import weighted_mean
+
+
+def combine_losses(
+    losses: Sequence[Tensor], sizes: Sequence[int], backward: Callable[[Sequence[Tensor], bool], None] | None
+) -> Tensor:
+    """The mean of the shards' losses, weighted by the shard sizes: the loss of the whole batch.
+
+    Its backward pass reaches every replica. Left to autograd, one thread runs it for all CPU replicas; `backward` is
+    how to run it otherwise.
+
+    Args:
+        losses: One scalar a replica, each the mean over its shard.
+        sizes: Samples of the shards.
+        backward: Called with the gradients of the losses, and whether to keep the graphs. `None` leaves it to autograd.
+    """
+    if backward is None:
+        return weighted_mean([loss.to(losses[0].device) for loss in losses], sizes)
+    value = weighted_mean([loss.detach().to(losses[0].device) for loss in losses], sizes)
+    if not any(loss.requires_grad for loss in losses):
+        return value
+    weights = [size / sum(sizes) for size in sizes]
+    return _Junction.apply(torch.zeros_like(value, requires_grad=True), value, weights, backward)  # type: ignore[no-any-return]
+
+
+class _Junction(torch.autograd.Function):
+    """Hands the gradient of the combined loss to `backward`, times the weight of each loss."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, weights: Sequence[float], backward: Callable) -> Tensor:
+        ctx.weights, ctx.run = weights, backward
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.run([gradient * weight for weight in ctx.weights], keep_graph)
+        return torch.zeros_like(gradient), None, None, None

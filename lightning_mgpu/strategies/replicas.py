@@ -1,0 +1,190 @@
+"""`get_params` of the book for a whole LightningModule: a copy on another device, kept like the original.
+
+A replica has parameters and buffers of its own. What the original's hooks and callbacks set between steps (flags,
+numbers, lists to append to, `requires_grad`) is given to it before every step.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+
+SHARED = (Dataset, DataLoader, LightningDataModule, partial)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def get_params(module: LightningModule, device: torch.device) -> LightningModule:
+    """Copy a module's parameters, buffers and structure to a device (d2l.ai, 'Training on Multiple GPUs').
+
+    Tied parameters stay tied; storage is never shared, also on the same device. The trainer, data and forward hooks
+    are shared with the original.
+    """
+    trainer = module._trainer
+    shared = [trainer, *(v for m in module.modules() for v in vars(m).values() if isinstance(v, SHARED))]
+    memo = {id(value): value for value in shared if value is not None}
+    try:
+        replica = copy.deepcopy(module, dict(memo))
+    except Exception:  # a lock, a generator, an open file: what cannot be copied is shared as well
+        memo.update({id(value): value for value in _uncopyable(module, memo)})
+        replica = copy.deepcopy(module, memo)
+    for original, copied in zip(module.modules(), replica.modules()):
+        vars(copied).update({name: vars(original)[name] for name in HOOKS if name in vars(original)})
+        if isinstance(copied, LightningModule):
+            copied._trainer = trainer  # a deepcopy drops it
+    for parameter in replica.parameters():
+        parameter.grad = None
+    return replica.to(device)
+
+
+class Replicas:
+    """The original module and its copies: `modules[i]` lives on `devices[i]`, and `modules[0]` is the original."""
+
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.modules = [module, *(get_params(module, device) for device in self.devices[1:])]
+        # The k copies of each parameter, buffer and BatchNorm layer, the original's first
+        self.parameters: list[tuple[nn.Parameter, ...]] = list(zip(*(list(m.parameters()) for m in self.modules)))
+        self.buffers: list[tuple[Tensor, ...]] = list(zip(*(list(m.buffers()) for m in self.modules)))
+        self.batch_norms = [
+            layers
+            for layers in zip(*(m.modules() for m in self.modules))
+            if isinstance(layers[0], _NormBase) and layers[0].running_mean is not None
+        ]
+        self._pairs = [list(_stateful_pairs(module, replica)) for replica in self.modules[1:]]
+        self._lists: list[tuple[list, list, int]] = []  # original, replica's copy, length when copied
+        self._versions: tuple[int, ...] | None = None
+        self._norm_versions: tuple[int, ...] = self._versions_of_norms()
+
+    def broadcast(self) -> None:
+        """Make every replica's parameters and buffers equal to the original's."""
+        with torch.no_grad():
+            for original, *copies in itertools.chain(self.parameters, self.buffers):
+                for tensor in copies:
+                    tensor.copy_(original, non_blocking=True)
+        self.mark_equal()
+
+    def mark_equal(self) -> None:
+        """Remember that the replicas are equal now, to tell later whether somebody has edited the original."""
+        self._versions = tuple(parameters[0]._version for parameters in self.parameters)
+
+    def is_edited(self) -> bool:
+        """Whether the original's parameters were changed in place since `mark_equal`."""
+        return self._versions != tuple(parameters[0]._version for parameters in self.parameters)
+
+    def agree(self) -> bool:
+        """Whether all replicas hold the same parameters, bit for bit."""
+        return all(torch.equal(first, other.to(first.device)) for first, *rest in self.parameters for other in rest)
+
+    def combine_batch_norms(self, shares: Sequence[float]) -> None:
+        """Average BatchNorm's running statistics over the replicas, weighted by their shares of the batch.
+
+        If somebody else has changed the original's since the last step (a checkpoint, averaged weights), those count.
+        """
+        if self._versions_of_norms() == self._norm_versions:
+            with torch.no_grad():
+                for layers in self.batch_norms:
+                    for name in ("running_mean", "running_var"):
+                        stats = [getattr(layer, name) for layer in layers]
+                        total = sum(s.to(stats[0].device) * share for s, share in zip(stats, shares))
+                        stats[0].copy_(total / sum(shares))
+        for layers in self.batch_norms:
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                for layer in layers[1:]:
+                    with torch.no_grad():
+                        getattr(layer, name).copy_(getattr(layers[0], name))
+        self.mark_norms()
+
+    def mark_norms(self) -> None:
+        self._norm_versions = self._versions_of_norms()
+
+    def refresh(self) -> bool:
+        """Give the replicas what hooks may have set on the original; return whether any module changed its mode."""
+        changed_mode = False
+        self._lists = []
+        for pairs in self._pairs:
+            for original, replica, is_users in pairs:
+                if replica.training != original.training:
+                    replica.training = original.training
+                    changed_mode = True
+                self._refresh_attributes(vars(original), vars(replica), with_lists=is_users)
+        for original, *copies in self.parameters:
+            for parameter in copies:
+                if parameter.requires_grad != original.requires_grad:
+                    parameter.requires_grad_(original.requires_grad)
+        return changed_mode
+
+    def collect(self) -> None:
+        """Append to the original's lists what the replicas appended to theirs during a step, in order."""
+        for original, copied, length in self._lists:
+            if len(copied) > length:
+                original.extend(move_data_to_device(copied[length:], self.devices[0]))
+        self._lists = []
+
+    def _refresh_attributes(self, original: dict[str, Any], replica: dict[str, Any], with_lists: bool) -> None:
+        for name, value in original.items():
+            if isinstance(value, PLAIN):
+                replica[name] = value
+            elif with_lists and type(value) is list and not (value and isinstance(value[0], (nn.Module, nn.Parameter))):
+                replica[name] = list(value)
+                self._lists.append((value, replica[name], len(value)))
+
+    def _versions_of_norms(self) -> tuple[int, ...]:
+        return tuple(layers[0].running_mean._version for layers in self.batch_norms)
+
+
+def copy_optimizer(
+    optimizer: Optimizer, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter]
+) -> Optimizer:
+    """A replica's own optimizer: the same class, settings and state, for the replica's parameters.
+
+    Hooks stay with the original, and so does the `step` a scheduler puts on it.
+    """
+    own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
+    memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
+    replica = object.__new__(type(optimizer))
+    replica.__setstate__(copy.deepcopy(own, memo))
+    for parameter, state in replica.state.items():
+        for name, value in state.items():  # but a step counter stays where the optimizer keeps it
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = value.to(parameter.device)
+    return replica
+
+
+def follow(optimizer: Optimizer, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
+    """Give a replica's optimizer the settings schedulers and callbacks gave the original: rates, new groups."""
+    for i, group in enumerate(optimizer.param_groups):
+        if i == len(replica.param_groups):  # unfrozen layers, say
+            parameters = [mapping[id(parameter)] for parameter in group["params"]]
+            replica.add_param_group({**group, "params": parameters})
+        else:
+            replica.param_groups[i].update({key: value for key, value in group.items() if key != "params"})
+
+
+def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
+    """Attributes of a module or its children that `copy.deepcopy` refuses."""
+    for name, value in ((name, value) for m in module.modules() for name, value in vars(m).items()):
+        if name not in ("_parameters", "_buffers", "_modules"):
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                yield value
+
+
+def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, bool]]:
+    """Pairs of modules outside of metrics; the last tells whether the class is not one of torch's own."""
+    if isinstance(module, Metric):
+        return
+    yield module, replica, not type(module).__module__.startswith(("torch.", "torchvision."))
+    for child, copied in zip(module.children(), replica.children()):
+        yield from _stateful_pairs(child, copied)

@@ -1,0 +1,256 @@
+"""What strategies that drive several devices from one process share: devices, ranks, and a step split over replicas."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mgpu.strategies.recording import Recorder, replay
+from lightning_mgpu.strategies.shards import find_batch_size, gather, shard_sizes, split_batch
+from lightning_mgpu.strategies.team import Streams, Team, generator_states, set_generator_states
+
+DEVICE_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class SingleProcessStrategy(ParallelStrategy):
+    """Runs each step of a LightningModule on several devices of this process, a shard of the batch on each.
+
+    A subclass gives `replicas()`, the modules to run, one a device; the first is the user's own.
+
+    Args:
+        parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
+            `Trainer(accelerator, devices)`.
+        split: Relative shares of the batch, one a device; left out: even ones.
+    """
+
+    name = "this strategy"
+
+    def __init__(
+        self, parallel_devices: Sequence[str] | None = None, split: Sequence[float] | None = None, **kwargs: Any
+    ) -> None:
+        devices = [torch.device(device) for device in parallel_devices] if parallel_devices else None
+        super().__init__(parallel_devices=devices, **kwargs)
+        self.split = list(split) if split is not None else None
+        self.num_nodes = 1  # the Trainer sets what it was asked for
+        self._blocked = False  # inside an accumulation window
+        self._sent: tuple[Any, list[Any], list[int]] | None = None  # a batch, its shards, and versions of its tensors
+        self._streams: Streams = []
+        self._draws: dict[str, bool] = {}  # whether a step of this name draws random numbers
+
+    # One process: it is rank 0 of 1, whatever the environment says
+
+    global_rank = local_rank = node_rank = 0  # type: ignore[assignment]
+    world_size = 1  # type: ignore[assignment]
+    is_global_zero = True  # type: ignore[assignment]
+    is_distributed = False
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return self.parallel_devices or [torch.device("cpu")]
+
+    @property
+    def shares(self) -> list[float]:
+        """Each device's share of the batch; they add up to the number of devices."""
+        split = self.split or [1.0] * len(self.devices)
+        return [share * len(split) / sum(split) for share in split]
+
+    @override
+    def setup_environment(self) -> None:
+        processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
+        if processes > 1 or self.num_nodes > 1:
+            raise MisconfigurationException(
+                f"{self.name} drives all its devices from one process, but {processes} were launched (torchrun, SLURM) "
+                f"on {self.num_nodes} node(s): use --trainer.strategy=ddp for several processes, or start a single one."
+            )
+        if self.split is not None and (len(self.split) != len(self.devices) or min(self.split) <= 0):
+            raise MisconfigurationException(
+                f"split={self.split} needs one positive share for each of the {len(self.devices)} devices."
+            )
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self.team = Team(self.devices)
+        self._draws = {}
+        seed = torch.initial_seed()
+        self._streams = []
+        for i, device in enumerate(self.devices):  # replica 0 draws from the global generators, as one device would
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                if i > 0:
+                    torch.manual_seed(seed + i)
+                self._streams.append(generator_states(device))
+        super().setup(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def replicas(self) -> Sequence[LightningModule]:
+        raise NotImplementedError
+
+    def recorders(self) -> Sequence[Recorder]:
+        raise NotImplementedError
+
+    # A step: split the batch, run the replicas, put the results together
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The whole batch on the first device, for hooks and callbacks, and a shard on every other one.
+
+        Shards go from host memory straight to their device. Where the user's own transfer hooks change the batch, they
+        do it once, to the whole batch on the first device, and shards are cut from the result.
+        """
+        whole = super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        sources = (self.lightning_module, getattr(trainer, "datamodule", None))
+        has_hooks = any(
+            is_overridden(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None
+        )
+        if not has_hooks and len(self.devices) > 1:
+            shards = self._send(split_batch(batch, self._sizes(batch)))
+            shards[0] = split_batch(whole, self._sizes(whole))[0]
+            self._sent = whole, shards, _versions(whole)
+        return whole
+
+    def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
+        """Run `name`, training_step say, on every replica that gets samples.
+
+        Returns:
+            The replicas that ran, the sizes of their shards, and what they returned.
+        """
+        sizes = self._sizes(batch)
+        active = [i for i, size in enumerate(sizes) if size > 0]
+        if self._sent is not None and self._sent[0] is batch and self._sent[2] == _versions(batch):
+            shards = self._sent[1]
+        else:  # a hook has changed it since
+            shards = self._send(split_batch(batch, sizes))
+        self._sent = None
+        modules, recorders = self.replicas(), self.recorders()
+
+        def step(i: int) -> Any:
+            with recorders[i].recording():
+                return getattr(modules[i], name)(shards[i], *args, **kwargs)
+
+        outputs = self._run(name, step, active)
+        sizes = [sizes[i] for i in active]
+        replay(modules[0], [recorders[i].record for i in active], sizes)
+        return active, sizes, outputs
+
+    def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """An evaluation step on all devices; outputs in the order of the batch."""
+        if find_batch_size(batch) is None or len(self.devices) == 1:
+            return getattr(self.lightning_module, name)(batch, *args, **kwargs)
+        _, sizes, outputs = self.run_step(name, batch, *args, **kwargs)
+        return gather(outputs, sizes, self.root_device)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.evaluate("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.evaluate("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.evaluate("predict_step", *args, **kwargs)
+
+    def _run(self, name: str, function: Any, active: list[int]) -> list[Any]:
+        """Run replicas side by side, or in turns where they draw random numbers from a generator they share.
+
+        The first step of every name runs in turns to see whether it draws any.
+        """
+        if len(active) == 1:
+            return self.team.run(function, active)
+        before = generator_states(self.root_device)
+        draws = self._draws.get(name)
+        if draws is False:
+            outputs = self.team.run(function, active)
+            self._draws[name] = not _equal([before], [generator_states(self.root_device)])
+            return outputs
+        self._streams[0] = before
+        streams = list(self._streams)
+        outputs = self.team.run(function, active, turns=streams)
+        set_generator_states(self.root_device, streams[0])
+        self._draws[name] = draws or not _equal(self._streams, streams)
+        self._streams = streams
+        return outputs
+
+    def _send(self, shards: list[Any]) -> list[Any]:
+        return [move_data_to_device(shard, device) for shard, device in zip(shards, self.devices)]
+
+    def _sizes(self, batch: Any) -> list[int]:
+        """Samples for each device; what cannot be split is one sample, for the first."""
+        batch_size = find_batch_size(batch)
+        if batch_size is None:
+            return [1] + [0] * (len(self.devices) - 1)
+        return shard_sizes(batch_size, self.shares)
+
+    # One process has nobody to talk to
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]
+        """Around the batches of an accumulation window but its last, after which gradients are reduced once."""
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    @override
+    def teardown(self) -> None:
+        if hasattr(self, "team"):
+            self.team.close()
+        self._sent = None
+        super().teardown()
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch was changed in place."""
+    versions: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: versions.append(0 if t.is_inference() else t._version))
+    return versions
+
+
+def _equal(first: Streams, second: Streams) -> bool:
+    return all(torch.equal(a, b) for these, those in zip(first, second) for a, b in zip(these, those))

@@ -1,0 +1,155 @@
+"""A tiny dataset in the real file format, one thread a process, and the two ways to run the command line."""
+
+import hashlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; handed on to subprocesses
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+import lightning_mgpu.data.fashion_mnist
+from lightning_mgpu import cli
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
+from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
+
+torch.set_num_threads(1)
+REPOSITORY = Path(__file__).parents[1]
+NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
+
+
+def write_idx(path: Path, values: Tensor) -> IdxFile:
+    """Write uint8 values (N, 28, 28) or (N,) as an IDX file."""
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(content := header + values.to(torch.uint8).numpy().tobytes())
+    return IdxFile(path.name, len(content), hashlib.md5(content).hexdigest())
+
+
+@pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[IdxFile, ...]]:
+    """`data.root` of a dataset of 503 and 107 images, and its files' sizes and checksums."""
+    root = tmp_path_factory.mktemp("data")
+    raw = root / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    values = [part for num, seed in ((NUM_TRAIN, 1), (NUM_TEST, 0)) for part in synthetic_fashion_mnist(num, seed)]
+    return root, tuple(
+        write_idx(raw / file.name, part.flatten(0, -3) if part.ndim > 1 else part) for file, part in zip(FILES, values)
+    )
+
+
+@pytest.fixture
+def root(tiny_files: tuple[Path, tuple[IdxFile, ...]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`FashionMNIST(root=...)` takes the tiny dataset for the real one, through the real checks."""
+    root, files = tiny_files
+    ensure = partial(ensure_fashion_mnist, files=files)
+    monkeypatch.setattr(lightning_mgpu.data.fashion_mnist, "ensure_fashion_mnist", ensure)
+    return root
+
+
+@pytest.fixture
+def make_data(root: Path) -> Callable[..., FashionMNIST]:
+    """A data module on the tiny dataset, prepared and set up."""
+
+    def make(**kwargs: Any) -> FashionMNIST:
+        data = FashionMNIST(**{"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3, **kwargs})
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    """A quiet Trainer on one CPU that writes nothing unless told to."""
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": tmp_path,
+    }
+    return lambda **kwargs: Trainer(**{**quiet, "max_epochs": 1, **kwargs})
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Run a command line in this process and an empty directory; returns the exit status."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["lightning-mgpu", *args])
+        try:
+            cli.main()
+        except SystemExit as error:
+            return int(error.code or 0)
+        return 0
+
+    with mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        yield run
+
+
+class Command:
+    """`python -m lightning_mgpu` in processes of its own; none of them may outlive it."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        self.env = {**os.environ, "HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
+        for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
+            self.env.pop(name, None)
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "lightning_mgpu", *args]
+        return subprocess.Popen(
+            command, cwd=self.cwd, env=self.env, stdin=-3, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    def finish(self, process: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
+        try:
+            out, err = process.communicate(timeout=timeout)
+            for _ in range(50):  # children may need a moment to go
+                if not self._group_lives(process.pid):
+                    break
+                time.sleep(0.1)
+            assert not self._group_lives(process.pid), f"processes left behind\n{out}\n{err}"
+        finally:
+            if self._group_lives(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return process.returncode, out, err
+
+    def __call__(self, *args: str, timeout: float = 120) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr."""
+        return self.finish(self.start(*args), timeout)
+
+    @staticmethod
+    def _group_lives(group: int) -> bool:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)

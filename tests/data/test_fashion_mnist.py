@@ -1,0 +1,120 @@
+"""The data module on a tiny dataset in the real format: split, limits, workers, and a stand-in that says what it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.datasets import FashionMNIST as FashionMNISTFiles
+
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.models import LeNet
+
+
+def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
+    theirs = FashionMNISTFiles(root, train=False)
+    batches = list(make_data().test_dataloader())
+    assert torch.equal(torch.cat([X for X, _ in batches]), theirs.data[:, None] / 255)
+    assert torch.equal(torch.cat([y for _, y in batches]), theirs.targets)
+    X, y = batches[0]
+    assert X.dtype == torch.float32 and y.dtype == torch.int64 and X.shape[1:] == (1, 28, 28)
+
+
+def test_validation_split_is_disjoint_and_seeded(make_data: Callable) -> None:
+    data, again, other = make_data(seed=3), make_data(seed=3), make_data(seed=4)
+    assert len(data.val_indices) == 101 and len(data.train_indices) == 402
+    assert torch.equal(torch.cat([data.val_indices, data.train_indices]).sort().values, torch.arange(503))
+    assert torch.equal(data.val_indices, again.val_indices) and not torch.equal(data.val_indices, other.val_indices)
+
+
+def test_test_set_is_never_mixed_in(root: Path, make_data: Callable) -> None:
+    data = make_data()
+    test_images = {image.numpy().tobytes() for image in FashionMNISTFiles(root, train=False).data}
+    for dataset, indices in ((data.train_set, data.train_indices), (data.val_set, data.val_indices)):
+        assert not test_images & {dataset.images[i].numpy().tobytes() for i in indices}
+
+
+def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
+    data = make_data(val_size=0)
+    assert data.validates_on_test_set and len(data.train_indices) == 503
+    for (a, _), (b, _) in zip(data.val_dataloader(), data.test_dataloader(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch_size": 0}, r"data\.batch_size=0"),
+        ({"val_size": -1}, r"data\.val_size=-1"),
+        ({"val_size": 503}, r"data\.val_size=503 leaves none of the 503 images"),
+        ({"num_workers": -1}, r"data\.num_workers=-1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make_data: Callable, kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_data(**kwargs)
+
+
+def test_seed_is_seed_everythings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_workers_give_the_same_batches(make_data: Callable, epoch: int) -> None:
+    def batches(num_workers: int, first: int = 0) -> list[tuple[Tensor, Tensor]]:
+        loader = make_data(augment=True, num_workers=num_workers).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        loader.load_state_dict({"num_yielded": first})
+        return list(loader)
+
+    alone = batches(0)
+    assert len(alone) == 7
+    for first in (0, 3):
+        for (X, y), (X2, y2) in zip(alone[first:], batches(2, first), strict=True):
+            assert torch.equal(X, X2) and torch.equal(y, y2)
+
+
+def test_loader_knows_how_far_it_is(make_data: Callable) -> None:
+    loader = make_data().train_dataloader()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert loader.state_dict() == {"num_yielded": 3}
+    again = make_data().train_dataloader()
+    again.load_state_dict(loader.state_dict())
+    assert torch.equal(next(iter(again))[0], next(batches)[0])
+    again.load_state_dict({"num_yielded": len(loader)})  # a finished epoch
+    assert len(list(again)) == len(loader)
+
+
+def seen(make_data: Callable, make_trainer: Callable, **limits: float) -> list[list[int]]:
+    """The labels of the training batches of two epochs."""
+    labels: list[list[int]] = []
+
+    class Recording(LeNet):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            labels.append(batch[1].tolist())
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(max_epochs=2, **limits).fit(Recording(), make_data())
+    return labels
+
+
+def test_limits_and_overfitting(make_data: Callable, make_trainer: Callable) -> None:
+    whole = seen(make_data, make_trainer)
+    assert [len(labels) for labels in whole] == ([64] * 6 + [18]) * 2 and whole[:7] != whole[7:]
+    limited = seen(make_data, make_trainer, limit_train_batches=2, limit_val_batches=0.5)
+    assert limited == [*whole[:2], *whole[7:9]]
+    over = seen(make_data, make_trainer, overfit_batches=2)
+    assert len(over) == 4 and over[:2] == over[2:]
+
+
+def test_synthetic_data_are_loud() -> None:
+    data = FashionMNIST(source="synthetic", val_size=0)
+    with pytest.warns(UserWarning, match="made-up images; no accuracy below means anything"):
+        data.prepare_data()
+    assert "SYNTHETIC" in data.origin
+    data.setup("fit")
+    assert (len(data.train_indices), len(data.test_indices)) == (60_000, 10_000)

@@ -1,0 +1,80 @@
+"""Whole batches are converted and augmented exactly as sample by sample."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import Normalize, ToTensor
+
+from lightning_mgpu.data.fashion_mnist import MEAN, STD
+from lightning_mgpu.data.images import InMemoryImages, augment
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def crop_and_flip(image: Tensor, draw: Tensor, padding: int) -> Tensor:
+    """The naive version: one image (C, H, W), one step after the other."""
+    C, H, W = image.shape
+    padded = torch.zeros(C, H + 2 * padding, W + 2 * padding, dtype=image.dtype)
+    padded[:, padding : padding + H, padding : padding + W] = image
+    top, left = (int(d * (2 * padding + 1)) for d in draw[:2])
+    window = padded[:, top : top + H, left : left + W]
+    return window.flip(2) if draw[2] < 0.5 else window
+
+
+def test_every_byte_becomes_the_float_of_torchvision() -> None:
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    X, y = InMemoryImages(every, torch.tensor([7]))[0, torch.tensor([0])]
+    assert torch.equal(X[0], ToTensor()(Image.fromarray(every[0, 0].numpy())))
+    assert X.dtype == torch.float32 and y.tolist() == [7]
+
+
+def test_normalisation_is_torchvisions(images: Tensor) -> None:
+    X, _ = InMemoryImages(images, torch.zeros(40), MEAN, STD)[0, torch.arange(40)]
+    wanted = Normalize([MEAN], [STD])(images / 255)
+    assert torch.equal(X, wanted)
+
+
+def test_mean_and_std_are_the_real_training_sets() -> None:
+    """The constants, from the published statistics of the 60,000 images: 72.94 and 90.02 in 0 .. 255."""
+    assert np.round([MEAN * 255, STD * 255], 1).tolist() == [72.9, 90.0]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: int) -> None:
+    X, draws = images.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
+    X[:, -1] //= 2  # channels differ
+    found = augment(X, draws, padding=2, flip=True)
+    assert torch.equal(found, torch.stack([crop_and_flip(x, draw, 2) for x, draw in zip(X, draws)]))
+    assert found.is_contiguous()
+
+
+def test_augmentation_draws_every_shift_and_both_sides(images: Tensor) -> None:
+    draws = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
+    offsets = (draws[:, :2] * 5).long()
+    assert {tuple(o) for o in offsets.tolist()} == {(a, b) for a in range(5) for b in range(5)}
+    assert torch.equal(augment(images, torch.full((40, 3), 0.5), padding=2, flip=True), images)  # middle, not flipped
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:
+    def batch(seed: int, epoch: int, indices: list[int]) -> Tensor:
+        data = InMemoryImages(images, torch.zeros(40), crop_padding=2, flip=True, seed=seed)
+        return data[epoch, torch.tensor(indices)][0]
+
+    whole = batch(1, 5, list(range(40)))
+    assert torch.equal(batch(1, 5, [7, 3]), whole[[7, 3]])  # whatever the batch and its order
+    assert torch.equal(torch.cat([batch(1, 5, list(range(i, min(i + 14, 40)))) for i in (0, 14, 28)]), whole)
+    assert not torch.equal(batch(1, 6, list(range(40))), whole)
+    assert not torch.equal(batch(2, 5, list(range(40))), whole)
+
+
+def test_evaluation_is_not_augmented(make_data: Callable) -> None:
+    data = make_data(augment=True)
+    assert data.train_set.flip and data.train_set.crop_padding == 2
+    assert not data.val_set.flip and not data.test_set.crop_padding

@@ -1,0 +1,59 @@
+"""Layers and parameters against the book's numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mgpu.models import LeNet, ResNet18
+
+
+def shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    """The output shape of every layer of `net`, without the batch's dimension."""
+    found, X = [], torch.zeros(2, 1, 28, 28)
+    for layer in model.net:
+        X = layer(X)
+        found.append(tuple(X.shape[1:]))
+    return found
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_lenet_is_the_books() -> None:
+    model = LeNet()
+    assert num_parameters(model) == 129_068
+    assert [(p.numel()) for p in model.parameters()] == [180, 20, 25_000, 50, 102_400, 128, 1_280, 10]
+    conv1, pool1, conv2, pool2 = (20, 26, 26), (20, 13, 13), (50, 9, 9), (50, 4, 4)
+    assert shapes(model) == [conv1, conv1, pool1, conv2, conv2, pool2, (800,), (128,), (128,), (10,)]
+    assert [type(layer).__name__ for layer in model.net] == (
+        ["Conv2d", "ReLU", "AvgPool2d"] * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
+    )
+
+
+def test_resnet18_is_the_books() -> None:
+    model = ResNet18()
+    assert num_parameters(model) == 11_175_818
+    stem, stages = (64, 28, 28), [(64, 28, 28), (128, 14, 14), (256, 7, 7), (512, 4, 4)]
+    assert shapes(model) == [stem, stem, stem, *stages, (512, 1, 1), (512,), (10,)]
+    assert not any(isinstance(layer, nn.MaxPool2d) for layer in model.modules())
+    shortcuts = [block.conv3 is not None for stage in model.net[3:7] for block in stage]
+    assert shortcuts == [False, False, True, False, True, False, True, False]
+
+
+def test_resnet18_takes_other_channels_and_classes() -> None:
+    model = ResNet18(in_channels=3, num_classes=7)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert model.example_input_array.shape == (1, 3, 28, 28)
+
+
+@pytest.mark.parametrize("model_class", [LeNet, ResNet18])
+def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> None:
+    torch.manual_seed(0)
+    for layer in model_class().modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            n = layer.weight.numel()
+            assert layer.weight.std().item() == pytest.approx(0.01, rel=4 / (2 * n) ** 0.5)  # four standard errors
+            assert abs(layer.weight.mean().item()) < 4 * 0.01 / n**0.5
+            if model_class is LeNet:
+                assert not layer.bias.any()

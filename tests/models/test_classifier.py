@@ -1,0 +1,140 @@
+"""What is logged equals a computation by hand; every optimizer and scheduler steps as it should; checkpoints reload."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from lightning_mgpu.models import LeNet, ResNet18
+
+
+class Rates(Callback):
+    """The learning rate every step is made with."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def by_hand(model: LeNet, data: Any, stage: str) -> tuple[float, float]:
+    """Mean loss and accuracy over a stage's samples, all at once."""
+    indices = getattr(data, f"{stage}_indices")
+    X, y = getattr(data, f"{stage}_set")[0, indices]
+    with torch.no_grad():
+        logits = model(X)
+    return F.cross_entropy(logits.double(), y).item(), (logits.argmax(1) == y).double().mean().item()
+
+
+def spread_out(model: LeNet) -> LeNet:
+    """Weights so large that samples, and so batches, differ in loss."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
+    torch.manual_seed(0)
+    data, model = make_data(batch_size=150), spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0)))
+    trainer = make_trainer()
+    trainer.fit(model, data)  # 402 samples in batches of 150, 150, 102; the learning rate keeps the model as it is
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (tested,) = trainer.test(model, data, verbose=False)
+    for stage, values in (("train", logged), ("val", logged), ("test", tested)):
+        loss, acc = by_hand(model, data, stage)
+        assert values[f"{stage}_loss"] == pytest.approx(loss, rel=1e-5)
+        assert values[f"{stage}_acc"] == pytest.approx(acc, abs=1e-6)
+
+
+def test_second_epoch_starts_counting_anew(make_data: Callable, make_trainer: Callable) -> None:
+    torch.manual_seed(0)
+    data, model = make_data(batch_size=150), LeNet(optimizer=lambda params: SGD(params, lr=0.5))
+    trainer = make_trainer(max_epochs=3)
+    trainer.fit(model, data)
+    loss, acc = by_hand(model, data, "val")
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(trainer.callback_metrics["val_acc"]) == pytest.approx(acc, abs=1e-6)
+
+
+def rates(make_data: Callable, make_trainer: Callable, **kwargs: Any) -> list[float]:
+    """The learning rates of 2 epochs of 4 steps, from 0.1."""
+    recorder = Rates()
+    optimizer = kwargs.pop("optimizer", lambda params: SGD(params, lr=0.1))
+    trainer = make_trainer(max_epochs=2, callbacks=[recorder], limit_train_batches=4)
+    trainer.fit(LeNet(optimizer=optimizer, **kwargs), make_data())
+    return recorder.rates
+
+
+def test_no_scheduler_keeps_the_rate(make_data: Callable, make_trainer: Callable) -> None:
+    assert rates(make_data, make_trainer, optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9)) == [0.1] * 8
+    assert rates(make_data, make_trainer, optimizer=partial(AdamW, lr=0.1)) == [0.1] * 8
+
+
+def test_step_lr_steps_every_epoch(make_data: Callable, make_trainer: Callable) -> None:
+    found = rates(make_data, make_trainer, lr_scheduler=partial(StepLR, step_size=1, gamma=0.5))
+    assert found == [0.1] * 4 + [0.05] * 4
+
+
+def test_one_cycle_steps_every_batch_of_the_whole_run(make_data: Callable, make_trainer: Callable) -> None:
+    found = rates(make_data, make_trainer, lr_scheduler=partial(OneCycleLR, max_lr=0.4))
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler, wanted = OneCycleLR(optimizer, max_lr=0.4, total_steps=8), []
+    for _ in range(8):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if len(wanted) < 8:
+            scheduler.step()
+    assert found == pytest.approx(wanted)
+
+
+def test_interval_can_be_chosen(make_data: Callable, make_trainer: Callable) -> None:
+    scheduler = partial(CosineAnnealingLR, T_max=8)
+    found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="step")
+    assert found == sorted(found, reverse=True) and len(set(found)) == 8
+    assert len(set(rates(make_data, make_trainer, lr_scheduler=scheduler))) == 2
+
+
+def test_reduce_on_plateau_watches_val_loss(make_data: Callable, make_trainer: Callable) -> None:
+    scheduler = partial(ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs")
+    recorder = Rates()
+    trainer = make_trainer(max_epochs=3, callbacks=[recorder], limit_train_batches=1)
+    trainer.fit(LeNet(optimizer=lambda p: SGD(p, lr=0.1), lr_scheduler=scheduler), make_data())
+    assert recorder.rates == pytest.approx([0.1, 0.1, 0.01])  # the first epoch is the best yet, the second no better
+
+
+def test_wrong_optimizer_argument_is_a_clear_error(make_data: Callable, make_trainer: Callable) -> None:
+    with pytest.raises(ValueError, match=r"model\.optimizer .*Invalid learning rate: -1"):
+        make_trainer().fit(LeNet(optimizer=lambda p: SGD(p, lr=-1)), make_data())
+
+
+@pytest.mark.parametrize("model_class", [LeNet, ResNet18])
+def test_checkpoint_made_in_python_is_plain_and_reloads(
+    model_class: type, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    model = model_class(lr_scheduler=partial(StepLR, step_size=1))
+    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(model, make_data(batch_size=4))
+    trainer.save_checkpoint(path := tmp_path / "model.ckpt")
+    hparams = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert all(value is None or isinstance(value, (int, str)) for value in hparams.values())
+    again = model_class.load_from_checkpoint(path, weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+def test_checkpoint_made_by_the_command_line_is_plain_and_reloads(root: Path, main: Callable, tmp_path: Path) -> None:
+    args = ("--trainer.max_epochs=1", "--data.val_size=101", "--model.optimizer=AdamW", "--model.num_classes=12")
+    assert main("fit", f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu", *args) == 0
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    hparams = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert hparams["optimizer"]["class_path"] == "torch.optim.AdamW"
+    model = LeNet.load_from_checkpoint(path, weights_only=True)
+    assert model.net[-1].out_features == 12
+    assert isinstance(model.configure_optimizers(), AdamW)
