@@ -12,7 +12,6 @@ import importlib
 import shutil
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-import lightning_mgpu.data  # noqa: F401 - so that --data=FashionMNIST finds the class by its name
+import lightning_mgpu.data
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import __version__
+from lightning_mgpu.arguments import CONFIGS, with_shipped_configs, with_strategy_class
 from lightning_mgpu.callbacks import (
     EpochLines,
     EpochTimer,
@@ -49,8 +49,6 @@ from lightning_mgpu.models import Classifier
 from lightning_mgpu.run_dir import RunDir
 from lightning_mgpu.tracking import Tracking, start_run
 
-PACKAGE = Path(__file__).parent
-CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout
 PROG = "python -m lightning_mgpu"
 BLANK_LINE = "\n\n"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -230,47 +228,11 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
     return ", ".join([*results, f"{seconds_per_epoch:.1f} sec/epoch on {devices}"])
 
 
-def with_shipped_configs(args: list[str]) -> list[str]:
-    """The arguments with every `--config` that names no file here, but one in `configs/`, replaced by that path.
-
-    Raises:
-        UsageError: If there is no such file, or it holds no mapping.
-    """
-    found = list(args)
-    for i, arg in enumerate(args):
-        if arg in ("--config", "-c") and i + 1 < len(args):
-            found[i + 1] = find_config(args[i + 1])
-        elif arg.startswith("--config="):
-            found[i] = "--config=" + find_config(arg.removeprefix("--config="))
-    return found
-
-
-def find_config(name: str) -> str:
-    """The path of a YAML file here or in `configs/`."""
-    path = Path(name) if Path(name).exists() else CONFIGS / name
-    if not path.is_file():
-        shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
-        close = get_close_matches(path.stem, shipped, n=1)
-        near = f" (did you mean {shipped[close[0]]}?)" if close else ""
-        raise UsageError(f"--config={name}: no such file here{near}; those shipped are {', '.join(shipped.values())}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        where = (
-            f"{error.problem}, line {error.problem_mark.line + 1}" if isinstance(error, yaml.MarkedYAMLError) else error
-        )  # type: ignore[union-attr]
-        raise UsageError(f"--config={name} cannot be read as YAML: {where}") from error
-    if not isinstance(content, dict):
-        holds = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise UsageError(f"--config={name} {holds}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
-    return str(path)
-
-
 def main() -> None:
     """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
     quieten()
     with one_line_errors(SWITCH in sys.argv):
-        sys.argv[1:] = with_shipped_configs(sys.argv[1:]) or ["--help"]
+        sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
             raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join(SUBCOMMANDS)}")
         CLI()

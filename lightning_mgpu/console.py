@@ -28,6 +28,7 @@ INFO = (
     "`Trainer.fit` stopped: `max_epochs=",
     "`Trainer.fit` stopped: `max_steps=",
     "`Trainer(limit_",
+    "Loading `train_dataloader` to estimate number of stepping batches.",
     "Restoring states from the checkpoint path at",
     "Restored all states from the checkpoint at",
     "Loaded model weights from the checkpoint at",

@@ -79,9 +79,9 @@ def main() -> None:
     ratio = statistics.median(fit / loop for loop, fit in seconds)
     print(f"LeNet, batch {args.batch_size}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, ", end="")
     print(f"median of {args.repeats} stretches of {args.num_batches} steps")
-    print(
-        f"hand-written loop {loop:6.2f} ms a step\nfit               {fit:6.2f} ms a step\nratio             {ratio:6.3f}"
-    )
+    print(f"hand-written loop {loop:6.2f} ms a step")
+    print(f"fit               {fit:6.2f} ms a step")
+    print(f"ratio             {ratio:6.3f}")
 
 
 if __name__ == "__main__":

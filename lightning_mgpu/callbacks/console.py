@@ -1,6 +1,7 @@
 """What a run prints: what will run in a few lines, one line an epoch where there is no terminal for a progress bar."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,7 +41,7 @@ class RunHeader(Callback):
         """The header's lines by label."""
         facts = run_facts(trainer, pl_module)
         lines = {
-            "model": f"{facts['model']}, {facts['num_parameters']:,} parameters, precision {trainer.precision}",
+            "model": f"{facts['model_class']}, {facts['num_parameters']:,} parameters, precision {trainer.precision}",
             "strategy": f"{facts['strategy']} on {facts['devices']}",
         }
         if "global_batch_size" in facts:
@@ -94,7 +95,7 @@ class EpochLines(ProgressBar):
 def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one."""
     facts = {
-        "model": type(pl_module).__name__,
+        "model_class": type(pl_module).__name__,
         "num_parameters": sum(p.numel() for p in pl_module.parameters()),
         "strategy": type(trainer.strategy).__name__,
         "devices": str(devices(trainer)),
@@ -102,13 +103,16 @@ def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     batch_size = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
     if batch_size is not None:
         facts["global_batch_size"] = batch_size
-        facts["per_device_batch_size"] = per_device(batch_size, len(devices(trainer)))
+        shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
+        facts["per_device_batch_size"] = per_device(batch_size, shares)
     return facts
 
 
-def per_device(batch_size: int, num_devices: int) -> str:
-    """The samples of a global batch each device gets, '128' or '85 to 86'."""
-    least, rest = divmod(batch_size, num_devices)
+def per_device(batch_size: int, shares: Sequence[float]) -> str:
+    """The samples of a global batch each device gets: '128', '85 to 86', or '179 and 77' for uneven shares."""
+    if len(set(shares)) > 1:
+        return " and ".join(str(round(batch_size * share / sum(shares))) for share in shares)
+    least, rest = divmod(batch_size, len(shares))
     return f"{least} to {least + 1}" if rest else str(least)
 
 

@@ -58,7 +58,7 @@ class GlobalBatches(DistributedSampler):
         # a generator, so that it looks at the epoch when the first batch is asked for: Lightning sets it after `iter`
         first, self.first = self.first, 0
         for batch in self._cut(self._order())[first:]:
-            yield self.epoch, batch.tensor_split(self.num_replicas)[self.rank]
+            yield self.epoch, batch.tensor_split(self.num_replicas)[self.rank] if self.num_replicas > 1 else batch
 
     def __len__(self) -> int:
         return len(self._cut(self.indices))
@@ -98,6 +98,7 @@ class BatchLoader(DataLoader):
     sampler: GlobalBatches
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any) -> None:
+        kwargs.setdefault("collate_fn", _as_it_is)
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
@@ -112,3 +113,7 @@ class BatchLoader(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch  # the default looks through it for arrays to convert

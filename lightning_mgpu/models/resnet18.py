@@ -3,7 +3,7 @@
 A smaller stem than He et al. (2016): a 3x3 convolution of stride 1 and no max-pooling, for images of 28x28.
 
     python -m lightning_mgpu fit --model=ResNet18
-    python -m lightning_mgpu fit --config experiment/resnet18_2dev.yaml
+    python -m lightning_mgpu fit --config experiment/resnet18_book_2dev.yaml
 """
 
 from typing import Literal

@@ -174,7 +174,7 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
 
     @property
     def _is_joint(self) -> bool:
-        """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, CPU replicas it does not.
+        """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
 
         With synchronised BatchNorm the replicas' graphs are one.
         """
@@ -263,7 +263,7 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
         return self._lockstep.step(run, closure, before_closure)
 
     def update_replicas(self, n: int) -> None:
-        """The original has made its update with optimizer `n`: every other replica makes its own, from the same gradient.
+        """The original was updated by optimizer `n`: every other replica makes its own update, from the same gradient.
 
         Called by torch after the update, so not when a GradScaler skips it. What hooks and clipping made of the
         gradient is given to the replicas first.

@@ -14,7 +14,8 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
@@ -48,30 +49,46 @@ def get_params(module: LightningModule, device: torch.device) -> LightningModule
 
 
 class Replicas:
-    """The original module and its copies: `modules[i]` lives on `devices[i]`, and `modules[0]` is the original."""
+    """The original module and its copies: `modules[i]` lives on `devices[i]`, and `modules[0]` is the original.
+
+    Raises:
+        ValueError: If a lazy layer has not seen its first batch yet: every replica would draw weights of its own.
+    """
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
+        if len(self.devices) > 1 and any(is_lazy(parameter) for parameter in module.parameters()):
+            raise ValueError("a lazy layer has no weights to copy to the replicas: call the model once, in `setup` say.")
         self.modules = [module, *(get_params(module, device) for device in self.devices[1:])]
-        # The k copies of each parameter, buffer and BatchNorm layer, the original's first
+        # The k copies of each parameter, owner of buffers and BatchNorm layer, the original's first
         self.parameters: list[tuple[nn.Parameter, ...]] = list(zip(*(list(m.parameters()) for m in self.modules)))
-        self.buffers: list[tuple[Tensor, ...]] = list(zip(*(list(m.buffers()) for m in self.modules)))
         self.batch_norms = [
-            layers
-            for layers in zip(*(m.modules() for m in self.modules))
-            if isinstance(layers[0], _NormBase) and layers[0].running_mean is not None
+            layers for layers in zip(*(m.modules() for m in self.modules)) if isinstance(layers[0], _BatchNorm)
+        ]
+        own = {id(part) for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
+        self._owners = [
+            (owners, isinstance(owners[0], _BatchNorm))
+            for owners in zip(*(m.modules() for m in self.modules))
+            if id(owners[0]) not in own
         ]
         self._pairs = [list(_stateful_pairs(module, replica)) for replica in self.modules[1:]]
         self._lists: list[tuple[list, list, int]] = []  # original, replica's copy, length when copied
         self._versions: tuple[int, ...] | None = None
-        self._norm_versions: tuple[int, ...] = self._versions_of_norms()
+        self._seen: dict[tuple[int, str], tuple[Tensor | None, int]] = {}  # the original's tensors after a step
+        self._is_combined = True  # BatchNorm's statistics, since the last step
 
-    def broadcast(self) -> None:
-        """Make every replica's parameters and buffers equal to the original's."""
+    def broadcast(self, norms: bool = False) -> None:
+        """Make every replica's parameters and buffers equal to the original's.
+
+        With `norms` BatchNorm's statistics too, which otherwise are the replica's own.
+        """
         with torch.no_grad():
-            for original, *copies in itertools.chain(self.parameters, self.buffers):
+            for original, *copies in self.parameters:
                 for tensor in copies:
                     tensor.copy_(original, non_blocking=True)
+            for owners, is_norm in self._owners:
+                for name in owners[0]._buffers if norms or not is_norm else ():
+                    self._copy_buffer(owners, name)
         self.mark_equal()
 
     def mark_equal(self) -> None:
@@ -89,24 +106,56 @@ class Replicas:
     def combine_batch_norms(self, shares: Sequence[float]) -> None:
         """Average BatchNorm's running statistics over the replicas, weighted by their shares of the batch.
 
-        If somebody else has changed the original's since the last step (a checkpoint, averaged weights), those count.
+        Where somebody else has changed the original's since the last step (averaged weights, say), those count.
         """
-        if self._versions_of_norms() == self._norm_versions:
-            with torch.no_grad():
-                for layers in self.batch_norms:
-                    for name in ("running_mean", "running_var"):
-                        stats = [getattr(layer, name) for layer in layers]
-                        total = sum(s.to(stats[0].device) * share for s, share in zip(stats, shares))
-                        stats[0].copy_(total / sum(shares))
-        for layers in self.batch_norms:
-            for name in ("running_mean", "running_var", "num_batches_tracked"):
-                for layer in layers[1:]:
-                    with torch.no_grad():
-                        getattr(layer, name).copy_(getattr(layers[0], name))
-        self.mark_norms()
+        with torch.no_grad():
+            for layers in self.batch_norms:
+                for name in ("running_mean", "running_var", "num_batches_tracked"):
+                    stats = [layer._buffers[name] for layer in layers]
+                    if stats[0] is None or self._is_combined or self._is_set(layers[0], name):
+                        continue
+                    if name != "num_batches_tracked":
+                        parts = [stat.to(stats[0].device) * share for stat, share in zip(stats, shares)]  # type: ignore[union-attr]
+                        stats[0].copy_(sum(parts) / sum(shares))
+                    self._copy_buffer(layers, name)
+        self._is_combined = True
+        self.mark_step()
 
-    def mark_norms(self) -> None:
-        self._norm_versions = self._versions_of_norms()
+    def mark_step(self, trained: bool = False) -> None:
+        """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two."""
+        if trained:
+            self._is_combined = False
+        self._seen = {
+            (id(owners[0]), name): _version(tensor)
+            for owners, _ in self._owners
+            for name, tensor in itertools.chain(owners[0]._buffers.items(), _tensors(owners[0]))
+        }
+
+    def give_tensors(self) -> None:
+        """Give the replicas the buffers and other tensors that were set on the original since the last step."""
+        with torch.no_grad():
+            for owners, _ in self._owners:
+                for name in owners[0]._buffers:
+                    if self._is_set(owners[0], name):
+                        self._copy_buffer(owners, name)
+                for name, tensor in _tensors(owners[0]):
+                    if not _is_same(_version(tensor), self._seen.get((id(owners[0]), name), (None, -1))):
+                        for owner, device in zip(owners[1:], self.devices[1:]):
+                            vars(owner)[name] = tensor.detach().to(device, copy=True)
+
+    def _is_set(self, owner: nn.Module, name: str) -> bool:
+        return not _is_same(_version(owner._buffers[name]), self._seen.get((id(owner), name), (None, -1)))
+
+    def _copy_buffer(self, owners: Sequence[nn.Module], name: str) -> None:
+        original = owners[0]._buffers[name]  # looked up, as `self.steps = self.steps + 1` makes a new one
+        for owner, device in zip(owners[1:], self.devices[1:]):
+            copied = owner._buffers.get(name)
+            if original is None:
+                owner._buffers[name] = None
+            elif copied is None or copied.shape != original.shape or copied.is_inference():
+                owner._buffers[name] = original.detach().to(device, copy=True)
+            else:
+                copied.copy_(original, non_blocking=True)
 
     def refresh(self) -> bool:
         """Give the replicas what hooks may have set on the original; return whether any module changed its mode."""
@@ -138,9 +187,6 @@ class Replicas:
             elif with_lists and type(value) is list and not (value and isinstance(value[0], (nn.Module, nn.Parameter))):
                 replica[name] = list(value)
                 self._lists.append((value, replica[name], len(value)))
-
-    def _versions_of_norms(self) -> tuple[int, ...]:
-        return tuple(layers[0].running_mean._version for layers in self.batch_norms)
 
 
 def copy_optimizer(
@@ -188,3 +234,16 @@ def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.
     yield module, replica, not type(module).__module__.startswith(("torch.", "torchvision."))
     for child, copied in zip(module.children(), replica.children()):
         yield from _stateful_pairs(child, copied)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors among a module's plain attributes, without a graph: class weights, a temperature."""
+    return [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and not v.requires_grad]
+
+
+def _version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    return tensor, -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _is_same(now: tuple[Tensor | None, int], then: tuple[Tensor | None, int]) -> bool:
+    return now[0] is then[0] and now[1] == then[1]

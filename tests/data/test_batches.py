@@ -18,7 +18,7 @@ def global_batches(world: int, epoch: int = 0, seed: int = 0, batch_size: int = 
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("batch_size", [64, 100, 503])
+@pytest.mark.parametrize("batch_size", [64, 101, 503])
 def test_shares_make_up_the_one_process_batches(world: int, batch_size: int) -> None:
     alone = global_batches(1, batch_size=batch_size)
     shared = global_batches(world, batch_size=batch_size)
@@ -29,7 +29,7 @@ def test_shares_make_up_the_one_process_batches(world: int, batch_size: int) -> 
 
 def test_shares_differ_by_one_sample_at_most() -> None:
     for world in (2, 3, 4):
-        shares = [[len(i) for _, i in GlobalBatches(INDICES, 100, True, 0, world, rank)] for rank in range(world)]
+        shares = [[len(i) for _, i in GlobalBatches(INDICES, 101, True, 0, world, rank)] for rank in range(world)]
         assert all(max(sizes) - min(sizes) <= 1 for sizes in zip(*shares))
 
 

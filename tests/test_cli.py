@@ -1,0 +1,224 @@
+"""The command line in this process: mistakes end in one line, configurations compose, a failure leaves nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_mgpu import __version__
+from lightning_mgpu.cli import CONFIGS, closing_line
+from lightning_mgpu.explain import did_you_mean
+
+JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
+CPU = "--trainer.accelerator=cpu"
+MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line must say
+    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict"),
+    "--trainer.devices=2": ("--trainer.devices=2: name a subcommand first", "fit, validate, test, predict"),
+    "fit foo": ("foo: not expected here",),
+    "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
+    "fit --optimizer=Adam": ("--optimizer=Adam", "did you mean --model.optimizer?"),
+    "fit --batch_size=3": ("did you mean --data.batch_size?",),
+    "fit --lr=3": ("did you mean --model.optimizer.lr?",),
+    "fit --data.batchsize=3": ("--data.batchsize=3", "FashionMNIST", "did you mean --data.batch_size?", "val_size"),
+    "fit --model.lr=3": ("--model.lr=3", "did you mean --model.optimizer.lr?"),
+    "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?", "LeNet, ResNet18"),
+    "fit --model=lightning_mgpu.models.Nope": ("--model=lightning_mgpu.models.Nope", "LeNet, ResNet18"),
+    "fit --model=no.such.Module": ("--model=no.such.Module: no such LightningModule",),
+    "fit --model=lightning_mgpu.data.FashionMNIST": ("no such LightningModule", "LeNet, ResNet18"),
+    "fit --data=Foo": ("--data=Foo: no such LightningDataModule", "FashionMNIST"),
+    "fit --model.optimizer=Adm": ("--model.optimizer=Adm", "did you mean Adam?", "SGD"),
+    "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("--model.optimizer.lrr=3: SGD has no argument 'lrr'",),
+    "fit --model.optimizer.lr=abc": ("--model.optimizer.lr=abc: expected a number",),
+    "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR also needs --model.lr_scheduler.step_size",),
+    "fit --trainer.callbacks=Foo": ("--trainer.callbacks=Foo: no such Callback", "EarlyStopping"),
+    f"fit {CPU} --trainer.devices=0": ("--trainer.devices=0: take a number of processes from 1",),
+    f"fit {CPU} --trainer.devices=-3": ("--trainer.devices=-3: take",),
+    f"fit {CPU} --trainer.devices=abc": ("--trainer.devices=abc: take",),
+    "fit --trainer.strategy=dpp": ("--trainer.strategy=dpp", "did you mean d", "auto, ddp, "),
+    "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
+    "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),
+    "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
+    "fit --trainer.precision=17": ("--trainer.precision=17: expected", "bf16-mixed"),
+    "fit --data.batch_size=0": ("data.batch_size=0: the global batch needs at least one sample",),
+    "fit --data.batch_size=-1": ("data.batch_size=-1",),
+    "fit --data.batch_size=2.5": ("--data.batch_size=2.5: expected a whole number",),
+    "fit --data.source=foo": ("--data.source=foo: expected auto or local",),
+    "fit --data.val_size=-2": ("data.val_size=-2: choose 0",),
+    "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
+    f"fit {CPU} --data.batch_size=1 --trainer.devices=2": ("--data.batch_size=1", "cannot be shared by 2 processes"),
+    f"fit {CPU} --trainer.devices=1000": ("--data.batch_size=256", "cannot be shared by 1000 processes"),
+    "fit --data.root=a_file": ("a_file", "Not a directory", "data directory that can be written"),
+    "fit --config nope.yaml": ("--config=nope.yaml: no such file", "model/resnet18.yaml"),
+    "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
+    "fit --config empty.yaml": ("--config=empty.yaml is empty",),
+    "fit --config list.yaml": ("--config=list.yaml holds a list",),
+    "fit --config invalid.yaml": ("--config=invalid.yaml cannot be read as YAML: line 2",),
+    "fit --config unknown.yaml": ("trainer.max_epoch", "did you mean trainer.max_epochs?"),
+    "fit --config wrong_data.yaml": ("data.batchsize", "did you mean --data.batch_size?"),
+    "fit --wandb.mode=foo": ("--wandb.mode=foo: expected auto or online or offline or disabled",),
+    "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
+    "fit --run_dir=a_file/x": ("a_file/x cannot be made: Not a directory", "--run_dir"),
+    "test --ckpt_path nope.ckpt": ("--ckpt_path=nope.ckpt: no such file",),
+    "fit --ckpt_path corrupt.ckpt": ("--ckpt_path=corrupt.ckpt cannot be read: it is damaged",),
+    "test --ckpt_path other.ckpt": ("--ckpt_path=other.ckpt is no checkpoint of a Trainer's",),
+}
+NEED_NO_GPU = {"fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here",)}
+FILES = {
+    "a_file": "",
+    "empty.yaml": "",
+    "list.yaml": "- a\n- b\n",
+    "invalid.yaml": "trainer: [1, {\n",
+    "unknown.yaml": "trainer:\n  max_epoch: 2\n",
+    "wrong_data.yaml": "data:\n  class_path: FashionMNIST\n  init_args:\n    batchsize: 3\n",
+    "used/config.yaml": "",
+    "corrupt.ckpt": "PK\x03\x04 no zip",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The working directory, with files to give to the command line."""
+    (tmp_path / "used").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "other.ckpt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("args", [*MISTAKES, *NEED_NO_GPU])
+@pytest.mark.filterwarnings("ignore:data.source=synthetic")
+def test_mistake_ends_in_one_line(args: str, here: Path, main: Callable, capfd: pytest.CaptureFixture) -> None:
+    if args in NEED_NO_GPU and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    before = sorted(here.rglob("*"))
+    assert main(*args.split()) == 2
+    out, err = capfd.readouterr()
+    err = err.replace("warning: data.source=synthetic: training on made-up images; no accuracy below means anything.\n", "")
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
+    assert err.endswith("(--traceback shows where)\n")
+    for part in {**MISTAKES, **NEED_NO_GPU}[args]:
+        assert part in err
+    assert not [word for word in JARGON if word in err]
+    assert sorted(here.rglob("*")) == before
+
+
+def test_traceback_shows_where(main: Callable) -> None:
+    with pytest.raises(Exception, match=r"data\.batch_size=0"):
+        main("fit", "--data.batch_size=0", "--traceback")
+
+
+def test_defects_keep_their_traceback(main: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, batch: object, batch_idx: int) -> None:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr("lightning_mgpu.models.LeNet.training_step", broken)
+    with pytest.raises(IndexError, match="a defect"):
+        main("fit", f"--data.root={root}", "--data.val_size=9", CPU)
+
+
+def test_checkpoint_of_another_model(
+    main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, make_trainer: Callable
+) -> None:
+    data = (f"--data.root={root}", "--data.val_size=101", CPU)
+    assert main("fit", *data, "--trainer.max_epochs=1", "--run_dir=lenet") == 0
+    path = "lenet/checkpoints/last.ckpt"
+    capfd.readouterr()
+    assert main("test", "--model=ResNet18", "--ckpt_path", path, *data) == 2
+    err = capfd.readouterr().err
+    assert "is of LeNet, not of ResNet18: take --model=LeNet, or leave --model out" in err
+    assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+    checkpoint = torch.load(tmp_path / path, weights_only=True)
+    del checkpoint["hyper_parameters"]  # made without the command line: only the weights tell
+    torch.save(checkpoint, tmp_path / "bare.ckpt")
+    assert main("test", "--ckpt_path=bare.ckpt", "--run_dir=again", *data) == 0
+    capfd.readouterr()
+    assert main("test", "--model=ResNet18", "--ckpt_path=bare.ckpt", *data) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: the checkpoint is not one of ResNet18: their parameters differ, first in net.")
+    assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_fit_ends_with_the_books_line(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert main("fit", f"--data.root={root}", "--data.val_size=101", CPU, "--trainer.max_epochs=2") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    labels = [line.split(":")[0].split()[0] for line in out.splitlines()]
+    assert labels == ["model", "strategy", "batch", "data", "run", "wandb", "epoch", "epoch", "test"]
+    assert out.splitlines()[-1].startswith("test acc: 0.")
+    assert out.splitlines()[-1].endswith(" sec/epoch on [device(type='cpu')]")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in run.iterdir()} == {
+        *("config.yaml", "model.txt", "hparams.yaml", "metrics.csv", "curve.png", "predictions.png", "checkpoints")
+    }
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
+    assert "129 K" in (run / "model.txt").read_text()
+
+
+def test_fast_dev_run_leaves_nothing(main: Callable, root: Path, tmp_path: Path) -> None:
+    assert main("fit", f"--data.root={root}", "--data.val_size=101", CPU, "--trainer.fast_dev_run=1") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("subcommand", ["predict", "test", "validate"])
+def test_evaluation_without_a_checkpoint_warns(
+    subcommand: str, main: Callable, root: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert main(subcommand, f"--data.root={root}", "--data.val_size=101", CPU, "--run_dir=run") == 0
+    assert [str(w.message) for w in recwarn if "ckpt_path" in str(w.message)] == [
+        f"{subcommand} without --ckpt_path: the weights are untrained."
+    ]
+    assert (tmp_path / "run" / "predictions.csv").exists() == (subcommand == "predict")
+
+
+def test_nothing_prints_help(main: Callable, capfd: pytest.CaptureFixture) -> None:
+    assert main() == 0
+    out = capfd.readouterr().out
+    assert out.startswith("usage: python -m lightning_mgpu")
+    assert "\n    python -m lightning_mgpu fit --trainer.devices=2\n" in out
+    assert main("fit", "--help") == 0
+    out = capfd.readouterr().out
+    assert "--run_dir RUN_DIR" in out and "--trainer.devices" in out and "--data.help" in out
+    assert main("--version") == 0
+    assert capfd.readouterr().out.strip() == f"python -m lightning_mgpu {__version__}"
+
+
+def test_configurations_compose(main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer:\n  max_epochs: 3\n  devices: 5\n")
+    shipped = ("--config", "model/resnet18.yaml", "--config=trainer/one_device.yaml")
+    assert main("fit", "--config=mine.yaml", *shipped, "--data.batch_size=32", "--print_config") == 0
+    config = yaml.safe_load(capfd.readouterr().out)
+    assert config["model"]["class_path"].endswith("ResNet18")
+    assert config["trainer"]["max_epochs"] == 3 and config["trainer"]["devices"] == 1  # the later file wins
+    assert config["data"]["init_args"]["batch_size"] == 32 and config["seed_everything"] == 42
+
+
+def test_a_strategy_class_can_be_named(main: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
+    data = (f"--data.root={root}", "--data.val_size=101", CPU, "--trainer.fast_dev_run=1")
+    name = "lightning.pytorch.strategies.SingleDeviceStrategy"
+    assert main("fit", *data, f"--trainer.strategy={name}") == 0
+    assert "strategy: SingleDeviceStrategy" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_shipped_config_parses_and_names_its_command(path: Path, main: Callable, capfd: pytest.CaptureFixture) -> None:
+    relative = str(path.relative_to(CONFIGS))
+    if yaml.safe_load(path.read_text()).get("program") is None:  # a sweep is for W&B
+        assert main("fit", "--config", relative, "--print_config") == 0, capfd.readouterr().err
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert comment and any(command in line for line in comment for command in ("lightning_mgpu fit", "wandb sweep"))
+
+
+def test_closing_line() -> None:
+    line = closing_line({"test_acc": 0.8312, "test_loss": 0.5}, 3.14, "[device(type='cpu')]")
+    assert line == "test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]"
+    assert closing_line({"my_metric": 2.0}, 1.0, "x") == "my metric: 2.00, 1.0 sec/epoch on x"
+
+
+def test_did_you_mean() -> None:
+    known = ["data.batch_size", "trainer.devices", "model.optimizer"]
+    assert did_you_mean("batch_size", known) == " (did you mean data.batch_size?)"
+    assert did_you_mean("devcies", known, "--") == " (did you mean --trainer.devices?)"
+    assert did_you_mean("zzz", known) == ""
