@@ -64,9 +64,8 @@ def find_config(name: str) -> str:
     try:
         content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        where = (
-            f"{error.problem}, line {error.problem_mark.line + 1}" if isinstance(error, yaml.MarkedYAMLError) else error
-        )  # type: ignore[union-attr]
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
         raise UsageError(f"--config={name} cannot be read as YAML: {where}") from error
     if not isinstance(content, dict):
         holds = "is empty" if content is None else f"holds a {type(content).__name__}"

@@ -10,6 +10,7 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 
 import importlib
 import shutil
+import signal
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgre
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 import lightning_mgpu.data
@@ -231,6 +232,8 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
 def main() -> None:
     """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
     quieten()
+    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
     with one_line_errors(SWITCH in sys.argv):
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":

@@ -27,6 +27,7 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 # jsonargparse's phrases
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
+NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
@@ -53,6 +54,9 @@ def explain(message: str, options: Iterable[str]) -> str:
         return f"no subcommand given: name one of {match[1].replace(',', ', ')}"
     key = ".".join(dict.fromkeys(re.findall(KEY, message)))
     given = _given(key, message)
+    if key.startswith("trainer.strategy") and (match := re.search(NO_FUNCTION, message)):
+        where = f"--trainer.strategy.{match[1]}={match[3]}"
+        return f"{where}: {match[2]}; give the dotted path of a function, my_module.my_function"
     if match := re.search(NOT_ACCEPTED, message):
         class_path = match[2] or _last(r"class_path '([\w.]+)'", message[: match.start()])
         return _not_accepted(key, given, match[1], class_path, options)
@@ -98,8 +102,8 @@ def subclasses(base: type) -> list[type]:
 
 
 def class_names(base: type) -> list[str]:
-    """The names of a class's public, imported subclasses."""
-    found = {subclass.__name__ for subclass in subclasses(base)}
+    """The names of a class's public, imported subclasses that can be given by name."""
+    found = {subclass.__name__ for subclass in subclasses(base) if "<locals>" not in subclass.__qualname__}
     return sorted(name for name in found if not name.startswith("_") and name not in ABSTRACT)
 
 

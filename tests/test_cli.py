@@ -23,10 +23,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --lr=3": ("did you mean --model.optimizer.lr?",),
     "fit --data.batchsize=3": ("--data.batchsize=3", "FashionMNIST", "did you mean --data.batch_size?", "val_size"),
     "fit --model.lr=3": ("--model.lr=3", "did you mean --model.optimizer.lr?"),
-    "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?", "LeNet, ResNet18"),
-    "fit --model=lightning_mgpu.models.Nope": ("--model=lightning_mgpu.models.Nope", "LeNet, ResNet18"),
+    "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?", "ResNet18"),
+    "fit --model=lightning_mgpu.models.Nope": ("--model=lightning_mgpu.models.Nope", "LeNet", "ResNet18"),
     "fit --model=no.such.Module": ("--model=no.such.Module: no such LightningModule",),
-    "fit --model=lightning_mgpu.data.FashionMNIST": ("no such LightningModule", "LeNet, ResNet18"),
+    "fit --model=lightning_mgpu.data.FashionMNIST": ("no such LightningModule", "LeNet", "ResNet18"),
     "fit --data=Foo": ("--data=Foo: no such LightningDataModule", "FashionMNIST"),
     "fit --model.optimizer=Adm": ("--model.optimizer=Adm", "did you mean Adam?", "SGD"),
     "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("--model.optimizer.lrr=3: SGD has no argument 'lrr'",),
@@ -95,7 +95,9 @@ def test_mistake_ends_in_one_line(args: str, here: Path, main: Callable, capfd: 
     before = sorted(here.rglob("*"))
     assert main(*args.split()) == 2
     out, err = capfd.readouterr()
-    err = err.replace("warning: data.source=synthetic: training on made-up images; no accuracy below means anything.\n", "")
+    err = err.replace(
+        "warning: data.source=synthetic: training on made-up images; no accuracy below means anything.\n", ""
+    )
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
     assert err.endswith("(--traceback shows where)\n")
     for part in {**MISTAKES, **NEED_NO_GPU}[args]:

@@ -57,6 +57,7 @@ class LearningCurve(Callback):
         figure = Figure(figsize=(5, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="epoch", xlim=(1, max(trainer.max_epochs or 0, 2)))
         axes.grid()
+        axes.xaxis.get_major_locator().set_params(integer=True)
         for name, style in LINES.items():
             if points := self.points[name]:
                 label = name.replace("val", "test") if on_test_set else name

@@ -58,7 +58,7 @@ class PredictionGrid(Callback):
             right = bool(label == prediction)
             title = f"{classes[label]}" if right else f"{classes[prediction]}\n(is: {classes[label]})"
             axes = figure.add_subplot(rows, 8, i + 1)
-            axes.imshow(image.permute(1, 2, 0).float(), cmap="gray")
+            axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
             axes.set_title(title, fontsize=9, color="black" if right else "red")
             axes.set_axis_off()
         path = directory / "predictions.png"

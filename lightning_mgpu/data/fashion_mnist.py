@@ -82,8 +82,9 @@ class FashionMNIST(LightningDataModule):
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
+            if not self.origin:  # once, not again when `fit` goes on to `test`
+                warnings.warn("data.source=synthetic: training on made-up images; no accuracy below means anything.")
             self.origin = "SYNTHETIC images, not Fashion-MNIST"
-            warnings.warn("data.source=synthetic: training on made-up images; no accuracy below means anything.")
         else:
             self.origin = ensure_fashion_mnist(self.root, self.source)
 

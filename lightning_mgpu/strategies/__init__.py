@@ -9,7 +9,8 @@
 | `team.py`             | threads that run replicas side by side                                             |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
 | `buckets.py`          | gradients one by one or packed                                                     |
-| `recording.py`        | `self.log` and torchmetrics, exact over replicas                                   |
+| `recording.py`        | `self.log` and torchmetrics, written down while replicas run                       |
+| `replay.py`           | and done once afterwards, exact over replicas                                      |
 | `lockstep.py`         | manual optimization                                                                |
 | `sync_batchnorm.py`, `gradient_hooks.py`, `auto_split.py` | one idea each                                  |
 """

@@ -42,7 +42,7 @@ class AutoSplit:
         if self.is_done:
             return None
         self._steps += 1
-        if self._steps == 1:
+        if self._steps <= 2:  # the second forward pass is followed by the first backward pass that counts
             self.seconds.clear()
         if self._steps <= self.num_steps:
             return None

@@ -3,31 +3,55 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody called `register_hook` or `register_post_accumulate_grad_hook`."""
+    return any(_hooks(parameter))
 
 
 @contextlib.contextmanager
 def deferred_gradient_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Keep `register_hook` and `register_post_accumulate_grad_hook` hooks from running until the block ends."""
+    """Keep hooks on gradients from running until the block ends, in which gradients are computed and reduced.
+
+    As in autograd, a hook sees what this backward pass adds to the gradient, not what was accumulated before.
+    """
     hooked = [
-        (parameter, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        (parameter, parameter.grad, [_take(hooks) for hooks in _hooks(parameter)])
         for parameter in parameters
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if has_gradient_hooks(parameter)
     ]
     for parameter, _, _ in hooked:
-        parameter._backward_hooks = None
-        parameter._post_accumulate_grad_hooks = None
+        parameter.grad = None
     try:
         yield
     finally:
-        for parameter, hooks, post_hooks in hooked:
-            parameter._backward_hooks = hooks
-            parameter._post_accumulate_grad_hooks = post_hooks
-    for parameter, hooks, post_hooks in hooked:
+        for parameter, _, taken in hooked:
+            for hooks, own in zip(_hooks(parameter), taken):
+                hooks.update(own)
+    for parameter, accumulated, (hooks, post_hooks) in hooked:
         if parameter.grad is None:
+            parameter.grad = accumulated
             continue
-        for hook in (hooks or {}).values():
+        for hook in hooks.values():
             if (changed := hook(parameter.grad)) is not None:
                 parameter.grad = changed
-        for hook in (post_hooks or {}).values():
+        if accumulated is not None:
+            with torch.no_grad():
+                parameter.grad = accumulated.add_(parameter.grad)
+        for hook in post_hooks.values():
             hook(parameter)
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[dict, dict]:
+    both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple({} if hooks is None else hooks for hooks in both)  # type: ignore[return-value]
+
+
+def _take(hooks: dict) -> dict:
+    """Empty the dict autograd looks into; it goes on with what it knows if it is given another one."""
+    taken = dict(hooks)
+    hooks.clear()
+    return taken

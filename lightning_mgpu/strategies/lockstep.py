@@ -6,14 +6,14 @@ replica update itself (`update_replicas`).
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
+from lightning_mgpu.strategies.shards import weighted_mean
 from lightning_mgpu.strategies.team import Team
 
 
@@ -28,6 +28,7 @@ class Lockstep:
 
     def __init__(self, team: Team, weights: dict[int, float], joint: bool) -> None:
         self.team, self.weights, self.joint = team, weights, joint
+        self.num_backwards = 0
 
     def backward(
         self, strategy: Any, module: LightningModule, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
@@ -35,10 +36,12 @@ class Lockstep:
         """`manual_backward` of one replica: the gradients of all are reduced when it returns."""
         is_first = self.team.index == 0
         loss = loss * self.weights[self.team.index]
-        original, plugin = strategy.lightning_module, strategy.precision_plugin
+        original, plugin = strategy.original, strategy.precision_plugin
+        self._meet("manual_backward")  # now nobody looks at gradients
         with contextlib.ExitStack() as stack:
             if is_first:
-                strategy.begin_backward()
+                self.num_backwards += 1
+                strategy.gradients.begin()
                 strategy.pre_backward(loss)
                 loss = plugin.pre_backward(loss, original)  # scales it and calls the hooks
                 stack.enter_context(deferred_gradient_hooks(original.parameters()))
@@ -55,35 +58,42 @@ class Lockstep:
             if is_first:
                 strategy.reduce_gradients()
         if is_first:
+            strategy.gradients.mark()
             loss = plugin.post_backward(loss, original)
             strategy.post_backward(loss)
+            strategy.gradients.give()
         self.team.exchange()
         return loss.detach()
 
-    def step(self, run: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any], before: Callable) -> Any:
+    def step(self, n: int, run: Callable[[Callable[[], Any]], Any], closure: Callable, before: Callable) -> Any:
         """`optimizer.step` of one replica.
 
         Args:
+            n: Which of the module's optimizers.
             run: Steps the original's optimizer with a closure; called in the first replica only.
             closure: The user's, of this replica; all replicas call theirs when the optimizer asks for it.
             before: Called before every closure, when no replica runs.
         """
-        self.team.exchange("step")
+        self._meet(f"step of optimizer {n}")
         if self.team.index != 0:
             while self.team.exchange()[0] == "closure":
-                closure()
+                self.team.exchange(closure())
             return None
 
         def all_closures() -> Any:
             before()
             self.team.exchange("closure")
-            return closure()
+            losses = self.team.exchange(closure())  # line searches look at the one of the whole batch
+            return losses[0] if losses[0] is None else weighted_mean(losses, list(self.weights.values()))
 
         result = run(all_closures)
         self.team.exchange("done")
         return result
 
-
-def is_closure_driven(optimizer: Optimizer, num_closures: int, kinds: Sequence[type]) -> bool:
-    """Whether an optimizer evaluates the loss several times in a step, so that a copy cannot repeat its update."""
-    return num_closures != 1 or isinstance(optimizer, tuple(kinds))
+    def _meet(self, place: str) -> None:
+        places = self.team.exchange(place)
+        if any(other != place for other in places):
+            raise RuntimeError(
+                f"the replicas are at {', '.join(map(str, places))}: every replica must call manual_backward and "
+                "optimizer.step in the same order, whatever is in its shard."
+            )

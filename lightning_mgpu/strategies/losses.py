@@ -1,6 +1,8 @@
 """From the replicas' losses to the one the Trainer calls `backward` on."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +46,26 @@ class _Junction(torch.autograd.Function):
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.run([gradient * weight for weight in ctx.weights], keep_graph)
         return torch.zeros_like(gradient), None, None, None
+
+
+_FORK = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_fork_at_a_time() -> Iterator[None]:
+    """Let only one replica be inside `torch.random.fork_rng` in the block.
+
+    There activation checkpointing replays the random numbers of a forward pass, on a generator replicas share.
+    """
+    fork_rng = torch.random.fork_rng
+
+    @contextlib.contextmanager
+    def locked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with _FORK, fork_rng(*args, **kwargs):
+            yield
+
+    torch.random.fork_rng = locked
+    try:
+        yield
+    finally:
+        torch.random.fork_rng = fork_rng

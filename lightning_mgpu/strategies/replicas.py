@@ -16,9 +16,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
+
+from lightning_mgpu.strategies.shards import leaves
 
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -58,7 +59,9 @@ class Replicas:
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
         if len(self.devices) > 1 and any(is_lazy(parameter) for parameter in module.parameters()):
-            raise ValueError("a lazy layer has no weights to copy to the replicas: call the model once, in `setup` say.")
+            raise ValueError(
+                "a lazy layer has no weights to copy to the replicas: call the model once, in `setup` say."
+            )
         self.modules = [module, *(get_params(module, device) for device in self.devices[1:])]
         # The k copies of each parameter, owner of buffers and BatchNorm layer, the original's first
         self.parameters: list[tuple[nn.Parameter, ...]] = list(zip(*(list(m.parameters()) for m in self.modules)))
@@ -69,7 +72,7 @@ class Replicas:
         self._owners = [
             (owners, isinstance(owners[0], _BatchNorm))
             for owners in zip(*(m.modules() for m in self.modules))
-            if id(owners[0]) not in own
+            if id(owners[0]) not in own and (owners[0]._buffers or _is_users(owners[0]))
         ]
         self._pairs = [list(_stateful_pairs(module, replica)) for replica in self.modules[1:]]
         self._lists: list[tuple[list, list, int]] = []  # original, replica's copy, length when copied
@@ -82,13 +85,17 @@ class Replicas:
 
         With `norms` BatchNorm's statistics too, which otherwise are the replica's own.
         """
+        self.broadcast_parameters()
         with torch.no_grad():
-            for original, *copies in self.parameters:
-                for tensor in copies:
-                    tensor.copy_(original, non_blocking=True)
             for owners, is_norm in self._owners:
                 for name in owners[0]._buffers if norms or not is_norm else ():
                     self._copy_buffer(owners, name)
+
+    def broadcast_parameters(self) -> None:
+        with torch.no_grad():
+            for original, *copies in self.parameters:
+                for tensor in copies:
+                    tensor.data.copy_(original, non_blocking=True)  # also between a forward and a backward pass
         self.mark_equal()
 
     def mark_equal(self) -> None:
@@ -167,10 +174,10 @@ class Replicas:
                     replica.training = original.training
                     changed_mode = True
                 self._refresh_attributes(vars(original), vars(replica), with_lists=is_users)
-        for original, *copies in self.parameters:
+        for first, *copies in self.parameters:
             for parameter in copies:
-                if parameter.requires_grad != original.requires_grad:
-                    parameter.requires_grad_(original.requires_grad)
+                if parameter.requires_grad != first.requires_grad:
+                    parameter.requires_grad_(first.requires_grad)
         return changed_mode
 
     def collect(self) -> None:
@@ -184,37 +191,13 @@ class Replicas:
         for name, value in original.items():
             if isinstance(value, PLAIN):
                 replica[name] = value
-            elif with_lists and type(value) is list and not (value and isinstance(value[0], (nn.Module, nn.Parameter))):
+            elif with_lists and type(value) is list and not _has_modules(value):
                 replica[name] = list(value)
                 self._lists.append((value, replica[name], len(value)))
 
 
-def copy_optimizer(
-    optimizer: Optimizer, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter]
-) -> Optimizer:
-    """A replica's own optimizer: the same class, settings and state, for the replica's parameters.
-
-    Hooks stay with the original, and so does the `step` a scheduler puts on it.
-    """
-    own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
-    memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
-    replica = object.__new__(type(optimizer))
-    replica.__setstate__(copy.deepcopy(own, memo))
-    for parameter, state in replica.state.items():
-        for name, value in state.items():  # but a step counter stays where the optimizer keeps it
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = value.to(parameter.device)
-    return replica
-
-
-def follow(optimizer: Optimizer, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
-    """Give a replica's optimizer the settings schedulers and callbacks gave the original: rates, new groups."""
-    for i, group in enumerate(optimizer.param_groups):
-        if i == len(replica.param_groups):  # unfrozen layers, say
-            parameters = [mapping[id(parameter)] for parameter in group["params"]]
-            replica.add_param_group({**group, "params": parameters})
-        else:
-            replica.param_groups[i].update({key: value for key, value in group.items() if key != "params"})
+def _has_modules(values: list) -> bool:
+    return any(isinstance(leaf, (nn.Module, nn.Parameter)) for leaf in leaves(values[:1]))
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
@@ -231,9 +214,13 @@ def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.
     """Pairs of modules outside of metrics; the last tells whether the class is not one of torch's own."""
     if isinstance(module, Metric):
         return
-    yield module, replica, not type(module).__module__.startswith(("torch.", "torchvision."))
+    yield module, replica, _is_users(module)
     for child, copied in zip(module.children(), replica.children()):
         yield from _stateful_pairs(child, copied)
+
+
+def _is_users(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith(("torch.", "torchvision."))
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -10,13 +10,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.strategies.recording import Recorder, replay
-from lightning_mgpu.strategies.shards import find_batch_size, gather, shard_sizes, split_batch
-from lightning_mgpu.strategies.team import Streams, Team, generator_states, set_generator_states
+from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.replay import replay
+from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
+from lightning_mgpu.strategies.team import Streams, Team, generator_states, new_generator_states, set_generator_states
+
+Versions = list[tuple[Any, int]]
 
 DEVICE_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -37,12 +40,16 @@ class SingleProcessStrategy(ParallelStrategy):
     def __init__(
         self, parallel_devices: Sequence[str] | None = None, split: Sequence[float] | None = None, **kwargs: Any
     ) -> None:
-        devices = [torch.device(device) for device in parallel_devices] if parallel_devices else None
+        devices = [_device(name) for name in parallel_devices] if parallel_devices else None
         super().__init__(parallel_devices=devices, **kwargs)
+        if isinstance(split, str):
+            raise MisconfigurationException(
+                f"split={split!r}: give one share for each device, [0.9, 0.1] say, or 'auto'."
+            )
         self.split = list(split) if split is not None else None
         self.num_nodes = 1  # the Trainer sets what it was asked for
         self._blocked = False  # inside an accumulation window
-        self._sent: tuple[Any, list[Any], list[int]] | None = None  # a batch, its shards, and versions of its tensors
+        self._sent: tuple[Any, list[Any], Versions] | None = None  # a batch, its shards, and what it was made of
         self._streams: Streams = []
         self._draws: dict[str, bool] = {}  # whether a step of this name draws random numbers
 
@@ -72,11 +79,14 @@ class SingleProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
         if processes > 1 or self.num_nodes > 1:
+            what = f"num_nodes={self.num_nodes}" if processes == 1 else f"{processes} were launched (torchrun, SLURM)"
             raise MisconfigurationException(
-                f"{self.name} drives all its devices from one process, but {processes} were launched (torchrun, SLURM) "
-                f"on {self.num_nodes} node(s): use --trainer.strategy=ddp for several processes, or start a single one."
+                f"{self.name} drives all its devices from one process on one node, but {what}: use "
+                "--trainer.strategy=ddp for several processes, or start a single one."
             )
-        if self.split is not None and (len(self.split) != len(self.devices) or min(self.split) <= 0):
+        if self.split is not None and not (
+            len(self.split) == len(self.devices) and all(0 < share < float("inf") for share in self.split)
+        ):
             raise MisconfigurationException(
                 f"split={self.split} needs one positive share for each of the {len(self.devices)} devices."
             )
@@ -86,13 +96,11 @@ class SingleProcessStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         self.team = Team(self.devices)
         self._draws = {}
-        seed = torch.initial_seed()
-        self._streams = []
-        for i, device in enumerate(self.devices):  # replica 0 draws from the global generators, as one device would
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                if i > 0:
-                    torch.manual_seed(seed + i)
-                self._streams.append(generator_states(device))
+        # Replica 0 draws from the global generators, as one device would; the others have streams of their own
+        self._streams = [generator_states(self.root_device)]
+        self._streams += [
+            new_generator_states(device, torch.initial_seed() + i) for i, device in enumerate(self.devices[1:], start=1)
+        ]
         super().setup(trainer)
 
     @override
@@ -122,7 +130,14 @@ class SingleProcessStrategy(ParallelStrategy):
         has_hooks = any(
             is_overridden(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None
         )
-        if not has_hooks and len(self.devices) > 1:
+        self._sent = None
+        if len(self.devices) > 1 and find_batch_size(whole) is None:
+            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves(whole)):
+                rank_zero_warn(
+                    "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, "
+                    f"is not split: {self.devices[0]} computes it alone."
+                )
+        elif len(self.devices) > 1 and not has_hooks:
             shards = self._send(split_batch(batch, self._sizes(batch)))
             shards[0] = split_batch(whole, self._sizes(whole))[0]
             self._sent = whole, shards, _versions(whole)
@@ -136,7 +151,7 @@ class SingleProcessStrategy(ParallelStrategy):
         """
         sizes = self._sizes(batch)
         active = [i for i, size in enumerate(sizes) if size > 0]
-        if self._sent is not None and self._sent[0] is batch and self._sent[2] == _versions(batch):
+        if self._sent is not None and self._sent[0] is batch and _is_same(self._sent[2], _versions(batch)):
             shards = self._sent[1]
         else:  # a hook has changed it since
             shards = self._send(split_batch(batch, sizes))
@@ -149,7 +164,7 @@ class SingleProcessStrategy(ParallelStrategy):
 
         outputs = self._run(name, step, active)
         sizes = [sizes[i] for i in active]
-        replay(modules[0], [recorders[i].record for i in active], sizes)
+        replay(recorders[0], [recorders[i].take() for i in active], sizes)
         return active, sizes, outputs
 
     def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,11 +260,28 @@ class SingleProcessStrategy(ParallelStrategy):
         super().teardown()
 
 
-def _versions(batch: Any) -> list[int]:
-    """How often each tensor of a batch was changed in place."""
-    versions: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: versions.append(0 if t.is_inference() else t._version))
-    return versions
+def _versions(batch: Any) -> Versions:
+    """What a batch is made of, and how often each tensor of it was changed in place."""
+    return [
+        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0) for leaf in leaves(batch)
+    ]
+
+
+def _is_same(now: Versions, then: Versions) -> bool:
+    return len(now) == len(then) and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, then))
+
+
+def _device(name: str | torch.device) -> torch.device:
+    """A device by name; torch's own errors come late, or are long."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise MisconfigurationException(f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MisconfigurationException(
+            f"parallel_devices: there is no {name!r} here; torch sees {torch.cuda.device_count()} CUDA device(s)."
+        )
+    return device
 
 
 def _equal(first: Streams, second: Streams) -> bool:

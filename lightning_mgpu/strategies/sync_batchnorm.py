@@ -9,19 +9,22 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_mgpu.strategies.team import Team
 
 
-def synchronize_batch_norm(layers: Sequence[_NormBase], team: Team) -> None:
+def synchronize_batch_norm(layers: Sequence[_BatchNorm], team: Team) -> None:
     """Let the replicas' copies of one layer normalise with the statistics of the whole batch while they train."""
     for layer in layers:
         vars(layer)["forward"] = partial(_forward, layer, team)  # the class and its keys in checkpoints stay
 
 
-def _forward(layer: _NormBase, team: Team, X: Tensor) -> Tensor:
-    if not layer.training or not team.is_running:
+def _forward(layer: _BatchNorm, team: Team, X: Tensor) -> Tensor:
+    uses_batch = layer.training or layer.running_mean is None
+    if uses_batch and torch._C._current_graph_task_id() != -1:  # replicas cannot meet inside a backward pass
+        raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
+    if not uses_batch or not team.is_running:
         return type(layer).forward(layer, X)
     layer._check_input_dim(X)
     dims = [dim for dim in range(X.ndim) if dim != 1]
@@ -30,6 +33,8 @@ def _forward(layer: _NormBase, team: Team, X: Tensor) -> Tensor:
 
     sums, counts = zip(*team.exchange((Z.sum(dims), Z.numel() // Z.size(1))))
     count = sum(counts)
+    if layer.training and count == 1:  # as torch does
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {X.size()}")
     mean = _total(sums, Z) / count  # (C,)
     centred = Z - mean.view(shape)
     var = _total(team.exchange(centred.square().sum(dims)), Z) / count  # (C,), two passes: no cancellation
@@ -37,7 +42,8 @@ def _forward(layer: _NormBase, team: Team, X: Tensor) -> Tensor:
     if layer.weight is not None and layer.bias is not None:
         Z = Z * layer.weight.view(shape) + layer.bias.view(shape)
 
-    if layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None:
+    if layer.training and layer.running_mean is not None:
+        assert layer.running_var is not None and layer.num_batches_tracked is not None
         with torch.no_grad():
             layer.num_batches_tracked += 1
             rate = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum

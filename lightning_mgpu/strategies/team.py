@@ -252,6 +252,12 @@ def generator_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
+def new_generator_states(device: torch.device, seed: int) -> list[Tensor]:
+    """The states those generators would have after `torch.manual_seed(seed)`, which is not called."""
+    kinds = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
+    return [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
+
+
 def set_generator_states(device: torch.device, states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":

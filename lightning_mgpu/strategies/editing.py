@@ -1,0 +1,26 @@
+"""Who may edit weights and gradients: hooks of users' modules and callbacks, where `.data` leaves no trace of it."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+HOOKS_IN_STEP = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
+)
+HOOKS_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def overrides(module: LightningModule, hooks: Sequence[str]) -> bool:
+    """Whether the module or a callback of the user's own, not of Lightning or of this package, has one of the hooks."""
+    callbacks = [
+        callback
+        for callback in module.trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, LambdaCallback)
+        or not type(callback).__module__.startswith(("lightning.", "lightning_mgpu."))
+    ]
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        is_overridden(hook, callback) for hook in hooks for callback in callbacks
+    )

@@ -1,0 +1,85 @@
+"""The replicas' gradients over a step: parts of a sum, the sum, and what clipping and hooks make of it."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import repeat
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mgpu.strategies.buckets import reduce_in_buckets
+from lightning_mgpu.strategies.gradient_hooks import has_gradient_hooks
+
+
+class Gradients:
+    """Gradients of `parameters`, the k copies of each, the original's first."""
+
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, ...]]) -> None:
+        self.parameters = parameters
+        self.are_reduced = True  # else parts of a sum
+        self._is_checked = False
+        self._reduced: list[tuple[Tensor | None, int]] = []  # the original's gradients then, and their versions
+
+    def begin(self) -> None:
+        """Take what was reduced off the replicas: the original carries it on if it was not set to zero since."""
+        if self.are_reduced or all(original.grad is None for original, *_ in self.parameters):
+            for _, *copies in self.parameters:
+                for parameter in copies:
+                    parameter.grad = None
+        self.are_reduced = False
+
+    @torch.no_grad()
+    def reduce(self, allreduce: Callable[[list[Tensor]], None], bucket_bytes: int) -> None:
+        """Leave the sum of the gradients in every replica.
+
+        A parameter no replica used keeps no gradient; where some did not, theirs counts as zero. Sparse gradients are
+        added up by torch.
+        """
+        dense: list[list[Tensor]] = []
+        for parameters in self.parameters if len(self.parameters[0]) > 1 else ():
+            parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if any(part.is_sparse for part in parts):
+                parts = [part.to(parameters[0].device) for part in parts]
+                total = reduce(torch.add, sorted(parts, key=lambda part: part.is_sparse))  # a dense one first
+                total = total.coalesce() if total.is_sparse else total
+                for parameter in parameters:
+                    parameter.grad = total.to(parameter.device, copy=True)
+            elif parts:
+                for parameter in parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                dense.append([parameter.grad for parameter in parameters])  # type: ignore[misc]
+        reduce_in_buckets(allreduce, dense, bucket_bytes)
+        if not self._is_checked:
+            self._check(dense, getattr(allreduce, "__qualname__", repr(allreduce)))
+        self.are_reduced = self._is_checked = True
+
+    def _check(self, gradients: list[list[Tensor]], name: str) -> None:
+        """Hold an allreduce to its contract once more, on the first gradients: their shapes may matter."""
+        for first, *others in gradients:
+            for i, other in enumerate(others, start=1):
+                if not torch.allclose(other.to(first.device), first, rtol=0, atol=0, equal_nan=True):
+                    raise ValueError(
+                        f"allreduce {name} left device {i} ({other.device}) with another sum than device 0 for a "
+                        f"gradient of shape {tuple(first.shape)}: replicas must be bit-identical"
+                    )
+
+    def mark(self) -> None:
+        """Remember the reduced gradients, to tell later whether hooks and clipping have changed them."""
+        self._reduced = [
+            (original.grad, -1 if original.grad is None or has_gradient_hooks(original) else original.grad._version)
+            for original, *_ in self.parameters
+        ]
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Give the replicas what hooks and clipping made of the reduced gradients."""
+        for (original, *copies), (gradient, version) in zip(self.parameters, self._reduced):
+            if original.grad is not gradient or (gradient is not None and gradient._version != version):
+                for parameter in copies:
+                    parameter.grad = None if original.grad is None else original.grad.to(parameter.device, copy=True)
+
+    def are_others(self) -> bool:
+        """Whether the original has other gradients than those that were reduced."""
+        known = self._reduced or repeat((None, -1))
+        return any(original.grad is not gradient for (original, *_), (gradient, _) in zip(self.parameters, known))

@@ -1,0 +1,145 @@
+"""Train the same small module in float64 on one device and on several, and compare."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
+
+NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample: fewer than devices
+
+Make = Callable[[], LightningModule]
+
+
+class _Regression(LightningModule):
+    """An MLP, or the net given, fitted to a function of its input; `optimizer` is what `configure_optimizers` does."""
+
+    def __init__(self, net: nn.Module | None = None, optimizer: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.optimizer = optimizer or (lambda module: torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
+        self.double()
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        X, y = batch
+        return F.mse_loss(self.net(X).flatten(1)[:, :3], y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self)
+
+
+class _EqualReplicas(Callback):
+    """After every step all replicas hold the same bits in storage of their own."""
+
+    __module__ = "lightning.checks"  # else the strategy takes it for one that may edit weights, and takes care
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        for parameters in trainer.strategy._replicas.parameters:
+            assert all(torch.equal(parameters[0], other) for other in parameters[1:])
+            assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
+        self.num_steps += 1
+
+
+@pytest.fixture
+def Regression() -> type[_Regression]:
+    return _Regression
+
+
+@pytest.fixture
+def EqualReplicas() -> type[_EqualReplicas]:
+    return _EqualReplicas
+
+
+@pytest.fixture
+def make_loader() -> Callable[..., DataLoader]:
+    def make(
+        batch_size: int = BATCH_SIZE, num_samples: int = NUM_SAMPLES, shape: tuple[int, ...] = (6,), **kwargs: Any
+    ) -> DataLoader:
+        generator = torch.Generator().manual_seed(7)
+        X = torch.randn(num_samples, *shape, generator=generator, dtype=torch.float64)
+        y = torch.stack([X.flatten(1).sum(1).sin(), X.flatten(1)[:, 0], X.flatten(1)[:, 1] ** 2], 1)
+        return DataLoader(TensorDataset(X, y), batch_size, **kwargs)
+
+    return make
+
+
+def relative_error(module: nn.Module, expected: nn.Module) -> float:
+    """The largest over all tensors of the state dict, each by its norm."""
+    state, expected_state = module.state_dict(), expected.state_dict()
+    assert state.keys() == expected_state.keys()
+    return max(
+        float((state[key].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30))
+        for key, value in expected_state.items()
+    )
+
+
+@pytest.fixture
+def train(
+    make_trainer: Callable[..., Trainer], make_loader: Callable[..., DataLoader]
+) -> Callable[..., LightningModule]:
+    """Build a module from the seed and fit it."""
+
+    def train(
+        make: Make,
+        k: int = 1,
+        strategy: Any = None,
+        callbacks: Callable[[], list[Callback]] = list,
+        shape: tuple[int, ...] = (6,),
+        check: bool = True,
+        loader: DataLoader | None = None,
+        val: bool = False,
+        **kwargs: Any,
+    ) -> LightningModule:
+        seed_everything(1, verbose=False)
+        module = make()
+        strategy = strategy or ("manual_allreduce" if k > 1 else "auto")
+        checks: list[Callback] = [_EqualReplicas()] if k > 1 and check else []
+        plugins = kwargs.pop("plugins", lambda: None)()
+        settings = {"max_epochs": 2, "limit_val_batches": 1.0 if val else 0, **kwargs}
+        trainer = make_trainer(
+            devices=k, strategy=strategy, callbacks=[*checks, *callbacks()], plugins=plugins, **settings
+        )
+        trainer.fit(module, loader or make_loader(shape=shape), make_loader(shape=shape) if val else None)
+        assert all(check.num_steps > 0 for check in checks)
+        return module
+
+    return train
+
+
+@pytest.fixture
+def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[LightningModule]]:
+    """Training on `num_devices` ends where training on one device does; returns the modules, one device's first."""
+
+    def check(make: Make, num_devices: Iterable[int] = (2, 3), tolerance: float = 1e-10, **kwargs: Any) -> Any:
+        strategy = kwargs.pop("strategy", None)
+        modules = [train(make, **kwargs)]
+        seed_everything(1, verbose=False)
+        assert relative_error(modules[0], make()) > 1e-4, "nothing was trained"
+        for k in num_devices:
+            modules.append(train(make, k, strategy=strategy() if strategy else None, **kwargs))
+            error = relative_error(modules[-1], modules[0])
+            assert error < tolerance, f"{k} devices: relative error {error}"
+        return modules
+
+    return check
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

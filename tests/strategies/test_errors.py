@@ -1,0 +1,318 @@
+"""What goes wrong ends at once, as itself, in one line where it is the user's mistake; nothing hangs or stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
+
+from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
+ROOT = Path(__file__).parents[2]
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor) -> Tensor:
+        return X.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise LookupError("in backward")
+
+
+class BadMetric(Metric):
+    def update(self, X: Tensor) -> None:
+        raise LookupError("in metric")
+
+    def compute(self) -> Tensor:
+        return torch.tensor(0.0)
+
+
+class Fails(LightningModule):
+    """Fails in step 1 where `where` says, if a shard has the sample with the largest value: replica 1's."""
+
+    def __init__(self, where: str = "", manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1).double()
+        self.where = where
+        self.automatic_optimization = not manual
+        self.metric = BadMetric() if where == "metric" else nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (X,) = batch
+        fails = batch_idx == 1 and X.max() >= 15
+        if fails and self.where in ("forward", "interrupt"):
+            raise KeyboardInterrupt if self.where == "interrupt" else LookupError("in forward")
+        if fails and self.where == "metric":
+            self.metric(X)
+        X = BadBackward.apply(self.net(X)) if fails and self.where == "backward" else self.net(X)
+        loss = F.mse_loss(X, X.detach() + 1)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def loader() -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(24, dtype=torch.float64).view(12, 2)), 4)
+
+
+def trainer_on(strategy: Any = "manual_allreduce", devices: int = 2, **kwargs: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, **quiet, "strategy": strategy, "devices": devices, **kwargs}
+    )
+
+
+def assert_clean_and_usable() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+    trainer_on().fit(Fails(), loader())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward", "metric"])
+def test_a_failure_in_one_replica(where: str, manual: bool) -> None:
+    num_threads = torch.get_num_threads()
+    with pytest.raises(LookupError, match=f"in {where}") as raised:
+        trainer_on().fit(Fails(where, manual), loader())
+    assert "raised in replica 1 on cpu" in raised.value.__notes__
+    assert torch.get_num_threads() == num_threads
+    assert_clean_and_usable()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_ctrl_c_in_a_replica(manual: bool) -> None:
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer_on().fit(Fails("interrupt", manual), loader())
+    assert_clean_and_usable()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_an_allreduce_that_fails_in_training(manual: bool) -> None:
+    is_training = False
+
+    def allreduce(tensors: list[Tensor]) -> None:
+        if is_training:
+            raise LookupError("cable")
+        textbook_allreduce(tensors)
+
+    class Starts(Fails):
+        def on_train_start(self) -> None:
+            nonlocal is_training
+            is_training = True
+
+    with pytest.raises(LookupError, match="cable"):
+        trainer_on(ManualAllreduceStrategy(allreduce)).fit(Starts(manual=manual), loader())
+    assert_clean_and_usable()
+
+
+def message(raised: pytest.ExceptionInfo) -> str:
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    "split", [[1.0], [1.0, 1.0, 1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], []]
+)
+def test_wrong_split(split: list[float]) -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on(ManualAllreduceStrategy(split=split)).fit(Fails(), loader())
+    assert str(split) in message(raised) and "one positive share for each of the 2 devices" in message(raised)
+
+
+def test_split_of_another_name() -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        ManualAllreduceStrategy(split="even")  # type: ignore[arg-type]
+    assert "split='even'" in message(raised) and "auto" in message(raised)
+
+
+@pytest.mark.parametrize("name", ["gpu:0", "cuda:x", "nonsense", ""])
+def test_unknown_devices(name: str) -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        ManualAllreduceStrategy(parallel_devices=["cpu", name])
+    assert repr(name) in message(raised) and "cuda:0" in message(raised)
+
+
+def test_cuda_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
+    with pytest.raises(MisconfigurationException) as raised:
+        ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
+    assert "no 'cuda:1' here; torch sees 1 CUDA device(s)" in message(raised)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "1", "LOCAL_RANK": "1",
+    "GROUP_RANK": "0",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS_PER_NODE": "1",
+}  # fmt: skip
+LAUNCHERS = [(TORCHRUN, "WORLD_SIZE"), (SLURM, "SLURM_NTASKS")]
+
+
+@pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS)
+def test_several_processes_are_refused(variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**variables, world_size: "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on().fit(Fails(), loader())
+    assert "2 were launched" in message(raised) and "--trainer.strategy=ddp" in message(raised)
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command")
+@pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS)
+def test_a_single_process_is_accepted(variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**variables, "RANK": "0", "LOCAL_RANK": "0", world_size: "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = trainer_on(devices=3)
+    trainer.fit(Fails(), loader())
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+    assert trainer.is_global_zero
+
+
+def test_several_nodes_are_refused() -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on(num_nodes=2).fit(Fails(), loader())
+    assert "num_nodes=2" in message(raised) and "ddp" in message(raised)
+
+
+# Processes of their own
+
+
+SCRIPT = """
+    import time, torch
+    from torch import nn
+    from lightning.pytorch import LightningModule, Trainer
+    import lightning_mgpu.strategies
+
+    class Slow(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+            self.automatic_optimization = {automatic}
+
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch).square().mean()
+            if batch_idx == 2 and batch.max() == 3:
+                print("waiting", flush=True)
+                time.sleep({seconds})
+            if self.automatic_optimization:
+                return loss
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    if __name__ == "__main__":
+        X = torch.arange(4.0).repeat(2, 1).T.contiguous().repeat(100, 1)
+        Trainer(accelerator="cpu", devices=2, strategy="manual_allreduce", max_epochs=1, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False).fit(
+            Slow(), torch.utils.data.DataLoader(X, 4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("automatic", [True, False])
+def test_sigint_ends_the_process(automatic: bool, tmp_path: Path) -> None:
+    """While replica 1 is busy and replica 0 waits for it."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(automatic=automatic, seconds=3))
+    with subprocess.Popen(
+        [sys.executable, script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        while "waiting" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - start < 20
+        assert process.returncode != 0
+        assert "terminate called" not in errors
+        assert "KeyboardInterrupt" in errors, errors
+
+
+ALLREDUCE = """
+    def good(tensors):
+        total = sum(tensor.to(tensors[0].device) for tensor in tensors)
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    def book(data):
+        for i in range(1, len(data)):
+            data[0][:] += data[i].to(data[0].device)
+        for i in range(1, len(data)):
+            data[i] = data[0].to(data[i].device)
+"""
+FLAGS = [
+    "--data.source=synthetic",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=2",
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=3",
+    "--trainer.limit_val_batches=2",
+    "--trainer.limit_test_batches=2",
+    "--data.batch_size=8",
+]
+
+
+def cli(tmp_path: Path, *args: str) -> subprocess.CompletedProcess:
+    (tmp_path / "exchange_by_hand.py").write_text(textwrap.dedent(ALLREDUCE))
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
+    env = {**os.environ, "PYTHONPATH": paths, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "lightning_mgpu", "fit", *FLAGS, *args]
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_by_name_and_by_class_path(tmp_path: Path) -> None:
+    result = cli(tmp_path, "--trainer.strategy=manual_allreduce")
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "own.yaml").write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_mgpu.strategies.ManualAllreduceStrategy\n"
+        "    init_args:\n      allreduce: exchange_by_hand.good\n      bucket_mb: 1\n      split: [0.75, 0.25]\n"
+    )
+    result = cli(tmp_path, "--config=own.yaml")
+    assert result.returncode == 0, result.stderr
+    assert "test acc" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_books_first_allreduce_is_refused_in_one_line(tmp_path: Path) -> None:
+    strategy = "--trainer.strategy=lightning_mgpu.strategies.ManualAllreduceStrategy"
+    result = cli(tmp_path, strategy, "--trainer.strategy.allreduce=exchange_by_hand.book")
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert "book" in line

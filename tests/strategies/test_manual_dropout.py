@@ -1,0 +1,111 @@
+"""Random numbers: reproducible from the seed, other ones in every replica, replayed by activation checkpointing."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def net(norm=False):
+    layers = [nn.Linear(6, 32), nn.BatchNorm1d(32) if norm else nn.Identity(), nn.Dropout(0.5), nn.Linear(32, 3)]
+    return nn.Sequential(*layers)
+
+
+@pytest.fixture
+def Dropping(Regression):
+    """Keeps the dropout masks each replica drew."""
+
+    class Module(Regression):
+        def __init__(self, norm=False):
+            super().__init__(net(norm))
+            self.masks = []
+
+        def training_step(self, batch, batch_idx):
+            self.masks.append(self.net[2](torch.ones(4, 32)).ne(0))
+            return self.loss(batch)
+
+    return Module
+
+
+def test_one_replica_draws_what_one_device_does(Dropping, train):
+    one, replica = train(Dropping), train(Dropping, strategy="manual_allreduce")
+    assert all(torch.equal(a, b) for a, b in zip(one.masks, replica.masks))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), replica.parameters()))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}])
+def test_reproducible_and_different(Dropping, train, kwargs):
+    first, second = (train(lambda: Dropping("sync_batchnorm" in kwargs), 3, **kwargs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+    masks = [mask.flatten().tolist() for mask in first.masks]
+    assert len(masks) > 12
+    assert len(set(map(tuple, masks))) == len(masks)  # of all steps and replicas
+
+
+def test_replica_0_draws_what_one_device_does(Dropping, train):
+    one, two = train(Dropping, limit_train_batches=1, max_epochs=1), train(Dropping, 2, limit_train_batches=1)
+    assert torch.equal(one.masks[0], two.masks[0])
+    assert not torch.equal(two.masks[0], two.masks[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("manual", [False, True])
+def test_activation_checkpointing(Regression, train, use_reentrant, manual):
+    """The masks of the forward pass again in the backward pass: nothing changes but memory."""
+
+    class Module(Regression):
+        def __init__(self, checkpointed):
+            super().__init__(nn.Sequential(nn.Linear(6, 6), net()))
+            self.checkpointed, self.automatic_optimization = checkpointed, not manual
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            X = self.net[0](X)
+            for _ in range(3):
+                # dropout and a wide layer, so that backward passes of replicas overlap
+                X = X + (checkpoint(self.block, X, use_reentrant=use_reentrant) if self.checkpointed else self.block(X))
+            loss = (X[:, :3] - y).square().mean()
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def block(self, X):
+            return self.net[1](X).repeat(1, 2) * 0.1
+
+    plain, checkpointed = (train(lambda c=c: Module(c), 3) for c in (False, True))
+    for a, b in zip(plain.parameters(), checkpointed.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_random_numbers_in_parallel_backward_passes(Regression, train, monkeypatch):
+    """Without a lock around the replay, replicas would get each other's random numbers."""
+    inside, most, fork_rng = set(), [], torch.random.fork_rng
+
+    @contextlib.contextmanager
+    def slow(*args, **kwargs):
+        inside.add(threading.get_ident())
+        most.append(len(inside))
+        try:
+            with fork_rng(*args, **kwargs):
+                yield
+        finally:
+            time.sleep(0.005)
+            inside.discard(threading.get_ident())
+
+    monkeypatch.setattr(torch.random, "fork_rng", slow)
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            return checkpoint(self.loss, batch, use_reentrant=False)
+
+    train(lambda: Module(net()), 3, max_epochs=1)
+    assert len(most) > 4
+    assert max(most) == 1
+    assert torch.random.fork_rng is slow  # put back

@@ -1,0 +1,153 @@
+"""Whoever looks at gradients sees the reduced ones: clipping, callbacks, hooks, accumulation."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import optim
+
+
+def hooked(Regression, hook=None, post_hook=None, **kwargs):
+    """A module with a hook on the gradient of its first weight."""
+    module = Regression(**kwargs)
+    if hook is not None:
+        module.net[0].weight.register_hook(hook)
+    if post_hook is not None:
+        module.net[0].weight.register_post_accumulate_grad_hook(post_hook)
+    return module
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping(Regression, assert_parity, algorithm, accumulate):
+    clipping = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    assert_parity(Regression, **clipping, accumulate_grad_batches=accumulate)
+
+
+def test_accumulation_with_a_short_last_window(Regression, assert_parity):
+    assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), accumulate_grad_batches=3)
+
+
+@pytest.mark.parametrize("in_data", [False, True])
+def test_custom_clipping(Regression, assert_parity, in_data):
+    class Module(Regression):
+        def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+            for parameter in self.parameters():  # an edit of .data leaves no trace
+                (parameter.grad.data if in_data else parameter.grad).clamp_(-0.01, 0.02)
+
+    assert_parity(Module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, accumulate):
+    seen = []
+
+    class Look(Callback):
+        def on_after_backward(self, trainer, module):
+            seen[-1].extend(parameter.grad.clone() for parameter in module.parameters())
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.on_after_backward(trainer, module)
+
+        def on_fit_start(self, trainer, module):
+            seen.append([])
+
+    assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate)
+    for others in seen[1:]:
+        assert len(others) == len(seen[0]) > 0
+        for gradient, expected in zip(others, seen[0]):
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("edit", ["on_after_backward", "on_before_optimizer_step"])
+def test_gradients_edited_in_data(Regression, assert_parity, edit):
+    class Edit(Callback):
+        def edit(self, trainer, module, *_):
+            for parameter in module.parameters():
+                parameter.grad.data.clamp_(-0.02, 0.01)
+
+    setattr(Edit, edit, Edit.edit)
+    assert_parity(Regression, callbacks=lambda: [Edit()])
+
+
+HOOKS = {
+    "mask": lambda gradient: gradient * (torch.arange(6) % 2),
+    "clamp": lambda gradient: gradient.clamp(-0.01, 0.02),
+    "square in place": lambda gradient: gradient.data.mul_(gradient).mul_(5) and None,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_on_gradients(Regression, assert_parity, hook, accumulate):
+    calls = []
+
+    def counted(gradient):
+        calls.append(1)
+        if hook == "square in place":
+            gradient.data.mul_(gradient).mul_(5)
+            return None
+        return HOOKS[hook](gradient)
+
+    assert_parity(lambda: hooked(Regression, counted), accumulate_grad_batches=accumulate)
+    assert len(calls) == 3 * 8  # once a batch
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_hooks_after_accumulation(Regression, assert_parity, accumulate):
+    calls = []
+
+    def clamp(parameter):
+        calls.append(1)
+        parameter.grad.data.clamp_(-0.01, 0.02)
+
+    assert_parity(lambda: hooked(Regression, post_hook=clamp), accumulate_grad_batches=accumulate)
+    assert len(calls) == 3 * 8
+
+
+@pytest.mark.parametrize("hook", [None, HOOKS["clamp"]])
+def test_gradients_set_to_zero_in_place(Regression, assert_parity, hook):
+    class Module(Regression):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad(set_to_none=False)
+
+    assert_parity(lambda: hooked(Module, hook))
+    assert_parity(lambda: hooked(Module, hook), accumulate_grad_batches=3)
+
+
+@pytest.mark.parametrize("hook", [None, HOOKS["clamp"]])
+def test_gradients_never_set_to_zero(Regression, assert_parity, hook):
+    class Module(Regression):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            pass
+
+    assert_parity(lambda: hooked(Module, hook, optimizer=lambda m: optim.SGD(m.parameters(), 0.01)))
+
+
+def test_skipped_steps(Regression, assert_parity):
+    """A `training_step` may return None, also in the last batch of an accumulation window."""
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 2 else self.loss(batch)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        assert_parity(Module, accumulate_grad_batches=3)
+
+
+def test_a_loss_in_a_dict(Regression, assert_parity):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            return {"loss": loss, "prediction": self.net(batch[0]), "name": "x"}
+
+    assert_parity(Module)
+
+
+def test_second_order_gradients(Regression, assert_parity):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            X = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(X).square().sum(), X, create_graph=True)
+            return self.loss(batch) + gradient.square().mean()
+
+    assert_parity(Module)

@@ -1,0 +1,132 @@
+"""BatchNorm: statistics of each replica's shard, combined when somebody looks; or of the whole batch, as one device."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
+
+def bn1d(**kwargs):
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, **kwargs), nn.Tanh(), nn.Linear(8, 3))
+
+
+def bn2d(**kwargs):
+    return nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4, **kwargs), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+
+
+OPTIONS = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.5, "eps": 0.1},
+    {"affine": False},
+    {"track_running_stats": False},
+]
+WITHOUT_THE_SINGLE_SAMPLE = {"limit_train_batches": 3, "limit_val_batches": 3}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_synchronised(Regression, assert_parity, options, dimensions):
+    """To 1e-10, running statistics too. In 2d a batch of one sample can be normalised, also by fewer replicas."""
+    if dimensions == 1:
+        modules = assert_parity(
+            lambda: Regression(bn1d(**options)), sync_batchnorm=True, val=True, **WITHOUT_THE_SINGLE_SAMPLE
+        )
+    else:
+        modules = assert_parity(lambda: Regression(bn2d(**options)), sync_batchnorm=True, val=True, shape=(2, 3, 2))
+    losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
+    # without running statistics a layer needs the whole batch in validation, too
+    torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "64-true"}]
+)
+def test_synchronised_with(Regression, assert_parity, kwargs):
+    assert_parity(lambda: Regression(bn2d()), sync_batchnorm=True, shape=(2, 3, 2), **kwargs)
+
+
+def test_synchronised_in_eval_mode(Regression, assert_parity):
+    class Module(Regression):
+        def on_train_epoch_start(self):
+            self.net[1].train(self.current_epoch != 1)
+
+    assert_parity(lambda: Module(bn2d()), sync_batchnorm=True, shape=(2, 3, 2), max_epochs=3)
+
+
+def test_synchronised_refuses_a_single_value(Regression, train):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        train(lambda: Regression(bn1d()), 2, sync_batchnorm=True)  # as one device does
+
+
+def test_other_norms_are_left_alone(Regression, assert_parity):
+    def make():
+        norm = nn.InstanceNorm2d(4, affine=True)
+        return Regression(nn.Sequential(nn.Conv2d(2, 4, 2), norm, nn.Flatten(), nn.Linear(8, 3)))
+
+    assert_parity(make, shape=(2, 3, 2))
+    assert_parity(make, shape=(2, 3, 2), sync_batchnorm=True)
+
+
+def test_synchronised_under_checkpointing_is_refused(Regression, train):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            return torch.utils.checkpoint.checkpoint(self.loss, batch, use_reentrant=False)
+
+    with pytest.raises(RuntimeError, match="activation checkpointing"):
+        train(lambda: Module(bn1d()), 2, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("split", [None, [0.75, 0.25]])
+@pytest.mark.parametrize("watched", [False, True])
+def test_own_statistics_are_combined(Regression, train, split, watched):
+    """The running mean is linear in the batches', so it equals one device's if the weights are those of the batch."""
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            """A hook that could edit weights: the strategy then copies them every step, but not the statistics."""
+
+    seen = []
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.BatchNorm1d(6))
+            self.fixed = nn.Linear(6, 3).double()
+
+        def loss(self, batch):
+            return self.fixed(self.net(batch[0])).square().mean()
+
+        def on_validation_epoch_start(self):
+            seen.append({key: value.clone() for key, value in self.net.state_dict().items() if "running" in key})
+
+        def on_save_checkpoint(self, checkpoint):
+            seen.append({key[4:]: value.clone() for key, value in checkpoint["state_dict"].items() if "running" in key})
+
+    kwargs = {"val": True, "limit_train_batches": 3, "callbacks": lambda: [Watch()] if watched else []}
+    one = train(Module, **kwargs)
+    num = len(seen)
+    two = train(Module, 2, strategy=ManualAllreduceStrategy(split=split), **kwargs)
+    for expected, combined in zip(seen[:num], seen[num:]):
+        torch.testing.assert_close(combined["running_mean"], expected["running_mean"], rtol=1e-10, atol=1e-13)
+        assert (combined["running_var"] != expected["running_var"]).all()  # less than between all samples
+    assert torch.equal(two.net.num_batches_tracked, one.net.num_batches_tracked)
+
+
+def test_combined_in_the_middle_of_an_epoch(Regression, train, tmp_path):
+    """A checkpoint combines; the run goes on as if it had not."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    make = lambda: Regression(bn2d())  # noqa: E731
+    kwargs = {"shape": (2, 3, 2), "limit_train_batches": 3}
+    plain = train(make, 3, **kwargs)
+    saving = train(make, 3, **kwargs, callbacks=lambda: [Save()])
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(saving.state_dict()[key], value, rtol=1e-12, atol=1e-14)
+    state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["state_dict"]
+    assert state.keys() == plain.state_dict().keys()

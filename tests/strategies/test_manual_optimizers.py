@@ -1,0 +1,244 @@
+"""Optimizers that do more than step, and parameters that are frozen, unused, tied, sparse or added on the way."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn, optim
+from torch.nn import functional as F
+
+
+class SharpnessAware(optim.SGD):
+    """Evaluates the loss twice in a step; the second time every `every` steps only. Edits weights without a trace."""
+
+    def __init__(self, params, every=1, **kwargs):
+        super().__init__(params, **kwargs)
+        self.num_steps, self.every = 0, every
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        if self.num_steps % self.every == self.every - 1:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            steps = [parameter.grad.detach() * 0.1 for parameter in parameters]
+            for parameter, step in zip(parameters, steps):
+                parameter.data.add_(step)
+            with torch.enable_grad():
+                closure()
+            for parameter, step in zip(parameters, steps):
+                parameter.data.sub_(step)
+        super().step()
+        self.num_steps += 1
+        return loss
+
+
+class PolyakSteps(optim.SGD):
+    """Needs its closure, for a step size that depends on the loss; counts in an attribute, wraps another optimizer."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.num_steps = 0
+        self.inner = optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        self.num_steps += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(float(loss) / (self.num_steps + 1))
+        self.inner.step()
+        return loss
+
+
+class Noisy(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        return loss
+
+
+OPTIMIZERS = {
+    "lbfgs": lambda m: optim.LBFGS(m.parameters(), 0.1, max_iter=4),
+    "lbfgs with a line search": lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"),
+    "sharpness-aware": lambda m: SharpnessAware(m.parameters(), lr=0.1, momentum=0.9),
+    "sharpness-aware now and then": lambda m: SharpnessAware(m.parameters(), every=3, lr=0.1, momentum=0.9),
+    "needs its loss": lambda m: PolyakSteps(m.parameters(), lr=0.1),
+    "draws random numbers": lambda m: Noisy(m.parameters(), 0.1, momentum=0.9),
+    "amsgrad, foreach": lambda m: optim.Adam(m.parameters(), 0.01, amsgrad=True, foreach=True),
+    "fused": lambda m: optim.AdamW(m.parameters(), 0.01, fused=True),
+    "rate in a tensor": lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)),
+    "adagrad": lambda m: optim.Adagrad(m.parameters(), 0.1),
+    "two groups": lambda m: optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1),
+    "as written out": lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(Regression, assert_parity, name):
+    assert_parity(lambda: Regression(optimizer=OPTIMIZERS[name]), tolerance=1e-9 if "lbfgs" in name else 1e-10)
+
+
+def test_copies_make_the_update(Regression, train):
+    """As in the book: not one update that is copied."""
+    steps = []
+
+    class Counted(optim.SGD):
+        def step(self, closure=None):
+            steps.append(self)
+            return super().step(closure)
+
+    train(lambda: Regression(optimizer=lambda m: Counted(m.parameters(), 0.1, momentum=0.9)), 3)
+    assert len(steps) == 3 * 8
+    assert len({id(optimizer) for optimizer in steps}) == 3
+
+
+@pytest.mark.parametrize("in_data", [False, True])
+def test_hooks_on_optimizers(Regression, assert_parity, in_data):
+    def configure(module):
+        def clamp(optimizer, *_):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    (parameter.data if in_data else parameter.detach()).clamp_(-0.3, 0.3)
+
+        optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        optimizer.register_step_post_hook(clamp)
+        return optimizer
+
+    assert_parity(lambda: Regression(optimizer=configure))
+
+
+def test_layers_unfrozen_on_the_way(Regression, assert_parity):
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.05)
+
+    def configure(module):
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return optim.SGD(parameters, 0.1, momentum=0.9)
+
+    one, *_ = assert_parity(lambda: Regression(optimizer=configure), callbacks=lambda: [Unfreeze()], max_epochs=3)
+    assert len(one.trainer.optimizers[0].param_groups) == 2
+
+
+def test_rates_set_by_hand(Regression, assert_parity):
+    class Module(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+
+    assert_parity(Module)
+
+
+def test_frozen_and_unused_parameters(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.sometimes = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.scales = nn.ParameterList([torch.ones((), dtype=torch.float64) for _ in range(2)])
+            self.net[0].bias.requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            X, _ = batch
+            large = X[:, 0] > 1.0  # in some shards none is
+            loss = self.loss(batch) * self.scales[0] * self.scales[1]
+            return loss + (X[large, :3] * self.sometimes).sum() / len(X) if large.any() else loss
+
+    one, *others = assert_parity(Module)
+    assert all(torch.equal(module.unused, torch.ones(3)) for module in [one, *others])
+    assert all(torch.equal(module.net[0].bias, one.net[0].bias) for module in others)
+    assert not torch.equal(one.sometimes, torch.ones(3))
+
+
+def test_tied_parameters(Regression, assert_parity):
+    def make():
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        net[2].weight = net[0].weight
+        return Regression(net)
+
+    modules = assert_parity(make)
+    assert all(module.net[2].weight is module.net[0].weight for module in modules)
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [lambda m: optim.SGD(m.parameters(), 0.5, momentum=0.9), lambda m: optim.SparseAdam(m.parameters(), 0.05)],
+)
+@pytest.mark.parametrize("bag", [False, True])
+def test_sparse_gradients(Regression, assert_parity, configure, bag):
+    class Module(Regression):
+        def __init__(self):
+            net = nn.EmbeddingBag(12, 3, sparse=True) if bag else nn.Embedding(12, 3, sparse=True)
+            super().__init__(net, configure)
+
+        def loss(self, batch):
+            X, y = batch
+            rows = self.net((X.abs() * 4).long().clamp(max=11))
+            return F.mse_loss(rows if bag else rows.sum(1), y)
+
+    assert_parity(Module)
+    assert_parity(Module, accumulate_grad_batches=3)
+
+
+def test_buffers_updated_in_the_step(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("num_steps", torch.tensor(0))
+            self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64))
+            self.register_buffer("nothing", None)
+
+        def training_step(self, batch, batch_idx):
+            self.num_steps += 1
+            self.scale = self.scale * 0.99  # a new tensor every time
+            return self.loss(batch) * self.scale
+
+    one, *_ = assert_parity(Module)
+    assert one.num_steps == 8
+
+
+def test_spectral_norm(Regression, assert_parity):
+    """Its buffers follow from the weights; those of a replica without samples must not lag behind."""
+
+    def make():
+        return Regression(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3)))
+
+    assert_parity(make)
+
+
+def test_what_hooks_set_between_steps(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+            self.factor = 1.0
+
+        def on_train_epoch_start(self):
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64) + self.current_epoch
+
+        def on_train_batch_end(self, *_):
+            self.temperature.mul_(0.95)
+            self.factor *= 1.02
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            return ((self.net(X) - y).square() * self.weights).mean() * self.temperature * self.factor
+
+    assert_parity(Module)
+
+
+def test_lazy_layers_are_refused(Regression, train):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.LazyLinear(3))
+
+    with pytest.raises(ValueError, match="lazy"):
+        train(Module, 2)

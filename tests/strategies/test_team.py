@@ -1,0 +1,306 @@
+"""Threads for replicas: side by side, in turns, meeting, failing, and gone afterwards."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu.strategies.team import Team, generator_states, new_generator_states
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    team = Team([CPU] * 3)
+    yield team
+    team.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+
+
+@pytest.fixture
+def _four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_replicas_run_side_by_side(team: Team) -> None:
+    barrier = threading.Barrier(3, timeout=20)
+    assert team.run(lambda i: (barrier.wait(), i)[1], [0, 1, 2]) == [0, 1, 2]
+    assert team.run(lambda i: (threading.get_ident(), team.index), [0])[0] == (threading.get_ident(), 0)
+    assert team.run(lambda i: team.index, [1, 2]) == [1, 2]
+    assert team.index == 0 and not team.is_running
+
+
+def test_exchange_gives_everybody_everything_in_order(team: Team) -> None:
+    def meet_three_times(i: int) -> list[list[int]]:
+        return [team.exchange(10 * n + i) for n in range(3)]
+
+    for active in ([0, 1, 2], [0, 2], [1, 2], [1]):
+        expected = [[10 * n + i for i in active] for n in range(3)]
+        assert team.run(meet_three_times, active) == [expected] * len(active)
+        turns = [generator_states(CPU) for _ in range(3)]
+        assert team.run(meet_three_times, active, turns) == [expected] * len(active)
+
+
+def test_in_turns_every_replica_draws_from_its_own_stream(team: Team) -> None:
+    streams = [new_generator_states(CPU, seed) for seed in (5, 6, 7)]
+
+    def draw(i: int) -> Tensor:
+        first = torch.rand(2)
+        team.exchange()
+        return torch.cat([first, torch.rand(1)])
+
+    drawn = [team.run(draw, [0, 1, 2], streams) for _ in range(2)]
+    for i, seed in enumerate((5, 6, 7)):
+        expected = torch.rand(6, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(torch.cat([drawn[0][i], drawn[1][i]]), expected)
+
+
+def test_in_turns_only_one_runs(team: Team) -> None:
+    inside: list[int] = []
+
+    def alone(i: int) -> None:
+        for _ in range(2):
+            inside.append(i)
+            time.sleep(0.01)
+            assert inside == [i]
+            inside.remove(i)
+            team.exchange()
+
+    team.run(alone, [0, 1, 2], [generator_states(CPU) for _ in range(3)])
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_cores_are_shared_and_given_back() -> None:
+    team = Team([CPU] * 2)
+    seen = team.run(lambda i: torch.get_num_threads(), [0, 1])
+    assert seen == [2, 2]
+    assert torch.get_num_threads() == 4
+    with pytest.raises(ZeroDivisionError):
+        team.run(lambda i: 1 / 0, [0, 1])
+    assert torch.get_num_threads() == 4
+    assert team.run(lambda i: torch.get_num_threads(), [0]) == [4]  # alone, with all of them
+    assert team.run(lambda i: torch.get_num_threads(), [0, 1], [generator_states(CPU)] * 2) == [4, 4]  # in turns too
+    team.close()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_modes_of_the_caller_hold_in_every_replica(team: Team, inference: bool, grad: bool) -> None:
+    def modes(_: int) -> tuple[Any, ...]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), product.dtype, product.is_inference()
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        assert team.run(modes, [0, 1, 2]) == [(inference, grad, torch.bfloat16, inference)] * 3
+    assert team.run(modes, [0, 1, 2]) == [(False, True, torch.float32, False)] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_failure_releases_those_who_wait(team: Team, failing: int, in_turns: bool) -> None:
+    def step(i: int) -> None:
+        team.exchange()
+        if i == failing:
+            raise LookupError("lost")
+        team.exchange()
+        raise AssertionError("nobody gets here")
+
+    turns = [generator_states(CPU) for _ in range(3)] if in_turns else None
+    before = torch.get_rng_state()
+    with pytest.raises(LookupError, match="lost") as raised:
+        team.run(step, [0, 1, 2], turns)
+    assert raised.value.__notes__ == [f"raised in replica {failing} on cpu"]
+    assert team.run(lambda i: team.exchange(i), [0, 1, 2]) == [[0, 1, 2]] * 3  # and the next step works
+    if not in_turns:
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_one_who_does_not_come_is_named(team: Team, in_turns: bool) -> None:
+    turns = [generator_states(CPU) for _ in range(3)] if in_turns else None
+    with pytest.raises(RuntimeError, match="replica 1, which has ended its step"):
+        team.run(lambda i: team.exchange() if i != 1 else None, [0, 1, 2], turns)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupts_come_through(team: Team, failing: int, kind: type[BaseException]) -> None:
+    def step(i: int) -> None:
+        if i == failing:
+            raise kind
+        team.exchange()
+
+    with pytest.raises(kind):
+        team.run(step, [0, 1, 2])
+
+
+def test_results_are_not_kept(team: Team) -> None:
+    class Result:
+        pass
+
+    results = team.run(lambda i: Result(), [0, 1, 2])
+    alive = [weakref.ref(result) for result in results]
+    del results
+    gc.collect()
+    time.sleep(0.05)
+    assert [ref() for ref in alive] == [None] * 3
+
+
+# In a Trainer
+
+
+class Small(LightningModule):
+    """Meets its other replica at a barrier in every step, after the first, which runs in turns."""
+
+    meets = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.meets and batch_idx > 0:
+            BARRIER.wait()
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+BARRIER = threading.Barrier(2, timeout=20)
+
+
+def loader() -> DataLoader:
+    X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(12, 4)
+    return DataLoader(TensorDataset(X, X[:, :2]), 4)
+
+
+def trainer_on(k: int, **kwargs: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else "manual_allreduce", "devices": k}
+    return Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **kind, **kwargs})
+
+
+def assert_no_replica_threads() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+
+
+def test_training_steps_run_side_by_side() -> None:
+    module = Small()
+    module.meets = True
+    trainer_on(2).fit(module, loader())
+    assert_no_replica_threads()
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_a_fit_gives_the_cores_back() -> None:
+    seen: list[int] = []
+
+    class Counts(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    trainer_on(2).fit(Counts(), loader())
+    assert seen[2:] == [2] * 4
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_replicas_are_freed(fails: bool) -> None:
+    class Fails(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if fails and batch_idx == 1:
+                raise LookupError
+            return super().training_step(batch, batch_idx)
+
+    class Refs(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.refs = [weakref.ref(replica) for replica in trainer.strategy.replicas()[1:]]
+            self.refs += [weakref.ref(parameter) for ref in self.refs for parameter in ref().parameters()]
+
+    refs, trainer = Refs(), trainer_on(3)
+    trainer.callbacks.append(refs)
+    try:
+        trainer.fit(module := Fails(), loader())
+    except LookupError:
+        assert fails
+    gc.collect()
+    assert len(refs.refs) == 6
+    assert [ref() for ref in refs.refs] == [None] * 6
+    assert module.net.weight.device == CPU
+    assert_no_replica_threads()
+
+
+def test_a_trainer_inside_a_callback_of_another() -> None:
+    class Nested(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            torch.manual_seed(1)
+            trainer_on(3).fit(Small(), loader())
+
+    torch.manual_seed(0)
+    expected, found = Small(), Small()
+    found.load_state_dict(expected.state_dict())
+    trainer_on(1).fit(expected, loader())
+    trainer = trainer_on(2)
+    trainer.callbacks.append(Nested())
+    trainer.fit(found, loader())
+    torch.testing.assert_close(found.net.weight, expected.net.weight, rtol=1e-10, atol=0)
+    assert_no_replica_threads()
+
+
+def test_precision_modes_in_every_replica() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Looks(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            scores = self.net(batch[0].to(self.net.weight.dtype))
+            seen.append((torch.get_default_dtype(), scores.dtype, torch.is_grad_enabled()))
+            return F.mse_loss(scores, batch[1].to(scores.dtype))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            scores = self.net(batch[0].to(self.net.weight.dtype))
+            seen.append((torch.get_default_dtype(), scores.dtype, not torch.is_grad_enabled()))
+
+    for precision, expected in (
+        ("64-true", (torch.float64, torch.float64, True)),
+        ("bf16-mixed", (torch.float32, torch.bfloat16, True)),
+        ("bf16-true", (torch.bfloat16, torch.bfloat16, True)),
+    ):
+        seen.clear()
+        trainer_on(2, precision=precision, num_sanity_val_steps=0).fit(Looks().float(), loader(), loader())
+        assert seen == [expected] * 12
+        assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*Anomaly Detection")
+def test_profiler_and_anomaly_detection(capsys: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    trainer_on(2, profiler="simple", detect_anomaly=True).fit(Small(), loader())
+
+    class Bad(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.net(batch[0]) * 0).sqrt().sum() * 0
+
+    with pytest.raises(RuntimeError, match="nan values"):
+        trainer_on(2, detect_anomaly=True).fit(Bad(), loader())
+    assert_no_replica_threads()
