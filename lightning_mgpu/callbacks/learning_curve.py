@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
@@ -57,7 +58,7 @@ class LearningCurve(Callback):
         figure = Figure(figsize=(5, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="epoch", xlim=(1, max(trainer.max_epochs or 0, 2)))
         axes.grid()
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for name, style in LINES.items():
             if points := self.points[name]:
                 label = name.replace("val", "test") if on_test_set else name

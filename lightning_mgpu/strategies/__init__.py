@@ -5,14 +5,16 @@
 | `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first                  |
 | `single_process.py`   | devices, ranks, and a step split over replicas                                     |
 | `shards.py`           | cut a batch, put outputs together                                                  |
-| `replicas.py`         | copies of a module and of its optimizers, kept like the original                   |
+| `replicas.py`         | copies of a module, kept like the original                                         |
+| `optimizers.py`       | copies of its optimizers, which make the same update                               |
 | `team.py`             | threads that run replicas side by side                                             |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
-| `buckets.py`          | gradients one by one or packed                                                     |
+| `gradients.py`        | parts of a sum, the sum, and what clipping and hooks make of it                    |
 | `recording.py`        | `self.log` and torchmetrics, written down while replicas run                       |
 | `replay.py`           | and done once afterwards, exact over replicas                                      |
 | `lockstep.py`         | manual optimization                                                                |
-| `sync_batchnorm.py`, `gradient_hooks.py`, `auto_split.py` | one idea each                                  |
+| `per_replica.py`      | the module and optimizers that code finds there, by replica                        |
+| `buckets.py`, `gradient_hooks.py`, `editing.py`, `sync_batchnorm.py`, `auto_split.py` | one idea each      |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -36,8 +36,10 @@ class Gradients:
         added up by torch.
         """
         dense: list[list[Tensor]] = []
-        for parameters in self.parameters if len(self.parameters[0]) > 1 else ():
+        for parameters in self.parameters:
             parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if len(parameters) == 1:
+                continue
             if any(part.is_sparse for part in parts):
                 parts = [part.to(parameters[0].device) for part in parts]
                 total = reduce(torch.add, sorted(parts, key=lambda part: part.is_sparse))  # a dense one first
@@ -72,10 +74,11 @@ class Gradients:
         ]
 
     @torch.no_grad()
-    def give(self) -> None:
-        """Give the replicas what hooks and clipping made of the reduced gradients."""
+    def give(self, everything: bool = False) -> None:
+        """Give the replicas what hooks and clipping made of the reduced gradients, or all of these."""
         for (original, *copies), (gradient, version) in zip(self.parameters, self._reduced):
-            if original.grad is not gradient or (gradient is not None and gradient._version != version):
+            is_changed = original.grad is not gradient or (gradient is not None and gradient._version != version)
+            if is_changed or everything:
                 for parameter in copies:
                     parameter.grad = None if original.grad is None else original.grad.to(parameter.device, copy=True)
 

@@ -6,9 +6,45 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_mgpu.strategies.shards import weighted_mean
+from lightning_mgpu.strategies.shards import gather, weighted_mean
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The loss in what `training_step` returned."""
+    return output.get("loss") if isinstance(output, dict) else output
+
+
+def combine_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], replicas: Sequence[int], backward: Callable | None
+) -> Any:
+    """What one device would return for the whole batch; the backward pass of its loss reaches all replicas.
+
+    Args:
+        outputs: What `training_step` returned in every replica.
+        sizes: Samples of their shards.
+        replicas: Which ones they are.
+        backward: Called with the replicas' losses, the gradients of these, and whether to keep the graphs. `None`
+            leaves it to autograd.
+    """
+    ran = [n for n, output in enumerate(outputs) if find_loss(output) is not None]
+    outputs, sizes = [outputs[n] for n in ran], [sizes[n] for n in ran]
+    losses = {replicas[n]: find_loss(output) for n, output in zip(ran, outputs)}
+
+    def of_replicas(gradients: Sequence[Tensor], keep_graph: bool) -> None:
+        backward(losses, dict(zip(losses, gradients)), keep_graph)  # type: ignore[misc]
+
+    loss = combine_losses(list(losses.values()), sizes, of_replicas if backward and len(ran) > 1 else None)  # type: ignore[arg-type]
+    if not isinstance(outputs[0], dict):
+        return loss
+    rest = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+    return {"loss": loss, **gather(without_graph(rest), sizes, loss.device)}
+
+
+def without_graph(outputs: Any) -> Any:
+    return apply_to_collection(outputs, Tensor, Tensor.detach)
 
 
 def combine_losses(

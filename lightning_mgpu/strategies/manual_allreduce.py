@@ -18,16 +18,11 @@ over the whole batch, however uneven the shards.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -38,8 +33,9 @@ from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.losses import combine_losses, one_fork_at_a_time
-from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, SchedulerView
+from lightning_mgpu.strategies.losses import combine_outputs, find_loss, one_fork_at_a_time, without_graph
+from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
+from lightning_mgpu.strategies.per_replica import PerReplica
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.shards import find_batch_size, gather
@@ -47,7 +43,7 @@ from lightning_mgpu.strategies.single_process import SingleProcessStrategy
 from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
 
 
-class ManualAllreduceStrategy(SingleProcessStrategy):
+class ManualAllreduceStrategy(PerReplica, SingleProcessStrategy):
     """k replicas of the module on k devices of one process, kept equal by a hand-written allreduce.
 
     Args:
@@ -76,8 +72,6 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
     ) -> None:
         if bucket_mb < 0:
             raise ValueError(f"bucket_mb={bucket_mb}: choose 0 (one call a parameter) or a size in MB.")
-        self._wrapped: list[list[LightningOptimizer]] = [[]]  # [replica][optimizer]
-        self._own: ReplicaOptimizers | None = None
         super().__init__(parallel_devices, None if split == "auto" else split, **kwargs)  # type: ignore[arg-type]
         self.allreduce = allreduce
         self.bucket_bytes = int(bucket_mb * 2**20)
@@ -125,11 +119,10 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
         self._replicas.mark_step()
         if len(self.devices) == 1:
             return
-        self._own = ReplicaOptimizers(self._replicas, self._optimizers)
+        self._own: ReplicaOptimizers | None = ReplicaOptimizers(self._replicas, self._optimizers)
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
-        for i, copies in enumerate(self._own.copies, start=1):
-            self._wrapped[i:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in copies]]
+        self._wrap_copies(self._own.copies)
         self._edits_in_step = overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
         self._shows_gradients = overrides(self.original, ("on_after_backward",))
@@ -163,24 +156,12 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
             self._replicas.broadcast_parameters()
             self._is_stale = True  # buffers: not now, the backward pass may need them
         if not self.original.automatic_optimization:
-            return gather(_without_graph(outputs), sizes, self.root_device)
-        return self._combined(outputs, active, sizes)
-
-    def _combined(self, outputs: list[Any], active: list[int], sizes: list[int]) -> Any:
-        """What one device would return for the whole batch; its loss reaches all replicas."""
-        losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
-        ran = [n for n, loss in enumerate(losses) if loss is not None]  # a step may return None to be skipped
-        if not ran:
+            return gather(without_graph(outputs), sizes, self.root_device)
+        if all(find_loss(output) is None for output in outputs):  # a step may return None to be skipped
             if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
                 self.reduce_gradients()
             return None
-        losses, active, sizes = [losses[n] for n in ran], [active[n] for n in ran], [sizes[n] for n in ran]
-        backward = None if self._is_joint or len(ran) == 1 else partial(self._backward_in_threads, losses, active)
-        loss = combine_losses(losses, sizes, backward)
-        if not isinstance(outputs[ran[0]], dict):
-            return loss
-        rest = [{key: value for key, value in outputs[n].items() if key != "loss"} for n in ran]
-        return {"loss": loss, **gather(_without_graph(rest), sizes, self.root_device)}
+        return combine_outputs(outputs, sizes, active, None if self._is_joint else self._backward_in_threads)
 
     @property
     def _is_joint(self) -> bool:
@@ -190,18 +171,15 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
         """
         return self._syncs_batch_norm or any(device.type != "cpu" for device in self.devices)
 
-    def _backward_in_threads(
-        self, losses: Sequence[Tensor], active: list[int], gradients: Sequence[Tensor], keep_graph: bool
-    ) -> None:
-        of = {i: (loss, gradient) for i, loss, gradient in zip(active, losses, gradients)}
+    def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
+        """The backward pass of every replica's loss from its gradient, in the replica's thread."""
 
         def backward(i: int) -> None:
-            loss, gradient = of[i]
-            if loss.requires_grad:
-                loss.backward(gradient, retain_graph=keep_graph, create_graph=torch.is_grad_enabled())
+            if losses[i].requires_grad:
+                losses[i].backward(gradients[i], retain_graph=keep_graph, create_graph=torch.is_grad_enabled())
 
         with one_fork_at_a_time():
-            self._run("backward", backward, active)
+            self._run("backward", backward, list(losses))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -238,7 +216,8 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
 
     def reduce_gradients(self) -> None:
         """Leave the sum of the replicas' gradients in every one of them, by `allreduce`."""
-        self.gradients.reduce(self.allreduce, self.bucket_bytes)
+        if len(self.devices) > 1:
+            self.gradients.reduce(self.allreduce, self.bucket_bytes)
 
     # Every replica updates itself
 
@@ -288,54 +267,11 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
     def update_replicas(self, n: int) -> None:
         """The original was updated by optimizer `n`: every other replica makes its own update, from its gradient."""
         assert self._own is not None
-        if self._lockstep is not None and self._lockstep.num_backwards == 0:
-            if self.gradients.are_others():
-                raise RuntimeError("training_step must call self.manual_backward(loss), not loss.backward().")
-        self.gradients.give()
+        if self._lockstep is not None and self._lockstep.num_backwards == 0 and self.gradients.are_others():
+            raise RuntimeError("training_step must call self.manual_backward(loss), not loss.backward().")
+        self.gradients.give(everything=getattr(self.precision_plugin, "scaler", None) is not None)  # untraced unscaling
         can_repeat = self._num_closures <= 1 and not self._edits_in_step
         self._own.update(n, lambda: self._loss, can_repeat)
-
-    # What a module finds in its trainer during a step of manual optimization: that of the replica the thread runs
-
-    @property
-    def original(self) -> LightningModule:
-        assert self._lightning_module is not None
-        return self._lightning_module
-
-    @property
-    def _index(self) -> int:
-        return self.team.index if hasattr(self, "team") else 0
-
-    @property
-    @override
-    def lightning_module(self) -> LightningModule | None:
-        return self._replicas.modules[self._index] if self._index else self._lightning_module
-
-    @property  # type: ignore[override]
-    def optimizers(self) -> list[Optimizer]:
-        return self._own.copies[self._index - 1] if self._index and self._own else self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-
-    @property
-    def _lightning_optimizers(self) -> list[LightningOptimizer]:
-        return self._wrapped[self._index]
-
-    @_lightning_optimizers.setter
-    def _lightning_optimizers(self, optimizers: list[LightningOptimizer]) -> None:
-        self._wrapped[0] = optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        if not self._index:
-            return self._schedulers
-        return [replace(config, scheduler=SchedulerView(config.scheduler)) for config in self._schedulers]  # type: ignore[arg-type]
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self._schedulers = configs
 
     # Where others look at the original, or may have changed it
 
@@ -394,18 +330,17 @@ class ManualAllreduceStrategy(SingleProcessStrategy):
     @override
     def teardown(self) -> None:
         self._remove_hooks()
-        self._own, self._wrapped[1:], self._recorders, self._loss = None, [], [], None
+        self._recorders, self._loss = [], None
+        self._wrap_copies([])
         if hasattr(self, "_replicas"):
             for layers in self._replicas.batch_norms:
                 vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm
             del self._replicas
+            self.gradients = Gradients([])
+        self._own = None
         super().teardown()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _without_graph(outputs: Any) -> Any:
-    return apply_to_collection(outputs, Tensor, Tensor.detach)

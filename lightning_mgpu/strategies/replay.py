@@ -25,10 +25,11 @@ def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) 
     logged = [[(entry[0], entry) for entry in record.logged] for record in records]
     for (name, _), entries in _aligned(logged).items():
         first, kwargs = entries[0][1][1], dict(entries[0][1][2])
-        weights: Sequence[float] = [sizes[i] for i, _ in entries]
+        shard_sizes = [sizes[i] for i, _ in entries]
+        weights: Sequence[float] = shard_sizes
         if kwargs.get("batch_size") is not None:
             given = [entry[2]["batch_size"] for _, entry in entries]
-            weights, kwargs["batch_size"] = _batch_sizes(recorder.given, name, given, weights)
+            weights, kwargs["batch_size"] = _batch_sizes(recorder.given, name, given, shard_sizes)
         if isinstance(first, Logged):
             value = recorder.metrics[first.name]
         elif isinstance(first, Returned):

@@ -58,9 +58,9 @@ class Team:
         def task(i: int) -> None:
             self.here.index = i
             try:
-                with meeting.attend(i, self._swap(turns, i) if turns is not None else None):
-                    with modes.entered(self.devices[i]):
-                        results[i] = function(i)
+                swap = self._swap(turns, i) if turns is not None else None
+                with meeting.attend(i, swap), modes.entered(self.devices[i]):
+                    results[i] = function(i)
             except _Released:
                 pass
             except BaseException as error:

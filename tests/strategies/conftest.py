@@ -42,18 +42,22 @@ class _Regression(LightningModule):
 
 
 class _EqualReplicas(Callback):
-    """After every step all replicas hold the same bits in storage of their own."""
+    """After every step all replicas hold the same bits in storage of their own.
+
+    With `own_updates` each of them has updated itself, and nobody had to copy the result.
+    """
 
     __module__ = "lightning.checks"  # else the strategy takes it for one that may edit weights, and takes care
 
-    def __init__(self) -> None:
-        self.num_steps = 0
+    def __init__(self, own_updates: bool = False) -> None:
+        self.num_steps, self.own_updates = 0, own_updates
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         for parameters in trainer.strategy._replicas.parameters:
             assert all(torch.equal(parameters[0], other) for other in parameters[1:])
             assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
         self.num_steps += 1
+        assert not (self.own_updates and False in trainer.strategy._own.repeats)
 
 
 @pytest.fixture
@@ -102,6 +106,7 @@ def train(
         callbacks: Callable[[], list[Callback]] = list,
         shape: tuple[int, ...] = (6,),
         check: bool = True,
+        own_updates: bool = False,
         loader: DataLoader | None = None,
         val: bool = False,
         **kwargs: Any,
@@ -109,7 +114,7 @@ def train(
         seed_everything(1, verbose=False)
         module = make()
         strategy = strategy or ("manual_allreduce" if k > 1 else "auto")
-        checks: list[Callback] = [_EqualReplicas()] if k > 1 and check else []
+        checks: list[Callback] = [_EqualReplicas(own_updates)] if k > 1 and check else []
         plugins = kwargs.pop("plugins", lambda: None)()
         settings = {"max_epochs": 2, "limit_val_batches": 1.0 if val else 0, **kwargs}
         trainer = make_trainer(

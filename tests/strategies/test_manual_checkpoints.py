@@ -52,7 +52,7 @@ def fit(make_trainer, Regression, EqualReplicas, tmp_path):
                 return self.loss(batch)
 
         seed_everything(1, verbose=False)
-        callbacks = [EqualReplicas()] if k > 1 else []
+        callbacks = [EqualReplicas(own_updates=True)] if k > 1 else []
         if ckpt_path is None:
             saving = ModelCheckpoint(tmp_path / str(k), "{step}", every_n_train_steps=1, save_top_k=-1)
             callbacks.append(saving)
@@ -89,6 +89,13 @@ def test_resumed_with_manual_optimization(fit, tmp_path):
     resumed = fit(adamw, 3, ckpt_path=tmp_path / "2" / "step=6.ckpt", manual=True)
     for a, b in zip(resumed.parameters(), whole.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+def test_saved_after_the_run(fit, tmp_path):
+    module = fit(momentum, 2)
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("configure", [momentum, adamw])

@@ -6,6 +6,8 @@ from lightning.pytorch import Callback
 from torch import nn, optim
 from torch.nn import functional as F
 
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
 
 def adversaries(Regression):
     class GAN(Regression):
@@ -50,6 +52,11 @@ def Manual(Regression):
 @pytest.mark.parametrize("profiler", [None, "simple"])
 def test_one_optimizer(Manual, assert_parity, profiler):
     assert_parity(Manual, (2, 3, 4), profiler=profiler)
+
+
+def test_uneven_shares(Manual, assert_parity):
+    """The last batch's only sample would go to replica 1, and replica 0 leads."""
+    assert_parity(Manual, (2,), strategy=lambda: ManualAllreduceStrategy(split=[0.1, 0.9]))
 
 
 def test_two_optimizers_toggled(Regression, assert_parity):

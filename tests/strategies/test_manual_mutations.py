@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce, replicas
+from lightning_mgpu.strategies import ManualAllreduceStrategy, losses, manual_allreduce, replicas
+from lightning_mgpu.strategies.gradients import Gradients
 
 
 def rebinding_allreduce(tensors: list[Tensor]) -> None:
@@ -55,7 +56,7 @@ def test_refused_on_the_first_gradients(Regression, train, monkeypatch):
 def test_gradients_differ(Regression, train, monkeypatch):
     """With both checks off, replicas above 0 update themselves with other gradients."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
-    monkeypatch.setattr(ManualAllreduceStrategy, "_check_gradients", lambda *_: None)
+    monkeypatch.setattr(Gradients, "_check", lambda *_: None)
     agreed = []
     update = manual_allreduce.ReplicaOptimizers.update
 
@@ -92,9 +93,9 @@ def test_shared_storage(Regression, train, assert_parity, monkeypatch):
 
 def test_mean_of_means(Regression, assert_parity, monkeypatch):
     """Wrong for uneven shards only."""
-    combine = manual_allreduce.combine_losses
+    combine = losses.combine_losses
     monkeypatch.setattr(
-        manual_allreduce, "combine_losses", lambda losses, sizes, backward: combine(losses, [1] * len(sizes), backward)
+        losses, "combine_losses", lambda parts, sizes, backward: combine(parts, [1] * len(sizes), backward)
     )
     assert_parity(Regression, (2,), limit_train_batches=3)
     with pytest.raises(AssertionError, match="relative error"):

@@ -45,7 +45,8 @@ def test_synchronised(Regression, assert_parity, options, dimensions):
     "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "64-true"}]
 )
 def test_synchronised_with(Regression, assert_parity, kwargs):
-    assert_parity(lambda: Regression(bn2d()), sync_batchnorm=True, shape=(2, 3, 2), **kwargs)
+    modules = assert_parity(lambda: Regression(bn2d()), sync_batchnorm=True, shape=(2, 3, 2), **kwargs)
+    assert not any("forward" in vars(module.net[1]) for module in modules)  # left as they were
 
 
 def test_synchronised_in_eval_mode(Regression, assert_parity):
@@ -79,16 +80,9 @@ def test_synchronised_under_checkpointing_is_refused(Regression, train):
         train(lambda: Module(bn1d()), 2, sync_batchnorm=True)
 
 
-@pytest.mark.parametrize("split", [None, [0.75, 0.25]])
-@pytest.mark.parametrize("watched", [False, True])
-def test_own_statistics_are_combined(Regression, train, split, watched):
-    """The running mean is linear in the batches', so it equals one device's if the weights are those of the batch."""
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            """A hook that could edit weights: the strategy then copies them every step, but not the statistics."""
-
-    seen = []
+@pytest.fixture
+def Fixed(Regression):
+    """BatchNorm of the input: its running mean is linear in the batches', so combined it equals one device's."""
 
     class Module(Regression):
         def __init__(self):
@@ -98,6 +92,19 @@ def test_own_statistics_are_combined(Regression, train, split, watched):
         def loss(self, batch):
             return self.fixed(self.net(batch[0])).square().mean()
 
+    return Module
+
+
+@pytest.mark.parametrize("split", [None, [0.75, 0.25]])
+@pytest.mark.parametrize("watched", [False, True])
+def test_own_statistics_are_combined(Fixed, train, split, watched):
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            """A hook that could edit weights: the strategy then copies them every step, but not the statistics."""
+
+    seen = []
+
+    class Module(Fixed):
         def on_validation_epoch_start(self):
             seen.append({key: value.clone() for key, value in self.net.state_dict().items() if "running" in key})
 
@@ -114,19 +121,37 @@ def test_own_statistics_are_combined(Regression, train, split, watched):
     assert torch.equal(two.net.num_batches_tracked, one.net.num_batches_tracked)
 
 
-def test_combined_in_the_middle_of_an_epoch(Regression, train, tmp_path):
+def test_combined_in_the_middle_of_an_epoch(Fixed, train, tmp_path):
     """A checkpoint combines; the run goes on as if it had not."""
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 1:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+                trainer.save_checkpoint(tmp_path / f"{trainer.num_devices}.ckpt")
 
-    make = lambda: Regression(bn2d())  # noqa: E731
-    kwargs = {"shape": (2, 3, 2), "limit_train_batches": 3}
-    plain = train(make, 3, **kwargs)
-    saving = train(make, 3, **kwargs, callbacks=lambda: [Save()])
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(saving.state_dict()[key], value, rtol=1e-12, atol=1e-14)
-    state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["state_dict"]
-    assert state.keys() == plain.state_dict().keys()
+    one, plain, saving = (
+        train(Fixed, k, limit_train_batches=3, callbacks=lambda save=save: [Save()] if save else [])
+        for k, save in ((1, True), (2, False), (2, True))
+    )
+    for module in (plain, saving):
+        torch.testing.assert_close(module.net.running_mean, one.net.running_mean, rtol=1e-12, atol=1e-14)
+    state, expected = (torch.load(tmp_path / f"{k}.ckpt", weights_only=True)["state_dict"] for k in (2, 1))
+    assert state.keys() == expected.keys()
+    torch.testing.assert_close(state["net.running_mean"], expected["net.running_mean"], rtol=1e-12, atol=1e-14)
+
+
+def test_statistics_set_by_others(Fixed, train):
+    """Reset at the start of an epoch, replaced for validation: in every replica."""
+
+    class Module(Fixed):
+        def on_train_epoch_start(self):
+            self.net.reset_running_stats()
+
+    class Replace(Callback):
+        def on_validation_start(self, trainer, module):
+            module.net.running_mean.fill_(0.3)
+
+    one, two = (train(Module, k, limit_train_batches=3) for k in (1, 2))
+    torch.testing.assert_close(two.net.running_mean, one.net.running_mean, rtol=1e-12, atol=1e-14)
+    one, two = (train(Fixed, k, limit_train_batches=3, val=True, callbacks=lambda: [Replace()]) for k in (1, 2))
+    assert torch.equal(two.net.running_mean, torch.full((6,), 0.3, dtype=torch.float64))

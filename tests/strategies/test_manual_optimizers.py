@@ -188,7 +188,7 @@ def test_sparse_gradients(Regression, assert_parity, configure, bag):
     assert_parity(Module, accumulate_grad_batches=3)
 
 
-def test_buffers_updated_in_the_step(Regression, assert_parity):
+def test_buffers_updated_in_the_step(Regression, assert_parity, make_loader):
     class Module(Regression):
         def __init__(self):
             super().__init__()
@@ -203,6 +203,7 @@ def test_buffers_updated_in_the_step(Regression, assert_parity):
 
     one, *_ = assert_parity(Module)
     assert one.num_steps == 8
+    assert_parity(Module, (3, 4), loader=make_loader(2))  # most replicas see no sample, and others need their buffers
 
 
 def test_spectral_norm(Regression, assert_parity):

@@ -242,6 +242,15 @@ def test_ways_to_log_a_metric(way: Callable[..., None]) -> None:
     assert_same(step, lambda: for_stages(lambda: nn.ModuleDict({name: make() for name, make in METRICS.items()})))
 
 
+def test_a_returned_value_that_is_computed_with_is_the_shards() -> None:
+    """Exact, then, where the metric is a mean over samples."""
+
+    def step(module: Probe, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log(f"{stage}_percent", 100 * module.metric(module.probabilities(X), y), on_step=True, on_epoch=True)
+
+    assert_same(step, METRICS["accuracy"])
+
+
 def test_metrics_of_other_shapes() -> None:
     """Regression, retrieval, tokens (not one row a sample), a masked part of the batch, texts, confusion matrices."""
     makers = {

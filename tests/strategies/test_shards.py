@@ -131,6 +131,11 @@ def test_shards_of_two_views_of_two_samples() -> None:
     assert first[0][0].data_ptr() == batch[0][0].data_ptr()  # a view
 
 
+def test_shards_of_two_combined_batches_of_two_samples() -> None:
+    batch = [{"X": torch.rand(2, 3)}, {"X": torch.rand(2, 3)}]
+    assert equal(split_batch(batch, [1, 1])[1], [{"X": part["X"][1:]} for part in batch])
+
+
 def test_leaves_of_no_sample_go_to_all_shards() -> None:
     weight, graph = torch.rand(1, 9), Graph()
     for shard in split_batch({"X": torch.rand(5), "weight": weight, "graph": graph, "size": 7}, [3, 2]):
@@ -180,7 +185,7 @@ def test_gather_undoes_split(seed: int) -> None:
         ([3, 3], [4, 4], 6),
         ([3, 0.5], [1, 1], 1.75),
         ([1.0, 4.0], [2, 1], 2.0),
-        ([True, False], [1, 1], True),
+        ([False, True], [1, 1], True),
         ([torch.tensor(False), torch.tensor(True)], [1, 1], torch.tensor(True)),
         ([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [2, 1], torch.tensor([1.0, 2.0, 3.0])),
         ([torch.tensor([1.0, 2.0]), torch.tensor(3.0)], [2, 1], torch.tensor([1.0, 2.0, 3.0])),  # squeezed

@@ -1,0 +1,71 @@
+"""What a module finds in its trainer in a step of manual optimization: what belongs to the replica the thread runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mgpu.strategies.optimizers import SchedulerView
+from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.team import Team
+
+
+class PerReplica(ParallelStrategy):
+    """The module, its optimizers and schedulers, by the thread that asks."""
+
+    team: Team
+    _replicas: Replicas
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._wrapped: list[list[LightningOptimizer]] = [[]]  # [replica][optimizer]
+        super().__init__(*args, **kwargs)
+
+    def _wrap_copies(self, copies: Sequence[Sequence[Optimizer]]) -> None:
+        """Set the optimizers of the replicas above 0."""
+        self._wrapped[1:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in own] for own in copies]
+
+    @property
+    def original(self) -> LightningModule:
+        assert self._lightning_module is not None
+        return self._lightning_module
+
+    @property
+    def _index(self) -> int:
+        return self.team.index if hasattr(self, "team") else 0
+
+    @property
+    @override
+    def lightning_module(self) -> LightningModule | None:
+        return self._replicas.modules[self._index] if self._index else self._lightning_module
+
+    @property  # type: ignore[override]
+    def optimizers(self) -> list[Optimizer]:
+        return [wrapper._optimizer for wrapper in self._wrapped[self._index]] if self._index else self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def _lightning_optimizers(self) -> list[LightningOptimizer]:
+        return self._wrapped[self._index]
+
+    @_lightning_optimizers.setter
+    def _lightning_optimizers(self, optimizers: list[LightningOptimizer]) -> None:
+        self._wrapped[0] = optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        if not self._index:
+            return self._schedulers
+        return [replace(config, scheduler=SchedulerView(config.scheduler)) for config in self._schedulers]  # type: ignore[arg-type]
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self._schedulers = configs
