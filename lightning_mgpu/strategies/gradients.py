@@ -38,8 +38,6 @@ class Gradients:
         dense: list[list[Tensor]] = []
         for parameters in self.parameters:
             parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            if len(parameters) == 1:
-                continue
             if any(part.is_sparse for part in parts):
                 parts = [part.to(parameters[0].device) for part in parts]
                 total = reduce(torch.add, sorted(parts, key=lambda part: part.is_sparse))  # a dense one first
