@@ -5,6 +5,10 @@
 
 Each configuration runs in a process of its own; the runs of one repeat come one after the other, so that a machine that
 drifts does not favour one of them, and ratios are taken within a repeat. The median over repeats is printed.
+
+All run with the same allocator. With `--malloc keep`, the default, glibc keeps freed memory instead of giving it back
+to the kernel after every step, whose page faults would be a good part of what is measured. Outside of this script, set
+the variables of `KEEP` before Python starts.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 RESULT = "result: "
+KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 REFERENCES = ("one device", "ddp")
 
 
@@ -78,10 +83,11 @@ def measure(name: str, num_devices: int, args: argparse.Namespace) -> None:
         print(RESULT + json.dumps({"step": step, "allreduce": timer.in_allreduce / args.num_steps}), flush=True)
 
 
-def run(name: str, argv: list[str]) -> dict[str, float]:
+def run(name: str, argv: list[str], malloc: str) -> dict[str, float]:
     """Measure one configuration in a fresh process."""
     command = [sys.executable, "-m", "lightning_mgpu.benchmark.strategies", *argv, "--measure", name]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    env = {**os.environ, **(KEEP if malloc == "keep" else {})}
+    output = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
     for line in output.stdout.splitlines():
         if line.startswith(RESULT):
             return json.loads(line.removeprefix(RESULT))  # type: ignore[no-any-return]
@@ -99,6 +105,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", default="data")
     parser.add_argument("--cpu", action="store_true", help="on the CPU also where there are GPUs")
+    parser.add_argument("--malloc", choices=["keep", "default"], default="keep")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -109,10 +116,10 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for repeat in range(args.repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:  # another one first every time
-            results[name].append(run(name, sys.argv[1:]))
+            results[name].append(run(name, sys.argv[1:], args.malloc))
 
     print(f"{args.model}, global batch {args.batch_size}, {args.devices} devices, torch {torch.__version__}, ", end="")
-    print(f"{os.cpu_count()} cores, median of {args.repeats} repeats of {args.num_steps} steps")
+    print(f"{os.cpu_count()} cores, malloc: {args.malloc}, median of {args.repeats} repeats of {args.num_steps} steps")
     print(f"{'strategy':<24}{'samples/s':>10}{'/ one device':>14}{'/ ddp':>8}{'allreduce':>11}")
     for name in names:
         rate = statistics.median(args.batch_size / result["step"] for result in results[name])

@@ -5,6 +5,7 @@
 | `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first                  |
 | `single_process.py`   | devices, ranks, and a step split over replicas                                     |
 | `shards.py`           | cut a batch, put outputs together                                                  |
+| `replicated.py`       | replicas made once and kept like the original, which others see and edit           |
 | `replicas.py`         | copies of a module, kept like the original                                         |
 | `optimizers.py`       | copies of its optimizers, which make the same update                               |
 | `team.py`             | threads that run replicas side by side                                             |

@@ -16,34 +16,29 @@ over the whole batch, however uneven the shards.
         --trainer.strategy.parallel_devices='[cpu, cpu, cpu]' --trainer.strategy.allreduce=my_module.my_allreduce
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
-from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP, overrides
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.losses import combine_outputs, find_loss, one_fork_at_a_time, without_graph
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
-from lightning_mgpu.strategies.per_replica import PerReplica
-from lightning_mgpu.strategies.recording import Recorder
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicated import ReplicatedStrategy
 from lightning_mgpu.strategies.shards import find_batch_size, gather
-from lightning_mgpu.strategies.single_process import SingleProcessStrategy
-from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
 
 
-class ManualAllreduceStrategy(PerReplica, SingleProcessStrategy):
+class ManualAllreduceStrategy(ReplicatedStrategy):
     """k replicas of the module on k devices of one process, kept equal by a hand-written allreduce.
 
     Args:
@@ -72,17 +67,14 @@ class ManualAllreduceStrategy(PerReplica, SingleProcessStrategy):
     ) -> None:
         if bucket_mb < 0:
             raise ValueError(f"bucket_mb={bucket_mb}: choose 0 (one call a parameter) or a size in MB.")
-        super().__init__(parallel_devices, None if split == "auto" else split, **kwargs)  # type: ignore[arg-type]
+        super().__init__(parallel_devices, split, **kwargs)
         self.allreduce = allreduce
         self.bucket_bytes = int(bucket_mb * 2**20)
-        self._auto_split = AutoSplit() if split == "auto" else None
         self._lockstep: Lockstep | None = None  # in a step of manual optimization
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
-        self._is_stale = False  # somebody may have edited the original's parameters
-        self._is_evaluated = False  # or all there is, BatchNorm's statistics too
-        self._edits_in_step = self._edits = self._shows_gradients = False  # whether users' hooks may do so
+        self._edits_in_step = self._shows_gradients = False  # whether users' hooks edit weights, or look at gradients
         self._handles: list[Any] = []
 
     # get_params: copy the parameters to every device
@@ -91,24 +83,6 @@ class ManualAllreduceStrategy(PerReplica, SingleProcessStrategy):
     def setup(self, trainer: Trainer) -> None:
         check_allreduce(self.allreduce, self.devices)
         super().setup(trainer)
-
-    @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        self._replicas = Replicas(self.original, self.devices)
-        self._recorders = [Recorder(module) for module in self._replicas.modules]
-        self._syncs_batch_norm = self._layer_sync is not None and len(self.devices) > 1
-        if self._syncs_batch_norm:
-            for layers in self._replicas.batch_norms:
-                synchronize_batch_norm(layers, self.team)
-        return model
-
-    @override
-    def replicas(self) -> Sequence[LightningModule]:
-        return self._replicas.modules
-
-    @override
-    def recorders(self) -> Sequence[Recorder]:
-        return self._recorders
 
     @override
     def on_train_start(self) -> None:
@@ -273,71 +247,12 @@ class ManualAllreduceStrategy(PerReplica, SingleProcessStrategy):
         can_repeat = self._num_closures <= 1 and not self._edits_in_step
         self._own.update(n, lambda: self._loss, can_repeat)
 
-    # Where others look at the original, or may have changed it
-
-    def _combine_batch_norms(self) -> None:
-        if len(self.devices) > 1 and hasattr(self, "_replicas"):
-            shares = [1.0] + [0.0] * (len(self.devices) - 1) if self._syncs_batch_norm else self.shares
-            self._replicas.combine_batch_norms(shares)
-
-    def synchronize(self) -> None:
-        """Combine BatchNorm's running statistics, and make all replicas equal to the original before the next step."""
-        self._combine_batch_norms()
-        self._is_evaluated = True
-
-    @override
-    def on_validation_start(self) -> None:
-        self.synchronize()
-
-    on_test_start = on_predict_start = on_train_end = on_validation_end = on_validation_start
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._combine_batch_norms()
-        return super().lightning_module_state_dict()
-
-    @override
-    def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
-        if self._replicas.refresh():
-            self._draws.clear()
-            self.synchronize()
-        self._replicas.give_tensors()
-        if self._is_evaluated or self._is_stale or self._edits or self._replicas.is_edited():
-            self._replicas.broadcast(norms=self._is_evaluated or self._syncs_batch_norm)
-            self._is_stale = self._is_evaluated = False
-        result = super().run_step(name, batch, *args, **kwargs)
-        self._replicas.collect()
-        return result
-
-    @override
-    def _sizes(self, batch: Any) -> list[int]:
-        """The original never goes without: it takes a sample from another if it has to."""
-        sizes = super()._sizes(batch)
-        if sizes[0] == 0 and any(sizes):
-            sizes[sizes.index(max(sizes))] -= 1
-            sizes[0] = 1
-        return sizes
-
-    @override
-    def _run(self, name: str, function: Callable[[int], Any], active: list[int]) -> list[Any]:
-        if self._auto_split is None or name not in ("training_step", "backward"):
-            return super()._run(name, function, active)
-        results = super()._run(name, self._auto_split.timed(function, self.devices), active)
-        if name == "training_step" and (shares := self._auto_split.next_shares(self.shares)):
-            self.split = shares
-        return results
-
     @override
     def teardown(self) -> None:
         self._remove_hooks()
-        self._recorders, self._loss = [], None
+        self._loss, self._own = None, None
         self._wrap_copies([])
-        if hasattr(self, "_replicas"):
-            for layers in self._replicas.batch_norms:
-                vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm
-            del self._replicas
-            self.gradients = Gradients([])
-        self._own = None
+        self.gradients = Gradients([])
         super().teardown()
 
     def _remove_hooks(self) -> None:

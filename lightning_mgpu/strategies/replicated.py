@@ -1,0 +1,118 @@
+"""Replicas that live as long as the Trainer runs: made once, and kept like the original, which others see and edit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from typing_extensions import override
+
+from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.per_replica import PerReplica
+from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.single_process import SingleProcessStrategy
+from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
+
+
+class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
+    """Holds k replicas of the module with parameters of their own.
+
+    The original's weights and BatchNorm statistics are given to the replicas wherever somebody else may have changed
+    them, and the replicas' BatchNorm statistics to the original wherever somebody else looks at them.
+
+    Args:
+        parallel_devices: See `SingleProcessStrategy`.
+        split: Relative shares of the batch, one a device, or `auto`.
+    """
+
+    def __init__(
+        self,
+        parallel_devices: Sequence[str] | None = None,
+        split: Sequence[float] | Literal["auto"] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(parallel_devices, None if split == "auto" else split, **kwargs)
+        self._auto_split = AutoSplit() if split == "auto" else None
+        self._is_stale = False  # somebody may have edited the original's parameters
+        self._is_evaluated = False  # or all there is, BatchNorm's statistics too
+        self._edits = False  # whether users' hooks may edit weights between any two steps
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        self._replicas = Replicas(self.original, self.devices)
+        self._recorders = [Recorder(module) for module in self._replicas.modules]
+        self._syncs_batch_norm = self._layer_sync is not None and len(self.devices) > 1
+        if self._syncs_batch_norm:
+            for layers in self._replicas.batch_norms:
+                synchronize_batch_norm(layers, self.team)
+        return model
+
+    @override
+    def replicas(self) -> Sequence[LightningModule]:
+        return self._replicas.modules
+
+    @override
+    def recorders(self) -> Sequence[Recorder]:
+        return self._recorders
+
+    def _combine_batch_norms(self) -> None:
+        if len(self.devices) > 1 and hasattr(self, "_replicas"):
+            shares = [1.0] + [0.0] * (len(self.devices) - 1) if self._syncs_batch_norm else self.shares
+            self._replicas.combine_batch_norms(shares)
+
+    def synchronize(self) -> None:
+        """Combine BatchNorm's running statistics, and make all replicas equal to the original before the next step."""
+        self._combine_batch_norms()
+        self._is_evaluated = True
+
+    @override
+    def on_validation_start(self) -> None:
+        self.synchronize()
+
+    on_test_start = on_predict_start = on_train_end = on_validation_end = on_validation_start
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._combine_batch_norms()
+        return super().lightning_module_state_dict()
+
+    @override
+    def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
+        if self._replicas.refresh():
+            self._draws.clear()
+            self.synchronize()
+        self._replicas.give_tensors()
+        if self._is_evaluated or self._is_stale or self._edits or self._replicas.is_edited():
+            self._replicas.broadcast(norms=self._is_evaluated or self._syncs_batch_norm)
+            self._is_stale = self._is_evaluated = False
+        result = super().run_step(name, batch, *args, **kwargs)
+        self._replicas.collect()
+        return result
+
+    @override
+    def _sizes(self, batch: Any) -> list[int]:
+        """The original never goes without: it takes a sample from another if it has to."""
+        sizes = super()._sizes(batch)
+        if sizes[0] == 0 and any(sizes):
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[0] = 1
+        return sizes
+
+    @override
+    def _run(self, name: str, function: Callable[[int], Any], active: list[int]) -> list[Any]:
+        if self._auto_split is None or name not in ("training_step", "backward"):
+            return super()._run(name, function, active)
+        results = super()._run(name, self._auto_split.timed(function, self.devices), active)
+        if name == "training_step" and (shares := self._auto_split.next_shares(self.shares)):
+            self.split = shares
+        return results
+
+    @override
+    def teardown(self) -> None:
+        self._recorders = []
+        if hasattr(self, "_replicas"):
+            for layers in self._replicas.batch_norms:
+                vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm
+            del self._replicas
+        super().teardown()
