@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy, losses, manual_allreduce, replicas
+from lightning_mgpu.strategies import ManualAllreduceStrategy, losses, manual_allreduce, replicas, replicated
 from lightning_mgpu.strategies.gradients import Gradients
 
 
@@ -127,6 +127,6 @@ def test_statistics_of_device_0_alone(Regression, assert_parity, monkeypatch):
     def make():
         return Regression(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
 
-    monkeypatch.setattr(manual_allreduce, "synchronize_batch_norm", lambda *_: None)
+    monkeypatch.setattr(replicated, "synchronize_batch_norm", lambda *_: None)
     with pytest.raises(AssertionError, match="relative error"):
         assert_parity(make, sync_batchnorm=True, limit_train_batches=3)

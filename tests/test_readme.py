@@ -1,0 +1,36 @@
+"""Every command of the README is one the command line takes; the files it names are there."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("python -m lightning_mgpu ")]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 20
+    assert all(f"<!-- run: {name} -->\n```bash\n" in README for name in ("main", "test"))
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_taken(
+    line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, flags=re.DOTALL):
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
+    if "--help" not in args:
+        args.append("--print_config")
+    assert main(*args) == 0
+    assert "trainer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[\w./-]+)\)", README))
+def test_linked_file_is_there(path: str) -> None:
+    assert (Path(__file__).parents[1] / path).exists()
