@@ -120,6 +120,7 @@ def test_defects_keep_their_traceback(main: Callable, root: Path, monkeypatch: p
         main("fit", f"--data.root={root}", "--data.val_size=9", CPU)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model(
     main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, make_trainer: Callable
 ) -> None:
@@ -164,6 +165,7 @@ def test_fast_dev_run_leaves_nothing(main: Callable, root: Path, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["predict", "test", "validate"])
 def test_evaluation_without_a_checkpoint_warns(
     subcommand: str, main: Callable, root: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder

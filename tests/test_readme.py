@@ -17,6 +17,7 @@ def test_there_are_commands() -> None:
     assert all(f"<!-- run: {name} -->\n```bash\n" in README for name in ("main", "test"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_is_taken(
     line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

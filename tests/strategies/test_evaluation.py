@@ -19,6 +19,8 @@ from torchmetrics import SumMetric
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 
+pytestmark = pytest.mark.slow
+
 Pair = namedtuple("Pair", "X y")
 
 

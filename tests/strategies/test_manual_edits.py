@@ -6,6 +6,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from torch import nn, optim
 
+pytestmark = pytest.mark.slow
+
 
 class Average(Callback):
     """A moving average of the weights, swapped in for validation and put back afterwards."""

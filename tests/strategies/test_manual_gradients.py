@@ -5,6 +5,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import optim
 
+pytestmark = pytest.mark.slow
+
 
 def hooked(Regression, hook=None, post_hook=None, **kwargs):
     """A module with a hook on the gradient of its first weight."""

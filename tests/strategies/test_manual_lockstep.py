@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
+pytestmark = pytest.mark.slow
+
 
 def adversaries(Regression):
     class GAN(Regression):

@@ -7,6 +7,8 @@ from torch import nn
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
+pytestmark = pytest.mark.slow
+
 
 def bn1d(**kwargs):
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, **kwargs), nn.Tanh(), nn.Linear(8, 3))

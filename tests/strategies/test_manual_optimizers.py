@@ -6,6 +6,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn, optim
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.slow
+
 
 class SharpnessAware(optim.SGD):
     """Evaluates the loss twice in a step; the second time every `every` steps only. Edits weights without a trace."""

@@ -123,6 +123,7 @@ def test_learning_rate_finder(make_trainer, make_loader, Regression, EqualReplic
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_batch_size_finder(make_trainer, make_loader, Regression):
     class Module(Regression):
         batch_size = 2

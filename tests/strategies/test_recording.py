@@ -16,6 +16,8 @@ from torchmetrics import classification as tc
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 
+pytestmark = pytest.mark.slow
+
 NUM_CLASSES = 4
 
 

@@ -65,6 +65,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
+@pytest.mark.slow
 def test_an_offline_run_records_everything(
     root: Path, main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
