@@ -3,6 +3,8 @@
 | file                  | what is in it                                                                     |
 | --------------------- | --------------------------------------------------------------------------------- |
 | `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first                  |
+| `dp.py`               | `DataParallel`'s: one set of parameters, copied for every step                     |
+| `train_batch.py`      | what both do: loss and gradient of every shard, on its device                      |
 | `single_process.py`   | devices, ranks, and a step split over replicas                                     |
 | `shards.py`           | cut a batch, put outputs together                                                  |
 | `replicated.py`       | replicas made once and kept like the original, which others see and edit           |
@@ -21,9 +23,17 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.allreduce import ring_allreduce, sharded_allreduce, textbook_allreduce, tree_allreduce
+from lightning_mgpu.strategies.dp import DataParallelStrategy
 from lightning_mgpu.strategies.manual_allreduce import ManualAllreduceStrategy
 
-__all__ = ["ManualAllreduceStrategy"]
+__all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
+
+StrategyRegistry.register(
+    "dp",
+    DataParallelStrategy,
+    description="one set of parameters, replicated to several devices of one process for every step",
+    override=True,
+)
 
 for _name, _allreduce in {
     "manual_allreduce": textbook_allreduce,

@@ -7,7 +7,6 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.buckets import reduce_in_buckets
 from lightning_mgpu.strategies.gradient_hooks import has_gradient_hooks
 
 
@@ -17,23 +16,20 @@ class Gradients:
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, ...]]) -> None:
         self.parameters = parameters
         self.are_reduced = True  # else parts of a sum
-        self._is_checked = False
         self._reduced: list[tuple[Tensor | None, int]] = []  # the original's gradients then, and their versions
 
     def begin(self) -> None:
         """Take what was reduced off the replicas: the original carries it on if it was not set to zero since."""
         if self.are_reduced or all(original.grad is None for original, *_ in self.parameters):
-            for _, *copies in self.parameters:
-                for parameter in copies:
-                    parameter.grad = None
+            self.drop_copies()
         self.are_reduced = False
 
     @torch.no_grad()
-    def reduce(self, allreduce: Callable[[list[Tensor]], None], bucket_bytes: int) -> None:
-        """Leave the sum of the gradients in every replica.
+    def reduce(self, add_up: Callable[[list[list[Tensor]]], None]) -> list[list[Tensor]]:
+        """Leave the sum of the gradients where `add_up` does, which is given, for every parameter, its k gradients.
 
-        A parameter no replica used keeps no gradient; where some did not, theirs counts as zero. Sparse gradients are
-        added up by torch.
+        Returns what it was given. A parameter no replica used keeps no gradient; where some did not, theirs counts as
+        zero. Sparse gradients are added up by torch, and left in every replica.
         """
         dense: list[list[Tensor]] = []
         for parameters in self.parameters:
@@ -49,20 +45,15 @@ class Gradients:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                 dense.append([parameter.grad for parameter in parameters])  # type: ignore[misc]
-        reduce_in_buckets(allreduce, dense, bucket_bytes)
-        if not self._is_checked:
-            self._check(dense, getattr(allreduce, "__qualname__", repr(allreduce)))
-        self.are_reduced = self._is_checked = True
+        add_up(dense)
+        self.are_reduced = True
+        return dense
 
-    def _check(self, gradients: list[list[Tensor]], name: str) -> None:
-        """Hold an allreduce to its contract once more, on the first gradients: their shapes may matter."""
-        for first, *others in gradients:
-            for i, other in enumerate(others, start=1):
-                if not torch.allclose(other.to(first.device), first, rtol=0, atol=0, equal_nan=True):
-                    raise ValueError(
-                        f"allreduce {name} left device {i} ({other.device}) with another sum than device 0 for a "
-                        f"gradient of shape {tuple(first.shape)}: replicas must be bit-identical"
-                    )
+    def drop_copies(self) -> None:
+        """Leave gradients in the original alone."""
+        for _, *copies in self.parameters:
+            for parameter in copies:
+                parameter.grad = None
 
     def mark(self) -> None:
         """Remember the reduced gradients, to tell later whether hooks and clipping have changed them."""
@@ -73,10 +64,10 @@ class Gradients:
 
     @torch.no_grad()
     def give(self, everything: bool = False) -> None:
-        """Give the replicas what hooks and clipping made of the reduced gradients, or all of these."""
+        """Give the replicas what hooks and clipping made of the reduced gradients, those who have none, or all."""
         for (original, *copies), (gradient, version) in zip(self.parameters, self._reduced):
             is_changed = original.grad is not gradient or (gradient is not None and gradient._version != version)
-            if is_changed or everything:
+            if is_changed or everything or any(parameter.grad is None for parameter in copies):
                 for parameter in copies:
                     parameter.grad = None if original.grad is None else original.grad.to(parameter.device, copy=True)
 
@@ -84,3 +75,14 @@ class Gradients:
         """Whether the original has other gradients than those that were reduced."""
         known = self._reduced or repeat((None, -1))
         return any(original.grad is not gradient for (original, *_), (gradient, _) in zip(self.parameters, known))
+
+
+def check_equal(gradients: list[list[Tensor]], name: str) -> None:
+    """Hold an allreduce to its contract once more, on a model's gradients: their shapes may matter."""
+    for first, *others in gradients:
+        for i, other in enumerate(others, start=1):
+            if not torch.allclose(other.to(first.device), first, rtol=0, atol=0, equal_nan=True):
+                raise ValueError(
+                    f"allreduce {name} left device {i} ({other.device}) with another sum than device 0 for a "
+                    f"gradient of shape {tuple(first.shape)}: replicas must be bit-identical"
+                )

@@ -42,7 +42,7 @@ class _Regression(LightningModule):
 
 
 class _EqualReplicas(Callback):
-    """After every step all replicas hold the same bits in storage of their own.
+    """After every step all replicas hold the same bits in storage of their own; under `dp` the original alone counts.
 
     With `own_updates` each of them has updated itself, and nobody had to copy the result.
     """
@@ -52,12 +52,17 @@ class _EqualReplicas(Callback):
     def __init__(self, own_updates: bool = False) -> None:
         self.num_steps, self.own_updates = 0, own_updates
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        for parameters in trainer.strategy._replicas.parameters:
-            assert all(torch.equal(parameters[0], other) for other in parameters[1:])
-            assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        for first, *others in strategy._replicas.parameters:
+            assert len({parameter.data_ptr() for parameter in (first, *others)}) == 1 + len(others)
+            if strategy.replicas_update:
+                assert all(torch.equal(first, other) for other in others)
+            elif module.automatic_optimization and strategy.gradients.are_reduced:
+                assert all(other.grad is None for other in others)
         self.num_steps += 1
-        assert not (self.own_updates and False in trainer.strategy._own.repeats)
+        if self.own_updates and strategy.replicas_update:
+            assert False not in strategy._own.repeats
 
 
 @pytest.fixture
@@ -93,9 +98,15 @@ def relative_error(module: nn.Module, expected: nn.Module) -> float:
     )
 
 
+@pytest.fixture(params=["manual_allreduce", "dp"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """The strategy under test: both make the same training run."""
+    return request.param
+
+
 @pytest.fixture
 def train(
-    make_trainer: Callable[..., Trainer], make_loader: Callable[..., DataLoader]
+    make_trainer: Callable[..., Trainer], make_loader: Callable[..., DataLoader], engine: str
 ) -> Callable[..., LightningModule]:
     """Build a module from the seed and fit it."""
 
@@ -113,7 +124,7 @@ def train(
     ) -> LightningModule:
         seed_everything(1, verbose=False)
         module = make()
-        strategy = strategy or ("manual_allreduce" if k > 1 else "auto")
+        strategy = strategy or (engine if k > 1 else "auto")
         checks: list[Callback] = [_EqualReplicas(own_updates)] if k > 1 and check else []
         plugins = kwargs.pop("plugins", lambda: None)()
         settings = {"max_epochs": 2, "limit_val_batches": 1.0 if val else 0, **kwargs}

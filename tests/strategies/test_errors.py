@@ -78,7 +78,15 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(24, dtype=torch.float64).view(12, 2)), 4)
 
 
-def trainer_on(strategy: Any = "manual_allreduce", devices: int = 2, **kwargs: Any) -> Trainer:
+ENGINE = "manual_allreduce"  # or what the fixture says
+
+
+@pytest.fixture(autouse=True)
+def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ENGINE", engine)
+
+
+def trainer_on(strategy: Any = None, devices: int = 2, **kwargs: Any) -> Trainer:
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -86,7 +94,7 @@ def trainer_on(strategy: Any = "manual_allreduce", devices: int = 2, **kwargs: A
         "enable_model_summary": False,
     }
     return Trainer(
-        **{"accelerator": "cpu", "max_epochs": 1, **quiet, "strategy": strategy, "devices": devices, **kwargs}
+        **{"accelerator": "cpu", "max_epochs": 1, **quiet, "strategy": strategy or ENGINE, "devices": devices, **kwargs}
     )
 
 

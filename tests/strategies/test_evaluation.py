@@ -24,6 +24,14 @@ pytestmark = pytest.mark.slow
 Pair = namedtuple("Pair", "X y")
 
 
+ENGINE = "manual_allreduce"  # or what the fixture says
+
+
+@pytest.fixture(autouse=True)
+def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ENGINE", engine)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -33,7 +41,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def trainer_on(k: int, **kwargs: Any) -> Trainer:
-    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else "manual_allreduce", "devices": k}
+    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else ENGINE, "devices": k}
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

@@ -21,6 +21,14 @@ pytestmark = pytest.mark.slow
 NUM_CLASSES = 4
 
 
+ENGINE = "manual_allreduce"  # or what the fixture says
+
+
+@pytest.fixture(autouse=True)
+def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ENGINE", engine)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -92,7 +100,7 @@ class Probe(LightningModule):
 def written(k: int, step: Step, make: Callable[[], Any], at_end: Any = None, num_loaders: int = 1) -> list[Any]:
     seed_everything(0, verbose=False)
     logger = Written()
-    kind = {"strategy": "auto", "devices": 1} if k == 1 else {"strategy": "manual_allreduce", "devices": k}
+    kind = {"strategy": "auto", "devices": 1} if k == 1 else {"strategy": ENGINE, "devices": k}
     trainer = Trainer(
         accelerator="cpu", max_epochs=2, logger=logger, log_every_n_steps=1, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **kind,

@@ -189,6 +189,14 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(X, X[:, :2]), 4)
 
 
+ENGINE = "manual_allreduce"  # or what the fixture says
+
+
+@pytest.fixture(autouse=True)
+def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ENGINE", engine)
+
+
 def trainer_on(k: int, **kwargs: Any) -> Trainer:
     quiet = {
         "logger": False,
@@ -196,7 +204,7 @@ def trainer_on(k: int, **kwargs: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else "manual_allreduce", "devices": k}
+    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else ENGINE, "devices": k}
     return Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **kind, **kwargs})
 
 

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy, losses, manual_allreduce, replicas, replicated
-from lightning_mgpu.strategies.gradients import Gradients
+from lightning_mgpu.strategies import (
+    ManualAllreduceStrategy,
+    losses,
+    manual_allreduce,
+    replicas,
+    replicated,
+    train_batch,
+)
+from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
 
 
 def rebinding_allreduce(tensors: list[Tensor]) -> None:
@@ -29,9 +36,11 @@ def averaging_allreduce(tensors: list[Tensor]) -> None:
         tensor.copy_(total)
 
 
+ALLREDUCE = pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
 WRONG = [rebinding_allreduce, skipping_allreduce, averaging_allreduce]
 
 
+@ALLREDUCE
 @pytest.mark.parametrize("allreduce", WRONG)
 @pytest.mark.parametrize("bucket_mb", [0, 10])
 def test_refused_on_start(Regression, train, allreduce, bucket_mb):
@@ -39,6 +48,7 @@ def test_refused_on_start(Regression, train, allreduce, bucket_mb):
         train(Regression, 2, strategy=ManualAllreduceStrategy(allreduce, bucket_mb=bucket_mb))
 
 
+@ALLREDUCE
 @pytest.mark.parametrize("allreduce", WRONG[1:])
 def test_parity_fails(Regression, assert_parity, monkeypatch, allreduce):
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
@@ -46,6 +56,7 @@ def test_parity_fails(Regression, assert_parity, monkeypatch, allreduce):
         assert_parity(Regression, strategy=lambda: ManualAllreduceStrategy(allreduce), check=False)
 
 
+@ALLREDUCE
 def test_refused_on_the_first_gradients(Regression, train, monkeypatch):
     """What goes wrong with the module's own shapes only."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
@@ -53,19 +64,20 @@ def test_refused_on_the_first_gradients(Regression, train, monkeypatch):
         train(Regression, 3, strategy=ManualAllreduceStrategy(rebinding_allreduce), check=False)
 
 
+@ALLREDUCE
 def test_gradients_differ(Regression, train, monkeypatch):
     """With both checks off, replicas above 0 update themselves with other gradients."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
-    monkeypatch.setattr(Gradients, "_check", lambda *_: None)
+    monkeypatch.setattr(manual_allreduce, "check_equal", lambda *_: None)
     agreed = []
-    update = manual_allreduce.ReplicaOptimizers.update
+    update = ReplicaOptimizers.update
 
     def watched(self, *args):
         parameters = self.replicas.parameters
         agreed.append(all(torch.equal(first.grad, other.grad) for first, *rest in parameters for other in rest))
         update(self, *args)
 
-    monkeypatch.setattr(manual_allreduce.ReplicaOptimizers, "update", watched)
+    monkeypatch.setattr(ReplicaOptimizers, "update", watched)
     train(Regression, 3, strategy=ManualAllreduceStrategy(rebinding_allreduce), check=False)
     assert not all(agreed)
     agreed.clear()
@@ -74,6 +86,7 @@ def test_gradients_differ(Regression, train, monkeypatch):
     assert all(agreed)
 
 
+@ALLREDUCE
 def test_shared_storage(Regression, train, assert_parity, monkeypatch):
     """`get_params` without `clone`: all replicas are the first one, and every update is made k times."""
 
@@ -113,10 +126,10 @@ def test_mean_of_means_with_manual_optimization(Regression, assert_parity, monke
             self.optimizers().step()
             self.optimizers().zero_grad()
 
-    lockstep = manual_allreduce.Lockstep
+    lockstep = train_batch.Lockstep
     even = lambda team, weights, joint: lockstep(team, dict.fromkeys(weights, 1 / len(weights)), joint)  # noqa: E731
     assert_parity(Module, (3,))
-    monkeypatch.setattr(manual_allreduce, "Lockstep", even)
+    monkeypatch.setattr(train_batch, "Lockstep", even)
     with pytest.raises(AssertionError, match="relative error"):
         assert_parity(Module, (3,))
 

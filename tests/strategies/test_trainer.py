@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 
 
 @pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
-def test_boring_modules(make_trainer, kind):
+def test_boring_modules(make_trainer, kind, engine):
     results = []
     for k in (1, 2):
         seed_everything(1, verbose=False)
         module = kind()
         trainer = make_trainer(
-            devices=k, strategy="manual_allreduce" if k > 1 else "auto", limit_train_batches=5, num_sanity_val_steps=2
+            devices=k, strategy=engine if k > 1 else "auto", limit_train_batches=5, num_sanity_val_steps=2
         )
         trainer.fit(module, datamodule=BoringDataModule())
         trainer.validate(module, datamodule=BoringDataModule(), verbose=False)
@@ -34,12 +34,12 @@ def test_boring_modules(make_trainer, kind):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)  # float32
 
 
-def test_demo_module(make_trainer):
+def test_demo_module(make_trainer, engine):
     results = []
     for k in (1, 2):
         seed_everything(1, verbose=False)
         module = DemoModel()
-        trainer = make_trainer(devices=k, strategy="manual_allreduce" if k > 1 else "auto", max_steps=5)
+        trainer = make_trainer(devices=k, strategy=engine if k > 1 else "auto", max_steps=5)
         trainer.fit(module, DataLoader(RandomDataset(32, 21), 4))
         results.append(list(module.parameters()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
@@ -99,7 +99,7 @@ def test_callbacks_that_watch(Regression, train, tmp_path):
     assert one[0] < 8  # stopped
 
 
-def test_learning_rate_finder(make_trainer, make_loader, Regression, EqualReplicas):
+def test_learning_rate_finder(make_trainer, make_loader, Regression, EqualReplicas, engine):
     class Module(Regression):
         def __init__(self):
             super().__init__()
@@ -112,7 +112,7 @@ def test_learning_rate_finder(make_trainer, make_loader, Regression, EqualReplic
     for k in (1, 2):
         seed_everything(1, verbose=False)
         module = Module()
-        trainer = make_trainer(devices=k, strategy="manual_allreduce" if k > 1 else "auto", max_epochs=2)
+        trainer = make_trainer(devices=k, strategy=engine if k > 1 else "auto", max_epochs=2)
         finder = Tuner(trainer).lr_find(module, make_loader(), num_training=20, early_stop_threshold=None)
         found.append((finder.results["loss"], finder.suggestion(skip_begin=2, skip_end=1), module.lr))
         trainer.callbacks.extend([EqualReplicas()] if k > 1 else [])
@@ -124,7 +124,7 @@ def test_learning_rate_finder(make_trainer, make_loader, Regression, EqualReplic
 
 
 @pytest.mark.slow
-def test_batch_size_finder(make_trainer, make_loader, Regression):
+def test_batch_size_finder(make_trainer, make_loader, Regression, engine):
     class Module(Regression):
         batch_size = 2
 
@@ -137,7 +137,7 @@ def test_batch_size_finder(make_trainer, make_loader, Regression):
     for k in (1, 2):
         seed_everything(1, verbose=False)
         module = Module()
-        trainer = make_trainer(devices=k, strategy="manual_allreduce" if k > 1 else "auto", limit_val_batches=0)
+        trainer = make_trainer(devices=k, strategy=engine if k > 1 else "auto", limit_val_batches=0)
         tuner = Tuner(trainer)
         found.append(tuner.scale_batch_size(module, mode="power", max_trials=2, steps_per_trial=2))
         trainer.fit(module)
@@ -146,13 +146,13 @@ def test_batch_size_finder(make_trainer, make_loader, Regression):
     torch.testing.assert_close(found[3], found[1], rtol=1e-10, atol=1e-13)
 
 
-def test_several_runs_on_one_trainer(make_trainer, make_loader, Regression, EqualReplicas):
+def test_several_runs_on_one_trainer(make_trainer, make_loader, Regression, EqualReplicas, engine):
     results = []
     for k in (1, 2):
         seed_everything(1, verbose=False)
         module, loader = Regression(), make_loader()
         checks = [EqualReplicas()] if k > 1 else []
-        trainer = make_trainer(devices=k, strategy="manual_allreduce" if k > 1 else "auto", callbacks=checks)
+        trainer = make_trainer(devices=k, strategy=engine if k > 1 else "auto", callbacks=checks)
         trainer.validate(module, loader, verbose=False)
         trainer.fit(module, loader, loader)
         trainer.fit_loop.max_epochs = 3
@@ -166,22 +166,22 @@ def test_several_runs_on_one_trainer(make_trainer, make_loader, Regression, Equa
     assert checks[0].num_steps == 4 * 4
 
 
-def test_a_run_after_a_failed_one(make_trainer, make_loader, Regression, EqualReplicas):
+def test_a_run_after_a_failed_one(make_trainer, make_loader, Regression, EqualReplicas, engine):
     class Failing(Regression):
         def on_after_backward(self):
             if self.trainer.global_step == 2:
                 raise ArithmeticError
 
     module = Failing()
-    trainer = make_trainer(devices=2, strategy="manual_allreduce", callbacks=[EqualReplicas()])
+    trainer = make_trainer(devices=2, strategy=engine, callbacks=[EqualReplicas()])
     with pytest.raises(ArithmeticError):
         trainer.fit(module, make_loader())
     assert not any(parameter._backward_hooks for parameter in module.parameters())
-    make_trainer(devices=2, strategy="manual_allreduce", callbacks=[EqualReplicas()]).fit(Regression(), make_loader())
+    make_trainer(devices=2, strategy=engine, callbacks=[EqualReplicas()]).fit(Regression(), make_loader())
 
 
-def test_compiled_modules_are_refused(make_trainer, make_loader, Regression):
-    trainer = make_trainer(devices=2, strategy="manual_allreduce")
+def test_compiled_modules_are_refused(make_trainer, make_loader, Regression, engine):
+    trainer = make_trainer(devices=2, strategy=engine)
     with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy") as info:
         trainer.fit(torch.compile(Regression()), make_loader())
     assert "\n" not in str(info.value)

@@ -35,7 +35,7 @@ def adamw(module):
 
 
 @pytest.fixture
-def fit(make_trainer, Regression, EqualReplicas, tmp_path):
+def fit(make_trainer, Regression, EqualReplicas, tmp_path, engine):
     def fit(configure, k, ckpt_path=None, manual=False, **kwargs):
         class Module(Regression):
             def __init__(self):
@@ -58,7 +58,7 @@ def fit(make_trainer, Regression, EqualReplicas, tmp_path):
             callbacks.append(saving)
         trainer = make_trainer(
             devices=k,
-            strategy="manual_allreduce" if k > 1 else "auto",
+            strategy=engine if k > 1 else "auto",
             callbacks=callbacks,
             enable_checkpointing=ckpt_path is None,
             max_epochs=3,

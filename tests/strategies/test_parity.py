@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_mgpu.strategies import ManualAllreduceStrategy
+from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
+
+ALLREDUCE = pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
 
 
 def sgd(module: Any) -> Any:
@@ -44,17 +46,19 @@ def test_schedulers(Regression, assert_parity, configure):
     assert_parity(lambda: Regression(optimizer=configure), max_epochs=3, val=True)
 
 
-def test_one_replica_is_one_device(Regression, train):
+def test_one_replica_is_one_device(Regression, train, engine):
     state = train(Regression).state_dict()
-    other = train(Regression, strategy="manual_allreduce").state_dict()
+    other = train(Regression, strategy=engine).state_dict()
     assert all(torch.equal(state[key], other[key]) for key in state)
 
 
+@ALLREDUCE
 @pytest.mark.parametrize("algorithm", ["tree", "sharded", "ring"])
 def test_algorithms(Regression, assert_parity, algorithm):
     assert_parity(Regression, strategy=lambda: f"manual_allreduce_{algorithm}")
 
 
+@ALLREDUCE
 @pytest.mark.parametrize("bucket_mb", [0.0, 1e-4, 100.0])
 def test_buckets(Regression, assert_parity, bucket_mb):
     calls = []
@@ -70,23 +74,27 @@ def test_buckets(Regression, assert_parity, bucket_mb):
     assert (torch.Size([83]) in calls) == (bucket_mb == 100)
 
 
-def test_shares(Regression, assert_parity):
-    assert_parity(Regression, (2,), strategy=lambda: ManualAllreduceStrategy(split=[0.7, 0.3]))
+@pytest.fixture
+def Strategy(engine):
+    return {"manual_allreduce": ManualAllreduceStrategy, "dp": DataParallelStrategy}[engine]
+
+
+def test_shares(Regression, assert_parity, Strategy):
+    assert_parity(Regression, (2,), strategy=lambda: Strategy(split=[0.7, 0.3]))
     # the single sample of the last batch would go to replica 1
-    assert_parity(Regression, (2,), strategy=lambda: ManualAllreduceStrategy(split=[0.1, 0.9]))
+    assert_parity(Regression, (2,), strategy=lambda: Strategy(split=[0.1, 0.9]))
 
 
-def test_automatic_shares(Regression, assert_parity):
+def test_automatic_shares(Regression, assert_parity, Strategy):
     strategies = []
 
     def make():
-        strategies.append(ManualAllreduceStrategy(split="auto"))
+        strategies.append(Strategy(split="auto"))
         return strategies[-1]
 
     assert_parity(Regression, strategy=make, max_epochs=3)
     assert all(strategy.split is not None for strategy in strategies)  # they were set on the way
 
 
-def test_several_replicas_by_name(Regression, train, assert_parity):
-    strategies = lambda: ManualAllreduceStrategy(parallel_devices=["cpu", "cpu", "cpu"])  # noqa: E731
-    assert_parity(Regression, (1,), strategy=strategies)
+def test_several_replicas_by_name(Regression, assert_parity, Strategy):
+    assert_parity(Regression, (1,), strategy=lambda: Strategy(parallel_devices=["cpu", "cpu", "cpu"]))

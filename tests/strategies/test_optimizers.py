@@ -85,6 +85,7 @@ def test_optimizers(Regression, assert_parity, name):
     assert_parity(lambda: Regression(optimizer=OPTIMIZERS[name]), tolerance=1e-9 if "lbfgs" in name else 1e-10)
 
 
+@pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
 def test_copies_make_the_update(Regression, train):
     """As in the book: not one update that is copied."""
     steps = []

@@ -31,8 +31,8 @@ def Dropping(Regression):
     return Module
 
 
-def test_one_replica_draws_what_one_device_does(Dropping, train):
-    one, replica = train(Dropping), train(Dropping, strategy="manual_allreduce")
+def test_one_replica_draws_what_one_device_does(Dropping, train, engine):
+    one, replica = train(Dropping), train(Dropping, strategy=engine)
     assert all(torch.equal(a, b) for a, b in zip(one.masks, replica.masks))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), replica.parameters()))
 

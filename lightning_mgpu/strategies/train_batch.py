@@ -1,0 +1,212 @@
+"""`train_batch` of the book: loss and gradient of every shard, on its device (d2l.ai, 'Training on Multiple GPUs').
+
+The loss of a shard counts with its share of the samples, so that the sum of the gradients is the gradient of the mean
+over the whole batch, however uneven the shards.
+
+Where the gradients meet, and who makes the update, is what strategies differ in: `manual_allreduce.py` and `dp.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP, overrides
+from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
+from lightning_mgpu.strategies.gradients import Gradients
+from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.losses import combine_outputs, find_loss, one_fork_at_a_time, without_graph
+from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
+from lightning_mgpu.strategies.replicated import ReplicatedStrategy
+from lightning_mgpu.strategies.shards import find_batch_size, gather
+
+
+class TrainBatchStrategy(ReplicatedStrategy):
+    """Trains k replicas of the module side by side, each on its shard of the batch.
+
+    A subclass gives `reduce_gradients` and `update_replicas`, and says with `replicas_update` whether every replica has
+    optimizers that count, or only the original has.
+    """
+
+    replicas_update: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own: ReplicaOptimizers | None = None
+        self._lockstep: Lockstep | None = None  # in a step of manual optimization
+        self._num_closures = 0
+        self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
+        self._loss: Any = None  # what the last closure returned
+        self._edits_in_step = self._shows_gradients = False  # whether users' hooks edit weights, or look at gradients
+        self._handles: list[Any] = []
+
+    def reduce_gradients(self) -> None:
+        """Add the replicas' gradients up: the original's are those of the whole batch when this returns."""
+        raise NotImplementedError
+
+    def update_replicas(self, n: int) -> None:
+        """The original was updated by optimizer `n`: see to the other replicas."""
+        raise NotImplementedError
+
+    @override
+    def on_train_start(self) -> None:
+        """Everything is restored by now, optimizers too."""
+        self._remove_hooks()  # the learning-rate finder starts training twice
+        self.gradients = Gradients(self._replicas.parameters)
+        self._replicas.broadcast(norms=True)
+        self._replicas.mark_step()
+        if len(self.devices) == 1:
+            return
+        if self.replicas_update or not self.original.automatic_optimization:
+            self._own = ReplicaOptimizers(self._replicas, self._optimizers)
+            self._wrap_copies(self._own.copies)
+        for n, optimizer in enumerate(self._optimizers):
+            self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
+        self._edits_in_step = overrides(self.original, HOOKS_IN_STEP)
+        self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
+        self._shows_gradients = overrides(self.original, ("on_after_backward",))
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._num_closures = 0
+        self._is_stale |= batch_idx == 0  # hooks around an epoch
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_stale |= self._num_closures > 0  # an optimizer tries other weights
+        self._num_closures += 1
+        if len(self.devices) == 1 or find_batch_size(batch) is None:
+            return super().training_step(batch, *args, **kwargs)
+        sizes = self._sizes(batch)
+        weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
+        if not self.original.automatic_optimization:
+            assert self._own is not None
+            self._own.follow()
+            self._lockstep = Lockstep(self.team, weights, self._is_joint)
+        try:
+            with self.precision_plugin.train_step_context():
+                active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)
+        finally:
+            self._lockstep = None
+        self._replicas.mark_step(trained=True)
+        if self._is_stale or len(active) < len(self.devices):  # a replica without samples has missed something
+            self._replicas.broadcast_parameters()
+            self._is_stale = True  # buffers: not now, the backward pass may need them
+        if not self.original.automatic_optimization:
+            return gather(without_graph(outputs), sizes, self.root_device)
+        if all(find_loss(output) is None for output in outputs):  # a step may return None to be skipped
+            if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
+                self.reduce_gradients()
+            return None
+        return combine_outputs(outputs, sizes, active, None if self._is_joint else self._backward_in_threads)
+
+    @property
+    def _is_joint(self) -> bool:
+        """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
+
+        With synchronised BatchNorm the replicas' graphs are one.
+        """
+        return self._syncs_batch_norm or any(device.type != "cpu" for device in self.devices)
+
+    def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
+        """The backward pass of every replica's loss from its gradient, in the replica's thread."""
+
+        def backward(i: int) -> None:
+            if losses[i].requires_grad:
+                losses[i].backward(gradients[i], retain_graph=keep_graph, create_graph=torch.is_grad_enabled())
+
+        with one_fork_at_a_time():
+            self._run("backward", backward, list(losses))
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the gradients of all shards and reduce them, before any hook or callback looks at them."""
+        if self._lockstep is not None and self.team.is_running:
+            module = self._replicas.modules[self.team.index]
+            return self._lockstep.backward(self, module, closure_loss, optimizer, *args, **kwargs)
+        is_blocked = self._is_blocked
+        self.gradients.begin()
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, self.original)
+        if self._edits_in_step:
+            self._replicas.broadcast()
+        with ExitStack() as stack:
+            if len(self.devices) > 1:
+                stack.enter_context(deferred_gradient_hooks(self.original.parameters()))
+            self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
+            if not is_blocked:
+                self.reduce_gradients()
+        if not is_blocked:
+            self.gradients.mark()
+        loss = self.precision_plugin.post_backward(loss, self.original)
+        self.post_backward(loss)
+        return loss
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether gradients are reduced at the end of an accumulation window: not where somebody looks at them."""
+        return (
+            self._blocked and not self._shows_gradients and not any(map(has_gradient_hooks, self.original.parameters()))
+        )
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        self._num_closures = 0
+
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            self._loss = closure()
+            return self._loss
+
+        def run(closure: Callable[[], Any]) -> Any:
+            """Step the original's optimizer, and the replicas' if it did: a GradScaler may skip it."""
+            self._stepped = False
+            try:
+                result = step(closure=partial(evaluate, closure))
+            finally:
+                stepped, self._stepped = self._stepped, None
+            if stepped:
+                if self._lockstep is not None and self._lockstep.num_backwards == 0 and self.gradients.are_others():
+                    raise RuntimeError("training_step must call self.manual_backward(loss), not loss.backward().")
+                self.update_replicas(n)
+            return result
+
+        def before_closure() -> None:
+            if self._num_closures or self._replicas.is_edited():
+                self._replicas.broadcast()
+            self._num_closures += 1
+
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        if len(self.devices) == 1:
+            return step(closure=closure)
+        n = next(n for n, own in enumerate(self.optimizers) if own is optimizer)
+        if self._lockstep is None or not self.team.is_running:
+            return run(closure)
+        return self._lockstep.step(n, run, closure, before_closure)
+
+    def _on_step(self, n: int) -> None:
+        """Called by torch when the original's optimizer `n` has made an update, also one that is part of another."""
+        is_ours = self._stepped is not None
+        if self._own is not None and (not is_ours or getattr(self._optimizers[n], "grad_scale", None) is not None):
+            self._own.repeats[n] = False  # a GradScaler leaves unscaling to some optimizers
+        if is_ours:
+            self._stepped = True
+        else:  # the user's code steps torch's optimizer, in every replica
+            self._is_stale = True
+
+    @override
+    def teardown(self) -> None:
+        self._remove_hooks()
+        self._loss, self._own = None, None
+        self._wrap_copies([])
+        self.gradients = Gradients([])
+        super().teardown()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
