@@ -92,6 +92,20 @@ def test_ddp_equals_one_device_in_float64(command: Any, tmp_path: Path) -> None:
         assert one and one == pytest.approx(two, rel=1e-6) and one == pytest.approx(three, rel=1e-6)  # sums in float32
 
 
+def test_strategies_on_two_devices_are_equal_to_the_last_bit(command: Any, tmp_path: Path) -> None:
+    """In float32: two gradients have one sum, and every strategy computes them with the same number of threads."""
+    args = (*CPU, *BRIEF, "--trainer.devices=2", "--trainer.limit_train_batches=8", "--model.optimizer.lr=1.0")
+    command.env.pop("OMP_NUM_THREADS", None)  # each device its share of the cores
+    trained = {}
+    for strategy in ("ddp", "dp", "manual_allreduce"):
+        code, _, err = command("fit", *args, f"--trainer.strategy={strategy}", f"--run_dir={strategy}")
+        assert code == 0, err
+        trained[strategy] = parameters(tmp_path / strategy / "checkpoints" / "last.ckpt")
+    for strategy in ("dp", "manual_allreduce"):
+        different = [name for name, value in trained["ddp"].items() if not torch.equal(trained[strategy][name], value)]
+        assert not different, f"{strategy} and ddp differ in {different}"
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_resnet18_trains(command: Any, devices: int) -> None:
     small = (

@@ -204,7 +204,7 @@ class SingleProcessStrategy(ParallelStrategy):
             return outputs
         self._streams[0] = before
         streams = list(self._streams)
-        outputs = self.team.run(function, active, turns=streams)
+        outputs = self.team.run(function, active, turns=streams, all_cores=draws is not None)
         set_generator_states(self.root_device, streams[0])
         self._draws[name] = draws or not _equal(self._streams, streams)
         self._streams = streams

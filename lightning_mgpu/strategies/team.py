@@ -48,8 +48,19 @@ class Team:
     def is_running(self) -> bool:
         return self.meeting is not None
 
-    def run(self, function: Callable[[int], Any], active: Sequence[int], turns: Streams | None = None) -> list[Any]:
-        """Call `function(i)` for every replica of `active`, side by side or in turns, and return the results."""
+    def run(
+        self,
+        function: Callable[[int], Any],
+        active: Sequence[int],
+        turns: Streams | None = None,
+        all_cores: bool = True,
+    ) -> list[Any]:
+        """Call `function(i)` for every replica of `active`, side by side or in turns, and return the results.
+
+        A replica whose turn it is has all cores, or with `all_cores=False` its share as if it ran beside the others:
+        the number of threads has a say in how sums are rounded.
+        """
+        num_threads = self.num_threads if turns is not None and all_cores else self.share
         modes = _Modes()
         meeting = self.meeting = _Meeting(active, turns is not None)
         results: dict[int, Any] = {}
@@ -72,13 +83,13 @@ class Team:
         others = [i for i in active if i != 0]
         if others and not self._threads:
             self._start()
-        num_threads = torch.get_num_threads()
+        before = torch.get_num_threads()
         try:
             for i in others:
-                self._tasks[i].put((task, self.num_threads if turns is not None else self.share))
+                self._tasks[i].put((task, num_threads))
             if 0 in active:
-                if others and turns is None and self.devices[0].type == "cpu":
-                    torch.set_num_threads(self.share)
+                if others and num_threads != before and self.devices[0].type == "cpu":
+                    torch.set_num_threads(num_threads)
                 task(0)
             for _ in active:
                 done.acquire()
@@ -86,8 +97,8 @@ class Team:
             meeting.fail(-1, error)
             raise
         finally:
-            if torch.get_num_threads() != num_threads:
-                torch.set_num_threads(num_threads)
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
             self.meeting = None
         if meeting.error is not None:
             raise self._named(*meeting.error)
