@@ -1,0 +1,227 @@
+"""The module, the data and the callbacks that cases are made of: small, in float64, and the same on every device."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from torchmetrics import MeanAbsoluteError, SumMetric
+
+from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, Item, SequentialBatches
+
+
+class Samples(Dataset):
+    """X (N, 6), y (N, 3), a smooth function of X, and the index (N,)."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.X = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
+        self.y = torch.stack([self.X.sum(1).sin(), self.X[:, 0], self.X[:, 1] ** 2], 1)
+        self.index = torch.arange(num_samples)
+
+    def __len__(self) -> int:
+        return len(self.X)
+
+    def __getitem__(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
+        _, indices = item
+        return self.X[indices], self.y[indices], self.index[indices]
+
+
+class Data(LightningDataModule):
+    """Global batches, shared out among the processes if there are several."""
+
+    def __init__(self, num_samples: int = 48, batch_size: int = 12, num_test: int = 0) -> None:
+        super().__init__()
+        self.num_samples, self.batch_size, self.num_test = num_samples, batch_size, num_test
+
+    def train_dataloader(self) -> BatchLoader:
+        indices = torch.arange(self.num_samples)
+        batches = GlobalBatches(indices, self.batch_size, True, 0, *self._share())
+        return BatchLoader(Samples(self.num_samples), sampler=batches)
+
+    def test_dataloader(self) -> BatchLoader:
+        batches = SequentialBatches(torch.arange(self.num_test), self.batch_size, *self._share())
+        return BatchLoader(Samples(self.num_test), sampler=batches)
+
+    predict_dataloader = test_dataloader
+
+    def _share(self) -> tuple[int, int]:
+        assert self.trainer is not None
+        return self.trainer.world_size, self.trainer.global_rank
+
+
+def sgd(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+
+
+def adamw_one_cycle(module: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Probe(LightningModule):
+    """An MLP, or the net given, fitted to `Samples`; `configure` is what `configure_optimizers` does."""
+
+    def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.configure = configure
+        self.double()
+
+    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        X, y, _ = batch
+        return F.mse_loss(self.net(X), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[2]
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self)
+
+
+class Logs(Probe):
+    """Logs a value and a torchmetrics object in every step; several processes need `sync_dist`, as in any project."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanAbsoluteError()
+        self.num_samples, self.sum_of_indices = (SumMetric().set_dtype(torch.float64) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y, _ = batch
+        prediction = self.net(X)
+        loss = F.mse_loss(prediction, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(X))
+        self.error(prediction, y)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y, index = batch
+        prediction = self.net(X)
+        self.error(prediction, y)
+        self.num_samples(torch.ones_like(index))
+        self.sum_of_indices(index)
+        self.log_dict({"error": self.error, "samples": self.num_samples, "indices": self.sum_of_indices})
+
+
+class TwoOptimizers(Probe):
+    """Manual optimization: two networks, one trained to undo what the other does, each by its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleDict({"there": nn.Linear(6, 4), "back": nn.Linear(4, 6)}))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        X, y, _ = batch
+        optimizers: Any = self.optimizers()
+        there, back = self.net["there"], self.net["back"]  # type: ignore[index]
+        losses = (lambda: F.mse_loss(there(X)[:, :3], y), lambda: F.mse_loss(back(there(X)), X))
+        for optimizer, loss in zip(optimizers, losses):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        there, back = self.net["there"], self.net["back"]  # type: ignore[index]
+        return sgd(there), torch.optim.Adam(back.parameters(), 0.01)
+
+
+class SeesDtype(Probe):
+    """Float32, and writes down what its layers compute in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+        self.is_bf16 = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y, _ = batch
+        prediction = self.net(X.float())
+        self.is_bf16(torch.full((len(X),), float(prediction.dtype == torch.bfloat16)))
+        self.log("samples in bf16", self.is_bf16, on_epoch=True, on_step=False)
+        return F.mse_loss(prediction.float(), y.float())
+
+
+class Fails(Probe):
+    """Cannot take the last sample of the dataset, whoever gets it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (batch[2] == 47).any():
+            raise ValueError("sample 47 cannot be used")
+        return self.loss(batch)
+
+
+class Written(DummyLogger):
+    """Keeps what is logged: (step, {name: value})."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, {name: float(value) for name, value in metrics.items() if name != "epoch"}))
+
+
+class SavesAtStep(Callback):
+    """Saves a checkpoint after a given number of steps."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class SeesGradients(Callback):
+    """Keeps the gradients that callbacks see, after the backward pass and before the update."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.on_after_backward(trainer, pl_module)
+
+
+class SeesReplicas(Callback):
+    """After every step compares the replicas, bit by bit: of all processes, or those a strategy has in `replicas()`."""
+
+    __module__ = "lightning_mgpu.testing"  # looks only
+
+    def __init__(self) -> None:
+        self.are_equal: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if torch.distributed.is_initialized():
+            digests: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(digests, digest(pl_module))
+        else:
+            digests = [digest(replica) for replica in getattr(trainer.strategy, "replicas", lambda: [pl_module])()]
+        self.are_equal.append(len(set(digests)) == 1)
+
+
+def digest(module: nn.Module) -> str:
+    """A checksum of all parameters' bits."""
+    return hashlib.md5(
+        b"".join(p.detach().cpu().contiguous().numpy().tobytes() for p in module.parameters())
+    ).hexdigest()
