@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import check_strategy
-from lightning_mgpu.testing.promises import BY_NATURE, PROMISES
+from lightning_mgpu.testing.promises import PROMISES, reason
 from lightning_mgpu.testing.table import STRATEGIES, replace_table
 
 
@@ -43,11 +43,11 @@ def main() -> int:
         for devices in [1] if strategy == "auto" else args.devices:
             print(f"{strategy} on {devices} {args.accelerator} device{'s' * (devices > 1)}", flush=True)
             for result in check_strategy(strategy, devices, args.accelerator, args.promises, args.timeout):
-                why = BY_NATURE.get((strategy, result.name), "") if devices > 1 else ""
-                is_good &= result.is_kept != bool(why)
+                why = reason(strategy, result.name) if devices > 1 else ""
+                is_good &= result.is_kept or bool(why)
                 mark = "kept  " if result.is_kept else "cannot" if why else "BROKEN"
-                reason = "; ".join(filter(None, (why, result.wrong)))
-                print(f"  {mark}  {result.promise.statement}{f': {reason}' * bool(reason)}", flush=True)
+                details = "; ".join(filter(None, (why, result.wrong))) if result.wrong else ""
+                print(f"  {mark}  {result.promise.statement}{f': {details}' * bool(details)}", flush=True)
                 if result.wrong or (strategy, result.name) not in outcomes:
                     outcomes[strategy, result.name] = result.wrong
     if args.table:

@@ -114,23 +114,22 @@ PROMISES: dict[str, Promise] = {
     "cleanup": Promise("nothing is left behind: threads, processes, settings", "cleanup", nothing_left),
 }
 
-_OWN_BATCH_NORM = "BatchNorm normalises each device's shard by itself"
-_LARGE = "torch's SyncBatchNorm needs GPUs"
-
 BY_NATURE: dict[tuple[str, str], str] = {
     ("ddp", "uneven"): "the means of the processes are averaged with equal weights",
     ("ddp", "logging_uneven"): "logged values are averaged so as well",
+    ("ddp", "small"): "a process cannot go without samples: a clear error",
     ("ddp", "manual"): "parameters outside a loss need `ddp_find_unused_parameters_true`",
     ("ddp", "cleanup"): "Lightning's launcher watches its processes from a thread until the script ends",
-    ("ddp", "small"): "a process cannot go without samples: a clear error",
-    ("ddp", "batchnorm"): _OWN_BATCH_NORM,
-    ("ddp", "sync_batchnorm"): _LARGE,
+    ("ddp", "sync_batchnorm"): "torch's SyncBatchNorm needs GPUs",
     ("ddp", "predictions"): "every process returns its share; the `predict` subcommand puts them together",
-    ("dp", "batchnorm"): _OWN_BATCH_NORM,
     ("dp", "replicas"): "one set of parameters is updated, and copied when the next step begins",
-    **{
-        (name, "batchnorm"): _OWN_BATCH_NORM
-        for name in ("manual_allreduce", *(f"manual_allreduce_{kind}" for kind in ("tree", "sharded", "ring")))
-    },
 }
-"""Promises a strategy of several devices cannot keep, and why: (strategy, promise)."""
+"""Promises a strategy cannot keep on several devices, and why: by strategy and promise."""
+
+BY_NATURE_OF_ALL = {"batchnorm": "BatchNorm normalises each device's shard by itself"}
+"""Promises no strategy has to keep."""
+
+
+def reason(strategy: str, promise: str) -> str:
+    """Why a strategy cannot keep a promise on several devices; nothing if it should."""
+    return BY_NATURE.get((strategy, promise), BY_NATURE_OF_ALL.get(promise, ""))

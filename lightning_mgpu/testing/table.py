@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_mgpu.testing.promises import BY_NATURE, PROMISES
+from lightning_mgpu.testing.promises import PROMISES, reason
 
 STRATEGIES = [
     *("auto", "ddp", "dp", "manual_allreduce"),
@@ -30,7 +30,7 @@ def to_markdown(strategies: Sequence[str], outcomes: Mapping[tuple[str, str], st
             if not wrong:
                 cells.append("" if wrong is None else "yes")
                 continue
-            note = BY_NATURE.get((strategy, name), wrong)
+            note = reason(strategy, name) or wrong
             if note not in notes:
                 notes.append(note)
             cells.append(f"no ({notes.index(note) + 1})")

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -13,7 +15,7 @@ import torch
 from lightning_mgpu.testing import PROMISES, Result, check_strategy
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import run_cases
-from lightning_mgpu.testing.promises import BY_NATURE, close
+from lightning_mgpu.testing.promises import close, reason
 from lightning_mgpu.testing.table import to_markdown
 
 pytestmark = pytest.mark.slow
@@ -31,8 +33,8 @@ def outcome(strategy: str, devices: int, accelerator: str = "cpu") -> dict[str, 
 @pytest.mark.parametrize(("strategy", "devices"), [*ON_CPU, *((name, 3) for name in ALGORITHMS)])
 def test_promise(strategy: str, devices: int, promise: str) -> None:
     result = outcome(strategy, devices)[promise]
-    if devices > 1 and (strategy, promise) in BY_NATURE:
-        assert not result.is_kept, "kept after all: take it out of BY_NATURE"
+    if devices > 1 and reason(strategy, promise):
+        assert not result.is_kept, "kept after all: take the reason why it cannot be away"
     else:
         assert result.is_kept, result.wrong
 
@@ -43,7 +45,7 @@ def test_promise(strategy: str, devices: int, promise: str) -> None:
 def test_promises_on_gpus(strategy: str) -> None:
     devices = torch.cuda.device_count()
     broken = {name: result.wrong for name, result in outcome(strategy, devices, "gpu").items() if not result.is_kept}
-    assert broken.keys() <= {promise for name, promise in BY_NATURE if name == strategy}, broken
+    assert all(reason(strategy, name) for name in broken), broken
 
 
 KINDS = [Kind("auto", 1), Kind("ddp", 2), Kind("dp", 3), Kind("manual_allreduce", 2)]
@@ -81,23 +83,7 @@ STRATEGIES = '''
     import threading
     import time
 
-    import torch
     from lightning_mgpu.strategies import ManualAllreduceStrategy
-    from lightning_mgpu.strategies.single_process import SingleProcessStrategy
-
-
-    class Accumulating(ManualAllreduceStrategy):
-        """A third party's: adds the gradients up in another order, then hands the sum out."""
-
-        def reduce_gradients(self):
-            def backwards(gradients):
-                for tensors in gradients:
-                    total = torch.stack(tensors[::-1]).sum(0)
-                    for tensor in tensors:
-                        tensor.copy_(total)
-
-            if len(self.devices) > 1:
-                self.gradients.reduce(backwards)
 
 
     class FirstReplicaOnly(ManualAllreduceStrategy):
@@ -168,11 +154,15 @@ def command(directory: Path, *args: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
-def test_a_third_partys_strategy(strategies: Path) -> None:
-    promises = [name for name in PROMISES if name != "batchnorm"]
-    code, output = command(strategies, "--strategy=my_strategies.Accumulating", "--devices=3", "--promises", *promises)
+def test_a_third_partys_strategy(tmp_path: Path) -> None:
+    """The README's, with its command."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [(name, code)] = re.findall(r"```python\n# (my_strategy\.py)\n(.*?)```", readme, flags=re.DOTALL)
+    (tmp_path / name).write_text(code)
+    [line] = re.findall(r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", readme, flags=re.MULTILINE)
+    code, output = command(tmp_path, *shlex.split(line))
     assert code == 0, output
-    assert output.count("kept  ") == len(promises)
+    assert output.count("kept  ") == 2 * (len(PROMISES) - 1) and output.count("cannot") == 2  # BatchNorm
 
 
 def test_a_broken_one_in_one_command(strategies: Path) -> None:
