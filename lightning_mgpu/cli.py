@@ -3,6 +3,7 @@
     python -m lightning_mgpu fit --trainer.devices=2
     python -m lightning_mgpu fit --config model/resnet18.yaml --trainer.limit_train_batches=10
     python -m lightning_mgpu test --ckpt_path runs/NAME/checkpoints/last.ckpt
+    python -m lightning_mgpu benchmark --quick
 
 Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and all of them over
 `configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`.
@@ -14,7 +15,7 @@ import signal
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -46,12 +47,14 @@ from lightning_mgpu.checks import check_checkpoint, check_devices, check_shares,
 from lightning_mgpu.console import quieten
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes, one_line_errors
 from lightning_mgpu.explain import explain, parameters
+from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
 from lightning_mgpu.run_dir import RunDir
 from lightning_mgpu.tracking import Tracking, start_run
 
 PROG = "python -m lightning_mgpu"
 BLANK_LINE = "\n\n"
+MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -97,6 +100,7 @@ class CLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run_dir", type=str | None, default=None, help="Where the run's files go; must be new.")
         parser.add_argument(SWITCH, action="store_true", help="Show where an error comes from.")
+        parser.add_argument("--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP)
         parser.add_argument("--no-wandb", action="store_true", help="The same as --wandb.mode=disabled.")
         parser.add_class_arguments(Tracking, "wandb")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
@@ -142,6 +146,8 @@ class CLI(LightningCLI):
         Validating on the test set must not choose the model: the last one is tested then, as in the book.
         """
         config = self.config[self.subcommand]
+        if config.malloc == "keep":
+            keep_freed_memory()
         if config.checkpoint.monitor is None and _logs_val_acc(config):
             config.checkpoint.update(Namespace(monitor="val_acc", mode="max"))
         if config.trainer.fast_dev_run:
@@ -235,9 +241,14 @@ def main() -> None:
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
     with one_line_errors(SWITCH in sys.argv):
+        if sys.argv[1:2] == ["benchmark"]:
+            from lightning_mgpu.benchmark.cli import main as benchmark  # needs matplotlib, and more
+
+            benchmark([argument for argument in sys.argv[2:] if argument != SWITCH])
+            return
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
-            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join(SUBCOMMANDS)}")
+            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of benchmark, {', '.join(SUBCOMMANDS)}")
         CLI()
 
 

@@ -1,0 +1,217 @@
+"""`python -m lightning_mgpu benchmark`: which strategy is fastest here, and what does each part of a step cost?
+
+python -m lightning_mgpu benchmark --quick
+python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet ResNet18 --devices 2
+python -m lightning_mgpu benchmark --devices 1 2 4 --scaling weak
+python -m lightning_mgpu benchmark --malloc keep
+python -m lightning_mgpu benchmark compare runs/A/benchmark.json runs/B/benchmark.json
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu.benchmark.compare import compare, load
+from lightning_mgpu.benchmark.plan import Configuration, configurations
+from lightning_mgpu.benchmark.report import plot, to_markdown
+from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expected_seconds, machine, run_plan
+from lightning_mgpu.benchmark.worker import make_model
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.tracking import Tracking, start_run
+
+PROG = "python -m lightning_mgpu benchmark"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"benchmark: {message}")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = _Parser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    result.add_argument("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"])
+    result.add_argument("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
+    result.add_argument("--devices", nargs="+", type=int, default=[2])
+    result.add_argument("--batch_size", type=int, default=256, help="global, shared by the devices")
+    result.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="weak: k times the batch")
+    result.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto")
+    result.add_argument("--repeats", type=int, default=5)
+    result.add_argument("--num_steps", type=int, help="of a stretch; left out: about two seconds")
+    result.add_argument(
+        "--malloc", choices=["default", "keep"], default="default", help="keep: glibc keeps freed memory"
+    )
+    result.add_argument("--exchange", action=argparse.BooleanOptionalAction, default=True, help="the allreduce alone")
+    result.add_argument("--quick", action="store_true", help="LeNet, two repeats: under two minutes on two cores")
+    result.add_argument("--root", default="data", help="where the images are")
+    result.add_argument("--source", default="auto", help="of the images, as --data.source of fit; synthetic will do")
+    result.add_argument("--run_dir", type=Path, help="must be new")
+    result.add_argument("--no-wandb", action="store_true")
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of `benchmark` and `benchmark compare`.
+
+    Raises:
+        UsageError: For arguments that make no sense, before anything is measured.
+    """
+    if arguments[:1] == ["compare"]:
+        if len(arguments) != 3:
+            raise UsageError(f"benchmark compare takes two reports: {PROG} compare A.json B.json")
+        print("\n".join(compare(*(load(Path(path)) for path in arguments[1:]))))
+        return
+    args = parser().parse_args(arguments)
+    if args.quick:
+        args.models, args.repeats, args.num_steps = ["LeNet"], 2, args.num_steps or 10
+    plan = _plan(args)
+    FashionMNIST(root=args.root, source=args.source).prepare_data()
+    run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_benchmark")
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", *arguments]),
+        "machine": machine(args.malloc),
+        "options": {name: value for name, value in vars(args).items() if name != "run_dir"},
+        "results": [],
+        "exchange": [],
+        "model_exchange": [],
+    }
+    try:
+        _measure(args, plan, report, run_dir)
+    except KeyboardInterrupt:
+        print("interrupted: the report has what was measured so far", flush=True)
+        _finish(report, run_dir, args)
+        sys.exit(130)
+    _finish(report, run_dir, args)
+
+
+def _plan(args: argparse.Namespace) -> list[Configuration]:
+    """What to measure.
+
+    Raises:
+        UsageError: If a strategy or model does not exist, or a number is out of range.
+    """
+    unknown = [name for name in args.strategies if name not in StrategyRegistry]
+    if unknown:
+        known = ", ".join(sorted(StrategyRegistry.available_strategies()))
+        raise UsageError(f"--strategies {unknown[0]}: no such strategy; registered are {known}")
+    for name in args.models:
+        try:
+            make_model(name)
+        except ValueError as error:
+            raise UsageError(f"--models: {error}") from error
+    for name in ("repeats", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name}={getattr(args, name)}: choose 1 or more")
+    if min(args.devices) < 1 or (args.num_steps is not None and args.num_steps < 1):
+        raise UsageError("--devices and --num_steps: choose 1 or more")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.accelerator == "auto":
+        args.accelerator = "gpu" if num_gpus >= max(args.devices) else "cpu"
+    if args.accelerator == "gpu" and num_gpus < max(args.devices):
+        raise UsageError(f"--accelerator=gpu --devices {max(args.devices)}: there are {num_gpus} GPUs")
+    return configurations(args.strategies, args.models, args.devices, args.batch_size, args.accelerator, args.scaling)
+
+
+def _measure(args: argparse.Namespace, plan: list[Configuration], report: dict[str, Any], run_dir: Path) -> None:
+    data = {"root": args.root, "source": args.source}
+    try:
+        times = calibrate(plan, data, args.malloc)
+    except MeasurementError as error:
+        raise UsageError(str(error)) from error
+
+    def num_steps(configuration: Configuration) -> tuple[int, int]:
+        steps = args.num_steps or max(4, min(60, round(2.0 / times[configuration.model][1])))
+        return max(2, steps // 5), steps
+
+    seconds = expected_seconds(plan, args.repeats, num_steps, times) + (_exchange_seconds(args) if args.exchange else 0)
+    print(
+        f"{len(plan)} configurations, {args.repeats} repeats: about {seconds / 60:.0f} min {seconds % 60:.0f} s; "
+        f"Ctrl-C keeps what is done; results go to {run_dir}",
+        flush=True,
+    )
+
+    def save(results: list[dict[str, Any]]) -> None:
+        report["results"] = results
+        _write(run_dir, report)
+
+    with _Progress(len(plan) * args.repeats) as progress:
+        run_plan(plan, args.repeats, num_steps, data, args.malloc, save, progress.next)
+    if args.exchange:
+        from lightning_mgpu.benchmark.exchange import measure_models, sweep
+
+        print("the allreduce alone", flush=True)
+        report["exchange"] = sweep(args.quick, args.accelerator)
+        report["model_exchange"] = measure_models(args.models, args.quick, args.accelerator)
+
+
+def _exchange_seconds(args: argparse.Namespace) -> float:
+    return 20.0 if args.quick else 240.0
+
+
+def _finish(report: dict[str, Any], run_dir: Path, args: argparse.Namespace) -> None:
+    """Write and show the report, and track it."""
+    _write(run_dir, report)
+    text = to_markdown(report)
+    (run_dir / "benchmark.md").write_text(text)
+    pictures = plot(report, run_dir)
+    if report["exchange"]:
+        from lightning_mgpu.benchmark.exchange import plot_exchange
+
+        pictures.append(run_dir / "exchange.png")
+        plot_exchange(report["exchange"], pictures[-1])
+    print(text)
+    run, where = start_run(
+        Tracking(mode="disabled" if args.no_wandb else "auto"), run_dir, "benchmark", report["options"]
+    )
+    if run is not None:
+        import wandb
+
+        run.log({path.stem: wandb.Image(str(path)) for path in pictures})
+        run.save(str(run_dir / "benchmark.json"), base_path=str(run_dir), policy="now")
+        run.finish()
+    print(f"report: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}\nwandb:  {where}")
+
+
+def _write(run_dir: Path, report: dict[str, Any]) -> None:
+    part = run_dir / ".benchmark.json"
+    part.write_text(json.dumps(report, indent=1))
+    os.replace(part, run_dir / "benchmark.json")
+
+
+class _Progress:
+    """A bar with the time that is left on a terminal, a line for every measurement elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, disable=not sys.stdout.isatty())
+        self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> "_Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def next(self, name: str) -> None:
+        """Say that the measurement before is done, and the named one begins."""
+        self.bar.update(self.task, description=name, completed=self.done)
+        self.done += 1
+        if self.bar.disable:
+            print(f"{self.done}/{self.total} {name}", flush=True)

@@ -1,0 +1,82 @@
+"""`python -m lightning_mgpu benchmark`: what it leaves behind, and what ends it."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mgpu.benchmark.parts import PARTS
+
+SMALL = (
+    *("--source=synthetic", "--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2", "--accelerator=cpu"),
+    *("--no-exchange", "--no-wandb", "--run_dir=bench"),
+)
+
+
+@pytest.mark.slow
+def test_report(command: Any, tmp_path: Path) -> None:
+    strategies = ("--strategies", "ddp", "dp", "manual_allreduce")
+    code, out, err = command("benchmark", *SMALL, *strategies, "--repeats=1", timeout=280)
+    assert code == 0, err
+    assert "6 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
+    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
+    assert report["machine"]["cores"] == os.cpu_count() and report["machine"]["malloc"] == "default"
+    assert len(report["results"]) == 6
+    for result in report["results"]:
+        [measured] = result["repeats"]
+        assert measured["step"] > 0 and measured["memory"] > 2**20 and list(measured["parts"]) == list(PARTS)
+        assert all(measured["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
+        by_hand = result["configuration"]["engine"] in ("dp", "manual_allreduce", "book")
+        assert (measured["parts"]["allreduce"] > 0) == by_hand
+    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
+    assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = command("benchmark", "compare", "bench/benchmark.json", "bench/benchmark.json")
+    assert code == 0 and out.count("1.00  within the spread") == 6
+    code, _, err = command("benchmark", *SMALL)
+    assert code == 2 and "--run_dir=bench exists" in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done(command: Any, tmp_path: Path) -> None:
+    process = command.start("benchmark", *SMALL, "--strategies", "manual_allreduce", "--repeats=50")
+    killer = threading.Timer(120, process.kill)
+    killer.start()
+    while (line := process.stdout.readline()) and not line.startswith("3/"):
+        pass
+    killer.cancel()
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = command.finish(process, timeout=60)
+    assert code == 130 and "interrupted" in out and "Traceback" not in err
+    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
+    measured = [repeat for result in report["results"] for repeat in result["repeats"] if repeat]
+    assert len(measured) == 2
+    assert not (tmp_path / "bench" / ".benchmark.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--strategies", "dpp"], ["--strategies dpp: no such strategy", "manual_allreduce"]),
+        (["--models", "LeNett"], ["model 'LeNett'", "LeNet, ResNet18"]),
+        (["--models", "missing.Model"], ["missing.Model"]),
+        (["--devices", "0"], ["--devices", "1 or more"]),
+        (["--repeats", "0"], ["--repeats=0", "1 or more"]),
+        (["--repeats", "many"], ["--repeats", "many"]),
+        (["--accelerator=gpu", "--devices", "99"], ["--devices 99", "GPUs"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["compare", "a.json"], ["compare takes two reports"]),
+        (["compare", "a.json", "b.json"], ["a.json: No such file"]),
+    ],
+)
+def test_mistake_ends_in_one_line(
+    args: list[str], words: list[str], main: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main("benchmark", *args) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words)
+    assert list(tmp_path.iterdir()) == []
