@@ -22,10 +22,9 @@ def name_of(configuration: dict[str, Any]) -> str:
 def to_markdown(report: Report) -> str:
     """A table for every model; cells nobody measured stay empty."""
     machine, options = report["machine"], report["options"]
-    hardware = ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
     lines = [
-        f"Measured {machine['date']} on {hardware}, torch {machine['torch']}, lightning {machine['lightning']}, "
-        f"malloc: {machine['malloc']}; medians of {options['repeats']} repeats, by `{report['command']}`.",
+        f"Measured {machine['date']} on {_hardware(machine)}, torch {machine['torch']}, "
+        f"lightning {machine['lightning']}; medians of {options['repeats']} repeats, by `{report['command']}`.",
     ]
     for model in dict.fromkeys(result["configuration"]["model"] for result in report["results"]):
         own = [result for result in report["results"] if result["configuration"]["model"] == model]
@@ -78,18 +77,46 @@ def _ratio(result: dict[str, Any], other: dict[str, Any] | None) -> float | None
 
 
 def plot(report: Report, directory: Path) -> list[Path]:
-    """`parts_MODEL.png`, where the time of a step goes, for every model; returns the paths."""
+    """Draw where the time of a step goes, for every model, and how it scales, where there are several device counts.
+
+    Returns the paths, `parts_MODEL.png` and `scaling_MODEL.png`.
+    """
     paths = []
     for model in dict.fromkeys(result["configuration"]["model"] for result in report["results"]):
-        summaries = [
-            summary
-            for result in report["results"]
-            if result["configuration"]["model"] == model and (summary := summarise(result))
-        ]
-        if summaries:
-            paths.append(directory / f"parts_{model.rpartition('.')[2]}.png")
-            _plot_parts(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
+        own = [result for result in report["results"] if result["configuration"]["model"] == model]
+        summaries = [summary for result in own if (summary := summarise(result))]
+        if not summaries:
+            continue
+        name = model.rpartition(".")[2]
+        paths.append(directory / f"parts_{name}.png")
+        _plot_parts(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
+        if len({summary.configuration["devices"] for summary in summaries}) > 2:
+            paths.append(directory / f"scaling_{name}.png")
+            _plot_scaling(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
     return paths
+
+
+def _plot_scaling(model: str, summaries: list[Summary], machine: dict[str, Any]) -> Figure:
+    """Samples a second against the number of devices; dashed, k times one device."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    one = min(
+        (s for s in summaries if s.configuration["engine"] == "auto"), key=lambda s: s.configuration["batch_size"]
+    )
+    engines = dict.fromkeys(s.configuration["engine"] for s in summaries if s.configuration["devices"] > 1)
+    counts = sorted({s.configuration["devices"] for s in summaries})
+    axes.plot(counts, [k * one.rate for k in counts], "k--", label="k times one device")
+    for engine in engines:
+        rates = {s.configuration["devices"]: s.rate for s in summaries if s.configuration["engine"] == engine}
+        axes.plot([1, *sorted(rates)], [one.rate, *(rates[k] for k in sorted(rates))], "o-", label=engine)
+    axes.set(xlabel="devices", ylabel="samples/s", xticks=counts, title=f"{model}: {_hardware(machine)}")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def _hardware(machine: dict[str, Any]) -> str:
+    return f"{', '.join(machine['gpus']) or '{cores} cores of {cpu}'.format(**machine)}, malloc: {machine['malloc']}"
 
 
 def _plot_parts(model: str, summaries: list[Summary], machine: dict[str, Any]) -> Figure:
@@ -107,8 +134,7 @@ def _plot_parts(model: str, summaries: list[Summary], machine: dict[str, Any]) -
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(summary.step for summary in summaries) * 1e3)
     axes.set_xlabel("ms a step")
-    hardware = ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
     figure.suptitle(f"{model}: where the time of a step goes", fontsize=11)
-    axes.set_title(f"{hardware}, malloc: {machine['malloc']}", fontsize=9)
+    axes.set_title(_hardware(machine), fontsize=9)
     figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
     return figure

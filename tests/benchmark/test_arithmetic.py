@@ -13,7 +13,7 @@ from lightning_mgpu.benchmark.compare import compare, load
 from lightning_mgpu.benchmark.parts import PARTS, Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
 from lightning_mgpu.benchmark.references import book_step, loop_step, run_steps
-from lightning_mgpu.benchmark.report import to_markdown
+from lightning_mgpu.benchmark.report import plot, to_markdown
 from lightning_mgpu.benchmark.runner import MeasurementError, environment, expected_seconds, run_plan
 from lightning_mgpu.benchmark.summary import efficiency, ratio, summarise
 from lightning_mgpu.errors import UsageError
@@ -190,6 +190,16 @@ def test_table() -> None:
     text = to_markdown(report(result("auto", [0.2, 0.4], 1), result("ddp", [0.1, 0.2]), result("dp", [0.05, 0.1])))
     [row] = [line for line in text.splitlines() if line.startswith("| dp")]
     assert row == "| dp (2 devices) | 256 | 3,413 | 75.0 (50.0 to 100.0) |  | 4.00 | 2.00 | 2.00 | 1 | 2 |"
+
+
+def test_pictures(tmp_path: Path) -> None:
+    one = [result("loop", [0.2], 1), result("auto", [0.2], 1)]
+    paths = plot(report(*one, result("dp", [0.1])), tmp_path)
+    assert [path.name for path in paths] == ["parts_LeNet.png"]
+    paths = plot(report(*one, result("dp", [0.1]), result("dp", [0.05], 4), result("ddp", [None])), tmp_path)
+    assert [path.name for path in paths] == ["parts_LeNet.png", "scaling_LeNet.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert plot(report(result("dp", [None])), tmp_path) == []
 
 
 def test_compare() -> None:
