@@ -12,9 +12,26 @@ time in which every device can send one message and receive one):
 | `ring`       | 2k(k-1)   | 2(k-1), each n/k | 2(k-1)/k n, the lower bound      | the same, talking to neighbours    |
 
 Few large messages win when each message has a high fixed cost, small even ones when bandwidth is what limits.
+
+Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and what counts is how
+often memory is passed over, and the calls that Python makes for a model of P parameters. To the bit, all three do the
+textbook's sums in its order:
+
+| file         | reads + writes, by n    | Python's calls     | the idea                                 |
+| ------------ | ----------------------- | ------------------ | ---------------------------------------- |
+| `textbook`   | 3(k-1) + 2(k-1)         | 3(k-1) P           | above                                    |
+| `blocked`    | k + k                   | 3(k-1) a block     | finish a block while it is in the cache  |
+| `foreach`    | 3(k-1) + 2(k-1)         | 2(k-1)             | `many`: all parameters in one call       |
+| `compiled`   | k + k, the lower bound  | 1                  | `many`: one kernel, by torch.compile     |
+
+`many` (many.py) is how an algorithm gets to see all gradients of a model at once.
 """
 
-from lightning_mgpu.allreduce.check import Allreduce, check_allreduce
+from lightning_mgpu.allreduce.blocked import blocked_allreduce
+from lightning_mgpu.allreduce.check import Allreduce, AllreduceMany, check_allreduce
+from lightning_mgpu.allreduce.compiled import compiled_allreduce
+from lightning_mgpu.allreduce.foreach import foreach_allreduce
+from lightning_mgpu.allreduce.many import allreduce_many, with_many
 from lightning_mgpu.allreduce.ring import ring_allreduce
 from lightning_mgpu.allreduce.sharded import sharded_allreduce
 from lightning_mgpu.allreduce.textbook import textbook_allreduce
@@ -22,9 +39,15 @@ from lightning_mgpu.allreduce.tree import tree_allreduce
 
 __all__ = [
     "Allreduce",
+    "AllreduceMany",
+    "allreduce_many",
+    "blocked_allreduce",
     "check_allreduce",
+    "compiled_allreduce",
+    "foreach_allreduce",
     "ring_allreduce",
     "sharded_allreduce",
     "textbook_allreduce",
     "tree_allreduce",
+    "with_many",
 ]

@@ -10,24 +10,40 @@ Allreduce = Callable[[list[Tensor]], None]
 call, for any shape (0-d, empty, not divisible by k), any strides and any floating dtype."""
 
 
+AllreduceMany = Callable[[list[list[Tensor]]], None]
+"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at once, for every
+parameter its k. Does to each list what an `Allreduce` does to one; they may differ in shape, layout and dtype."""
+
+
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
     """Call `allreduce` on a few small tensors, one for each of `devices`, and hold the result to the contract.
+
+    If it has a `many`, that is held to the same, on all of those tensors in one call.
 
     Raises:
         ValueError: one line that says which device got what, and what it should have got.
     """
     name = f"{allreduce.__module__}.{allreduce.__qualname__}" if hasattr(allreduce, "__qualname__") else repr(allreduce)
     for inputs in _cases(devices):
-        results, repeated = (_call(allreduce, name, inputs, devices) for _ in range(2))
+        _check(lambda gradients: allreduce(gradients[0]), name, [inputs], devices)
+    many: AllreduceMany | None = getattr(allreduce, "many", None)
+    if many is not None:
+        _check(many, f"{name}.many", list(_cases(devices)), devices)
+        _check(many, f"{name}.many", [], devices)  # a model whose parameters are all frozen
+
+
+def _check(many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]) -> None:
+    results, repeated = (_call(many, name, cases, devices) for _ in range(2))
+    for result, again in zip(results, repeated, strict=True):
         for i, device in enumerate(devices):
             left = f"allreduce {name} left device {i} ({device}) with"
-            differs = results[i] != results[0]
+            differs = result[i] != result[0]
             if differs.any():
-                got, expected = _show(results[i], differs), _show(results[0], differs)
+                got, expected = _show(result[i], differs), _show(result[0], differs)
                 raise ValueError(f"{left} {got} but device 0 with {expected}; replicas must be bit-identical")
-            differs = results[i] != repeated[i]
+            differs = result[i] != again[i]
             if differs.any():
-                got, then = _show(results[i], differs), _show(repeated[i], differs)
+                got, then = _show(result[i], differs), _show(again[i], differs)
                 raise ValueError(f"{left} {got}, and with {then} when called again; it must be deterministic")
 
 
@@ -46,19 +62,36 @@ def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
         yield [torch.randn(5, 3, generator=generator, dtype=dtype).t() for _ in devices]
 
 
-def _call(allreduce: Allreduce, name: str, inputs: list[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """What `allreduce` makes of copies of `inputs` on `devices`, once it is known to be the sum; on the CPU."""
-    x, k = inputs[0], len(inputs)
-    where = f" (tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype})"
-    tensors = [x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)]
-    memory = [t.data_ptr() for t in tensors]
-    slots = list(tensors)  # the function may put other tensors in here: `tensors` shows that ours did not change
+def _call(
+    many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
+) -> list[list[Tensor]]:
+    """What `many` makes of copies of the cases' inputs on `devices`, once they are known to be sums; on the CPU."""
+    copies = [[x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)] for inputs in cases]
+    memory = [[t.data_ptr() for t in tensors] for tensors in copies]
+    slots = [list(tensors) for tensors in copies]  # may get other tensors: `copies` shows that ours did not change
     try:
-        allreduce(slots)
+        many(list(slots))
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"allreduce {name} raised {reason}{where}{_hint(x)}") from error
+        what = f"{_where(cases[0])}{_hint(cases[0][0])}" if len(cases) == 1 else f" (given {len(cases)} parameters)"
+        raise ValueError(f"allreduce {name} raised {reason}{what}") from error
+    return [
+        _sums(name, inputs, tensors, before, [id(s) for s in slot] != [id(t) for t in tensors], devices)
+        for inputs, tensors, before, slot in zip(cases, copies, memory, slots, strict=True)
+    ]
 
+
+def _sums(
+    name: str,
+    inputs: list[Tensor],
+    tensors: list[Tensor],
+    memory: list[int],
+    rebound: bool,
+    devices: Sequence[torch.device],
+) -> list[Tensor]:
+    """`tensors` on the CPU, once each is known to be the sum of `inputs`, in the memory it had."""
+    x, k = inputs[0], len(inputs)
+    where = _where(inputs)
     total = torch.stack(inputs).double().sum(0)
     rounding = 2 * k * torch.finfo(x.dtype).eps * torch.stack(inputs).double().abs().sum(0)
     results = []
@@ -71,7 +104,6 @@ def _call(allreduce: Allreduce, name: str, inputs: list[Tensor], devices: Sequen
         result = tensor.detach().cpu()
         wrong = ~((result.double() - total).abs() <= rounding)  # nan is wrong too
         if wrong.any():
-            rebound = [id(s) for s in slots] != [id(t) for t in tensors]
             hint = "" if rebound else _hint(x)
             if not hint and (rebound or torch.equal(result, inputs[i])):
                 hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind the list's slots"
@@ -81,6 +113,11 @@ def _call(allreduce: Allreduce, name: str, inputs: list[Tensor], devices: Sequen
             )
         results.append(result)
     return results
+
+
+def _where(inputs: list[Tensor]) -> str:
+    x = inputs[0]
+    return f" (tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype})"
 
 
 def _hint(x: Tensor) -> str:

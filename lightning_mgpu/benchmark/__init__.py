@@ -9,7 +9,7 @@
 | `parts.py`      | where the time of a step goes                                            |
 | `summary.py`    | medians, ratios, efficiency                                              |
 | `report.py`     | the table and the pictures; `compare.py` holds two reports side by side  |
-| `exchange.py`   | the allreduce functions alone                                            |
+| `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL    |
 | `timing.py`     | the book's `Timer` and `Benchmark`                                       |
 | `data_path.py`, `fit_overhead.py` | two ratios by themselves                               |
 """

@@ -30,7 +30,27 @@ def to_markdown(report: Report) -> str:
         own = [result for result in report["results"] if result["configuration"]["model"] == model]
         lines += ["", f"**{model}**", "", *_table(own)]
         lines += [f"Not measured: {result['error']}." for result in own if result["error"]]
+    for model, rows in report.get("gradients", {}).items():
+        lines += ["", f"**The allreduce alone, gradients of {model}**", "", *_exchange_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _exchange_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Milliseconds of an allreduce of all gradients, and how many times as fast as the textbook's that is."""
+    measured = {(row["algorithm"], row["k"]): row["seconds"] for row in rows if "seconds" in row}
+    ks = sorted({k for _, k in measured})
+    head = ["", *(f"k = {k}, ms | / textbook | / limit" for k in ks)]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: | ---: | ---: |" * len(ks)]
+    for name in dict.fromkeys(name for name, _ in measured):
+        cells = [name]
+        for k in ks:
+            own = measured.get((name, k))
+            cells.append(f"{own * 1e3:.3f}" if own else "")
+            for other in ("textbook", "read-modify-write"):
+                reference = measured.get((other, k))
+                cells.append(f"{reference / own:.2f}" if own and reference else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _table(results: list[dict[str, Any]]) -> list[str]:

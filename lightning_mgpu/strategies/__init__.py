@@ -22,7 +22,15 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.allreduce import ring_allreduce, sharded_allreduce, textbook_allreduce, tree_allreduce
+from lightning_mgpu.allreduce import (
+    blocked_allreduce,
+    compiled_allreduce,
+    foreach_allreduce,
+    ring_allreduce,
+    sharded_allreduce,
+    textbook_allreduce,
+    tree_allreduce,
+)
 from lightning_mgpu.strategies.dp import DataParallelStrategy
 from lightning_mgpu.strategies.manual_allreduce import ManualAllreduceStrategy
 
@@ -40,6 +48,9 @@ for _name, _allreduce in {
     "manual_allreduce_tree": tree_allreduce,
     "manual_allreduce_sharded": sharded_allreduce,
     "manual_allreduce_ring": ring_allreduce,
+    "manual_allreduce_blocked": blocked_allreduce,
+    "manual_allreduce_foreach": foreach_allreduce,
+    "manual_allreduce_compiled": compiled_allreduce,
 }.items():
     StrategyRegistry.register(
         _name,

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_mgpu.allreduce import allreduce_many
+
 
 def reduce_in_buckets(
     allreduce: Callable[[list[Tensor]], None], gradients: Sequence[list[Tensor]], bucket_bytes: int
@@ -14,11 +16,10 @@ def reduce_in_buckets(
     Args:
         allreduce: Leaves the sum of k tensors, one a device, in each of them.
         gradients: For every parameter its k gradients, one a device.
-        bucket_bytes: Size of a bucket; 0 calls `allreduce` once a parameter.
+        bucket_bytes: Size of a bucket; 0 calls `allreduce` once a parameter, or its `many` once for all.
     """
     if bucket_bytes == 0:
-        for tensors in gradients:
-            allreduce(list(tensors))
+        allreduce_many(allreduce, [list(tensors) for tensors in gradients])
         return
     bucket: list[list[Tensor]] = []
     size = 0

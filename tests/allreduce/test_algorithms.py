@@ -1,6 +1,7 @@
 """Every algorithm against the sum computed in float64, over shapes, layouts, dtypes and numbers of devices."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,13 +9,26 @@ from torch import Tensor
 
 from lightning_mgpu.allreduce import (
     Allreduce,
+    allreduce_many,
+    blocked_allreduce,
+    compiled,
+    compiled_allreduce,
+    foreach_allreduce,
     ring_allreduce,
     sharded_allreduce,
     textbook_allreduce,
     tree_allreduce,
 )
 
-ALGORITHMS = [textbook_allreduce, tree_allreduce, sharded_allreduce, ring_allreduce]
+ALGORITHMS = [
+    textbook_allreduce,
+    tree_allreduce,
+    sharded_allreduce,
+    ring_allreduce,
+    blocked_allreduce,
+    foreach_allreduce,
+    compiled_allreduce,
+]
 
 # How to lay the given values out in memory; every layout but the contiguous one has other strides or holes.
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
@@ -113,6 +127,82 @@ def test_in_inference_mode(allreduce: Allreduce, layout: str) -> None:
     with torch.inference_mode():
         check(allreduce, from_outside)
         check(allreduce, filled(layout, 3))
+
+
+IN_THE_TEXTBOOKS_ORDER = [blocked_allreduce, foreach_allreduce, compiled_allreduce]
+
+
+@pytest.mark.parametrize("allreduce", IN_THE_TEXTBOOKS_ORDER, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_as_the_textbook_to_the_bit_also_when_large(allreduce: Allreduce, k: int, dtype: torch.dtype) -> None:
+    """Larger than a block, and than what gets a kernel; of no round size."""
+    generator = torch.Generator().manual_seed(k)
+    for lay_out in (lambda x: x, Tensor.t, lambda x: x[:, ::2], lambda x: x.flatten()[::2]):
+        tensors = [lay_out(torch.randn(701, 997, generator=generator).to(dtype)) for _ in range(k)]
+        expected = [t.clone() for t in tensors]
+        textbook_allreduce(expected)
+        allreduce(tensors)
+        for t, e in zip(tensors, expected, strict=True):
+            assert torch.equal(t, e)
+
+
+@pytest.mark.parametrize("allreduce", [foreach_allreduce, compiled_allreduce], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("k", range(1, 5))
+@pytest.mark.parametrize("of_each", [1, 300])
+def test_all_gradients_at_once(allreduce: Allreduce, k: int, of_each: int) -> None:
+    """As the textbook, one by one: a model of contiguous float32, one of everything, and one of very many tensors."""
+    generator = torch.Generator().manual_seed(k)
+
+    def tensor(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    plain = [[tensor(shape) for _ in range(k)] for shape in [(20, 1, 3, 3), (300, 97), (), (0,), (17,)] * of_each]
+    odd = [[tensor((8, 3, 5, 5)).to(memory_format=torch.channels_last) for _ in range(k)]]
+    odd += [[tensor((40, 700)).to(dtype) for _ in range(k)] for dtype in (torch.float64, torch.bfloat16)]
+    for gradients in ([], plain, plain + odd[:1], plain + odd) if of_each == 1 else (plain[:700],):
+        expected = [[t.clone() for t in same] for same in gradients]
+        for same in expected:
+            textbook_allreduce(same)
+        versions = [t._version for same in gradients for t in same]
+        allreduce_many(allreduce, gradients)
+        for same, e in zip(gradients, expected, strict=True):
+            assert all(map(torch.equal, same, e))
+        if k > 1:  # autograd must know that they changed
+            assert all(t._version > v for t, v in zip([t for same in gradients for t in same], versions, strict=True))
+
+
+def test_without_many_it_is_called_once_a_parameter() -> None:
+    calls = []
+    gradients = [[torch.ones(2)] * 2, [torch.ones(3)] * 2]
+    allreduce_many(calls.append, gradients)
+    assert calls == gradients
+
+
+def test_compiles_once_for_all_sizes_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled._kernel.cache_clear()
+    for n in (30_000, 40_001, 99_999):
+        check(compiled_allreduce, [torch.full((n,), i, dtype=torch.float32) for i in range(3)])
+    assert compiled._kernel.cache_info().misses == 1
+
+    def no_compiler(*args: object) -> None:
+        raise RuntimeError("No working C++ compiler\nfound")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", no_compiler)
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*apt install g\+\+.*compiler found$"):
+        compiled_allreduce([torch.ones(50_000, dtype=torch.float64) for _ in range(3)])
+
+
+@pytest.mark.slow
+def test_threads_may_compile_at_the_same_time() -> None:
+    compiled._kernel.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(check, compiled_allreduce, filled_large(k)) for k in (2, 2, 3, 3)]:
+            future.result()
+
+
+def filled_large(k: int) -> list[Tensor]:
+    return [torch.full((50_000,), float(i)) for i in range(k)]
 
 
 @pytest.mark.gpu

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from lightning_mgpu.allreduce import (
     Allreduce,
+    blocked_allreduce,
     check_allreduce,
+    compiled_allreduce,
+    foreach_allreduce,
     ring_allreduce,
     sharded_allreduce,
     textbook_allreduce,
     tree_allreduce,
+    with_many,
 )
 
 CPU = torch.device("cpu")
@@ -131,7 +135,17 @@ REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
 
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.parametrize(
-    "allreduce", [textbook_allreduce, tree_allreduce, sharded_allreduce, ring_allreduce], ids=lambda f: f.__name__
+    "allreduce",
+    [
+        textbook_allreduce,
+        tree_allreduce,
+        sharded_allreduce,
+        ring_allreduce,
+        blocked_allreduce,
+        foreach_allreduce,
+        compiled_allreduce,
+    ],
+    ids=lambda f: f.__name__,
 )
 def test_accepts_ours(allreduce: Allreduce, k: int) -> None:
     check_allreduce(allreduce, [CPU] * k)
@@ -173,6 +187,45 @@ def test_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     check_allreduce(ring_allreduce, [CPU, CPU])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def forgets_the_last_parameter(gradients: list[list[Tensor]]) -> None:
+    foreach_allreduce.many(gradients[:-1])  # type: ignore[attr-defined]
+
+
+def takes_the_first_dtype_for_all(gradients: list[list[Tensor]]) -> None:
+    for tensors in gradients:
+        total = torch.stack(tensors).to(gradients[0][0].dtype).sum(0)
+        for t in tensors:
+            t.copy_(total)
+
+
+def needs_a_parameter(gradients: list[list[Tensor]]) -> None:
+    assert gradients[0]
+    foreach_allreduce.many(gradients)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("many", "parts"),
+    [
+        (forgets_the_last_parameter, ["left device 0 (cpu)", "strides (1, 3)", "torch.float64"]),
+        (takes_the_first_dtype_for_all, ["left device 0 (cpu)", "torch.float64"]),
+        (needs_a_parameter, ["raised IndexError", "given 0 parameters"]),
+    ],
+)
+def test_refuses_a_wrong_many_beside_a_right_allreduce(
+    many: Callable[[list[list[Tensor]]], None], parts: list[str]
+) -> None:
+    @with_many(many)
+    def right(data: list[Tensor]) -> None:
+        textbook_allreduce(data)
+
+    with pytest.raises(ValueError, match=r"right\.many ") as caught:
+        check_allreduce(right, [CPU] * 3)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mgpu.allreduce import (
     Allreduce,
+    blocked_allreduce,
     ring_allreduce,
     sharded_allreduce,
     textbook_allreduce,
@@ -51,6 +52,7 @@ def bandwidth_optimal(k: int, n: int) -> Cost:
 
 FORMULAS: dict[Allreduce, Callable[[int, int], Cost]] = {
     textbook_allreduce: textbook,
+    blocked_allreduce: textbook,
     tree_allreduce: tree,
     sharded_allreduce: bandwidth_optimal,
     ring_allreduce: bandwidth_optimal,

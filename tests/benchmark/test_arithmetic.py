@@ -192,6 +192,19 @@ def test_table() -> None:
     assert row == "| dp (2 devices) | 256 | 3,413 | 75.0 (50.0 to 100.0) |  | 4.00 | 2.00 | 2.00 | 1 | 2 |"
 
 
+def test_table_of_the_allreduce_alone() -> None:
+    rows = [
+        *({"algorithm": "textbook", "k": k, "bytes": 8, "seconds": 0.004} for k in (2, 4)),
+        {"algorithm": "ring", "k": 2, "bytes": 8, "seconds": 0.002},
+        {"algorithm": "read-modify-write", "k": 2, "bytes": 8, "seconds": 0.001},
+        {"algorithm": "gloo", "k": 2, "bytes": 8, "skipped": "no memory"},
+    ]
+    lines = to_markdown({**report(), "gradients": {"LeNet": rows}}).splitlines()
+    assert lines[5] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert "| ring | 2.000 | 2.00 | 0.50 |  |  |  |" in lines
+    assert not any("gloo" in line for line in lines)
+
+
 def test_pictures(tmp_path: Path) -> None:
     one = [result("loop", [0.2], 1), result("auto", [0.2], 1)]
     paths = plot(report(*one, result("dp", [0.1])), tmp_path)

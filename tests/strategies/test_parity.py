@@ -53,7 +53,7 @@ def test_one_replica_is_one_device(Regression, train, engine):
 
 
 @ALLREDUCE
-@pytest.mark.parametrize("algorithm", ["tree", "sharded", "ring"])
+@pytest.mark.parametrize("algorithm", ["tree", "sharded", "ring", "blocked", "foreach", "compiled"])
 def test_algorithms(Regression, assert_parity, algorithm):
     assert_parity(Regression, strategy=lambda: f"manual_allreduce_{algorithm}")
 

@@ -1,0 +1,33 @@
+"""The textbook's allreduce in cache-sized blocks: what was just summed is copied back before it leaves the cache."""
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.allreduce.flat import flattened
+from lightning_mgpu.allreduce.textbook import textbook_allreduce
+
+BLOCK_BYTES = 512 * 1024  # smaller ones spend their time in Python, larger ones leave a core's cache
+
+
+@torch.no_grad()
+def blocked_allreduce(tensors: list[Tensor]) -> None:
+    """Sum and copy back one block after the other, in place; to the bit what `textbook_allreduce` gives.
+
+    The textbook passes over whole tensors: k-1 times to add, k-1 times to copy, and device 0's sum, too large for the
+    cache, travels to memory and back each time. Here it stays in the cache: every tensor is read from memory once and
+    written once.
+
+    That pays where a large tensor does not fit into the last cache. Where it does (two cores of a shared Intel Xeon)
+    the calls for each block cost what the cache saves: 0.88 to 0.99 times as fast as the textbook for k = 2, 4, 8.
+
+        python -m lightning_mgpu.benchmark.exchange --models ResNet18 --sizes
+
+    The messages are the textbook's, each cut into blocks; that only pays where all "devices" share one memory, so where
+    a tensor is not on the CPU, the whole tensor is one block.
+    """
+    if tensors[0].nbytes <= BLOCK_BYTES or any(t.device.type != "cpu" for t in tensors):
+        textbook_allreduce(tensors)
+        return
+    with flattened(tensors) as flat:
+        for block in zip(*(f.split(BLOCK_BYTES // f.element_size()) for f in flat)):  # k views of one block
+            textbook_allreduce(list(block))

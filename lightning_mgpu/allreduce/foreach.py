@@ -1,0 +1,31 @@
+"""The textbook's allreduce over all gradients of a model at once: 2(k-1) calls for a model, not for a parameter."""
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.allreduce.many import with_many
+
+
+@torch.no_grad()
+def foreach_many(gradients: list[list[Tensor]]) -> None:
+    """For every parameter its k gradients: sum on device 0, then copy the sums back to the other devices, in place.
+
+    The additions are the textbook's, in its order. What is saved are Python's calls, a microsecond or two each, and on
+    a GPU the launches; that is most of the time for a LeNet, and nothing for a large model, whose sums, all made before
+    the first is copied back, have left the cache by then.
+
+    `torch._foreach_add_` is what torch.optim uses for the same reason (`foreach=True`).
+    """
+    if not gradients:
+        return  # torch wants at least one
+    totals, *others = map(list, zip(*gradients))  # k lists, one a device, of a tensor a parameter
+    for other in others:
+        torch._foreach_add_(totals, [o.to(t.device) for o, t in zip(other, totals)])
+    for other in others:
+        torch._foreach_copy_(other, totals)
+
+
+@with_many(foreach_many)
+def foreach_allreduce(tensors: list[Tensor]) -> None:
+    """`foreach_many` of one parameter's k tensors: the textbook's allreduce, and no faster."""
+    foreach_many([tensors])

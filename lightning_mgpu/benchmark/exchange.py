@@ -1,0 +1,291 @@
+"""The allreduce functions alone: bandwidth against size, beside memory's own limit and torch.distributed.
+
+    python -m lightning_mgpu.benchmark.exchange --quick
+    python -m lightning_mgpu.benchmark.exchange --ks 2 4 8 --json exchange.json --picture exchange.png
+
+Every algorithm takes its turn in each repetition, so that a drifting machine favours none. Two rows are no allreduce
+but what memory can do with the same bytes: `copy` reads all k tensors and writes them elsewhere, `read-modify-write`
+is `t.add_` on each. Bandwidths are those of nccl-tests: bytes / seconds, and, for comparing different k, 2(k-1)/k times
+that.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from lightning_mgpu import allreduce
+from lightning_mgpu.allreduce import Allreduce, allreduce_many
+from lightning_mgpu.benchmark.exchange_processes import measure_processes
+from lightning_mgpu.benchmark.timing import synchronize
+
+ALGORITHMS: dict[str, Allreduce] = {
+    name: getattr(allreduce, f"{name}_allreduce")
+    for name in ("textbook", "tree", "sharded", "ring", "blocked", "foreach", "compiled")
+}
+SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20, 400 * 10**6]  # bytes a device
+QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
+CPU = (torch.device("cpu"),)
+
+Progress = Callable[[str], None]
+
+
+def measure_exchange(
+    algorithms: Mapping[str, Allreduce],
+    sizes: Sequence[int],
+    ks: Sequence[int],
+    seconds: float,
+    *,
+    devices: Sequence[torch.device] = CPU,
+    progress: Progress = lambda what: None,
+    clock: Callable[[], float] = time.perf_counter,
+    free_bytes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Measure every algorithm on k float32 tensors of each size.
+
+    Args:
+        sizes: Bytes of one of the k tensors.
+        seconds: For each algorithm, k and size; at least three repetitions are made.
+        devices: Replica i is on `devices[i % len(devices)]`.
+        progress: Told what comes next.
+        free_bytes: Sizes whose tensors, and their copies, need more than half of it are skipped; left out, the memory
+            that is free.
+
+    Returns:
+        For each algorithm, k and size `result`'s row; for what was skipped a row that says why under `skipped`.
+    """
+    rows = []
+    for k in ks:
+        for num_bytes in sizes:
+            shapes = [torch.Size([num_bytes // 4])]
+            calls = {name: (lambda g, f=f: f(list(g[0]))) for name, f in algorithms.items()}
+            rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
+    return rows
+
+
+def measure_gradients(
+    algorithms: Mapping[str, Allreduce],
+    shapes: Sequence[torch.Size],
+    ks: Sequence[int],
+    seconds: float,
+    *,
+    devices: Sequence[torch.device] = CPU,
+    progress: Progress = lambda what: None,
+    clock: Callable[[], float] = time.perf_counter,
+    free_bytes: int | None = None,
+) -> list[dict[str, Any]]:
+    """As `measure_exchange`, on gradients of these shapes (see `model_gradients`), exchanged as a strategy does it."""
+    calls = {name: (lambda g, f=f: allreduce_many(f, [list(same) for same in g])) for name, f in algorithms.items()}
+    rows = []
+    for k in ks:
+        rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
+    return rows
+
+
+def model_gradients(model: nn.Module) -> list[torch.Size]:
+    """The shapes of the model's gradients."""
+    return [p.shape for p in model.parameters() if p.requires_grad]
+
+
+def result(name: str, k: int, num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
+    """A row: the median of `times` with its spread in seconds, and what it makes in bytes/s."""
+    median = statistics.median(times)
+    return {
+        "algorithm": name,
+        "k": k,
+        "bytes": num_bytes,
+        "seconds": median,
+        "min": min(times),
+        "max": max(times),
+        "runs": len(times),
+        "algorithm_bandwidth": num_bytes / median,
+        "bus_bandwidth": 2 * (k - 1) / k * num_bytes / median,
+    }
+
+
+def _measure(
+    calls: Mapping[str, Callable[[list[list[Tensor]]], None]],
+    shapes: Sequence[torch.Size],
+    k: int,
+    seconds: float,
+    devices: Sequence[torch.device],
+    progress: Progress,
+    clock: Callable[[], float],
+    free_bytes: int | None,
+) -> list[dict[str, Any]]:
+    """Rows of all `calls`, which take for every shape k tensors, and of the two limits."""
+    where = list(islice(cycle(devices), k))
+    num_bytes = sum(4 * shape.numel() for shape in shapes)
+    free, needed = free_memory(where) if free_bytes is None else free_bytes, 2 * k * num_bytes
+    if needed > free / 2:
+        why = f"needs {needed / 2**20:.0f} MiB, more than half of the {free / 2**20:.0f} MiB that are free"
+        progress(f"k = {k}, {size_text(num_bytes)}: skipped, {why}")
+        return [{"algorithm": name, "k": k, "bytes": num_bytes, "skipped": why} for name in (*calls, *LIMITS)]
+    progress(f"k = {k}, {size_text(num_bytes)}")
+    gradients = [[torch.empty(shape, device=device).fill_(0.0) for device in where] for shape in shapes]
+    spare = [[torch.empty_like(t).fill_(0.0) for t in same] for same in gradients]
+    all_calls = {name: (lambda call=call: call(gradients)) for name, call in calls.items()}
+    all_calls |= {name: (lambda limit=limit: limit(gradients, spare)) for name, limit in LIMITS.items()}
+    times = interleave(all_calls, seconds, lambda: synchronize(where), clock)
+    return [result(name, k, num_bytes, t) for name, t in times.items()]
+
+
+@torch.no_grad()
+def _copy(gradients: list[list[Tensor]], spare: list[list[Tensor]]) -> None:
+    for same, others in zip(gradients, spare, strict=True):
+        for t, other in zip(same, others, strict=True):
+            other.copy_(t)
+
+
+@torch.no_grad()
+def _read_modify_write(gradients: list[list[Tensor]], spare: list[list[Tensor]]) -> None:
+    for same in gradients:
+        for t in same:
+            t.add_(0.0)  # zeros stay zeros: a sum of sums of sums would end as inf
+
+
+LIMITS = {"copy": _copy, "read-modify-write": _read_modify_write}
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    seconds: float,
+    synchronize: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each of `calls`, in turns after a warm-up, until `seconds` for each are over; at least three each.
+
+    Whoever follows finds the caches as the one before left them, so every repetition starts with another one.
+    """
+    for call in calls.values():
+        call()
+        call()
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    synchronize()
+    end = clock() + seconds * len(names)
+    repeat = 0
+    while repeat < 3 or clock() < end:
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            synchronize()
+            start = clock()
+            calls[name]()
+            synchronize()
+            times[name].append(clock() - start)
+        repeat += 1
+    return times
+
+
+def free_memory(devices: Sequence[torch.device]) -> float:
+    """Bytes free where the tensors go: on the fullest kind of `devices`; infinite where the system does not say."""
+    free = [float(torch.cuda.mem_get_info(d)[0]) for d in devices if d.type == "cuda"]
+    if any(d.type == "cpu" for d in devices):
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            free.append(next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+        except (OSError, StopIteration):  # not Linux
+            free.append(float("inf"))
+    return min(free, default=float("inf"))
+
+
+def size_text(num_bytes: int) -> str:
+    for unit, size in (("MB", 2**20), ("kB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes} B"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as text: an algorithm a line, and how it compares with the textbook and with the read-modify-write."""
+    measured = {(r["algorithm"], r["k"], r["bytes"]): r for r in rows if "seconds" in r}
+    lines = [f"{'':>10}  {'k':>2}  {'algorithm':<18} {'ms':>10} {'min':>10} {'runs':>6} {'GB/s':>7} {'bus GB/s':>8}  "]
+    lines[0] += f"{'x textbook':>10} {'x limit':>8}"
+    for row in rows:
+        name, k, num_bytes = row["algorithm"], row["k"], row["bytes"]
+        line = f"{size_text(num_bytes):>10}  {k:>2}  {name:<18} "
+        if "seconds" not in row:
+            lines.append(line + f"not measured: {row['skipped']}")
+            continue
+        line += f"{row['seconds'] * 1e3:>10.3f} {row['min'] * 1e3:>10.3f} {row['runs']:>6} "
+        line += f"{row['algorithm_bandwidth'] / 1e9:>7.2f} {row['bus_bandwidth'] / 1e9:>8.2f}  "
+        for other, width in (("textbook", 10), ("read-modify-write", 8)):
+            reference = measured.get((other, k, num_bytes))
+            line += f"{reference['seconds'] / row['seconds']:>{width}.2f} " if reference else " " * (width + 1)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def plot_exchange(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Draw bandwidth against size, both logarithmic, a panel for each k, a line for each algorithm."""
+    measured = [row for row in rows if "seconds" in row]
+    ks = sorted({row["k"] for row in measured})
+    figure = Figure(figsize=(4.5 * max(len(ks), 1), 4), layout="constrained")
+    panels = figure.subplots(1, max(len(ks), 1), sharey=True, squeeze=False)[0]
+    for k, panel in zip(ks, panels):
+        for name in dict.fromkeys(row["algorithm"] for row in measured):
+            points = sorted(
+                (r["bytes"], r["algorithm_bandwidth"]) for r in measured if (r["algorithm"], r["k"]) == (name, k)
+            )
+            if points:
+                style = {"linestyle": "--", "color": "grey" if name == "copy" else "black"} if name in LIMITS else {}
+                panel.plot(*zip(*points), marker=".", label=name, **style)
+        panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
+        panel.grid(True, alpha=0.3)
+    panels[0].set_ylabel("bytes / second")
+    if measured:
+        panels[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few sizes, k = 2; ends within 20 seconds on two cores")
+    parser.add_argument("--ks", type=int, nargs="+", help="numbers of devices (2 4 8)")
+    parser.add_argument("--sizes", type=int, nargs="*", help="bytes a device (4 kB to 400 MB)")
+    parser.add_argument("--seconds", type=float, help="for each algorithm, k and size (1)")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--models", nargs="*", choices=["LeNet", "ResNet18"], help="also measure their gradients")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--picture", type=Path, help="write the picture here")
+    args = parser.parse_args(arguments)
+
+    from lightning_mgpu import models  # Lightning: takes seconds to import
+
+    quick = args.quick
+    ks = args.ks or ([2] if quick else [2, 4, 8])
+    sizes = args.sizes if args.sizes is not None else (QUICK_SIZES if quick else SIZES)
+    seconds = args.seconds or (0.03 if quick else 1.0)
+    names = args.models if args.models is not None else ["LeNet", "ResNet18"]
+    algorithms = {name: ALGORITHMS[name] for name in args.algorithms}
+
+    def progress(what: str) -> None:
+        print(f"measuring {what}", flush=True)
+
+    rows = measure_exchange(algorithms, sizes, ks, seconds, progress=progress)
+    rows += measure_processes(sizes, ks, seconds, timeout=10 if quick else 300, progress=progress)
+    print(f"\n{torch.get_num_threads()} threads on {os.cpu_count()} cores, torch {torch.__version__}\n")
+    print(table(sorted(rows, key=lambda row: (row["k"], row["bytes"]))), flush=True)
+    gradients = {}
+    for name in names:
+        shapes = model_gradients(getattr(models, name)())
+        print(f"\nGradients of {name}, {len(shapes)} tensors")
+        gradients[name] = measure_gradients(algorithms, shapes, ks, seconds, progress=progress)
+        print(table(gradients[name]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"exchange": rows, "gradients": gradients}, indent=1))
+    if args.picture:
+        plot_exchange(rows, args.picture)
+
+
+if __name__ == "__main__":
+    main()
