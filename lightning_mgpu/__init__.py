@@ -4,9 +4,12 @@ Read in this order:
 
 1. `models/`      the book's LeNet and ResNet-18 as LightningModules; they know nothing of devices
 2. `data/`        Fashion-MNIST in global batches: the same ones under every strategy
-3. `callbacks/`   run header, epoch times, learning curve, predictions
-4. `tracking/`    Weights & Biases, offline unless somebody is logged in
-5. `cli.py`       the LightningCLI that puts them together
+3. `allreduce/`   ways to sum tensors over devices, the book's first
+4. `strategies/`  the textbook's engine and `dp`, for Lightning's Trainer
+5. `callbacks/`   run header, epoch times, learning curve, predictions
+6. `tracking/`    Weights & Biases, offline unless somebody is logged in
+7. `cli.py`       the LightningCLI that puts them together
+8. `testing/`     what strategies promise, `benchmark/` how fast they are
 """
 
 __version__ = "0.1.0"
