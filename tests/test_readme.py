@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_mgpu.benchmark.cli import parser as benchmark_parser
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("python -m lightning_mgpu ")]
@@ -25,6 +27,10 @@ def test_command_is_taken(
     for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    if line.startswith("python -m lightning_mgpu benchmark"):  # nothing to print: taken is what parses
+        args = shlex.split(line)[4:]
+        assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
+        return
     args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
     if "--help" not in args:
         args.append("--print_config")
