@@ -31,6 +31,10 @@ class Summary:
     threads: int
     repeats: int
 
+    @property
+    def key(self) -> str:
+        return "{model}/{engine}/{devices}/{batch_size}".format(**self.configuration)
+
 
 def summarise(result: dict[str, Any]) -> Summary | None:
     """Summarise a configuration's measurements; `None` if there is none."""
