@@ -121,6 +121,7 @@ def _plan(args: argparse.Namespace) -> list[Configuration]:
     Raises:
         UsageError: If a strategy or model does not exist, or a number is out of range.
     """
+    args.strategies = [name for name in args.strategies if name != "auto"]  # one device is always measured
     unknown = [name for name in args.strategies if name not in StrategyRegistry]
     if unknown:
         known = ", ".join(sorted(StrategyRegistry.available_strategies()))
@@ -157,7 +158,7 @@ def _measure(args: argparse.Namespace, plan: list[Configuration], report: dict[s
 
     seconds = expected_seconds(plan, args.repeats, num_steps, times) + (_exchange_seconds(args) if args.exchange else 0)
     print(
-        f"{len(plan)} configurations, {args.repeats} repeats: about {seconds / 60:.0f} min {seconds % 60:.0f} s; "
+        f"{len(plan)} configurations, {args.repeats} repeats: about {int(seconds) // 60} min {int(seconds) % 60} s; "
         f"Ctrl-C keeps what is done; results go to {run_dir}",
         flush=True,
     )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
-from lightning_mgpu.benchmark.timing import synchronize
+from lightning_mgpu.callbacks.epoch_timer import synchronize
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")

@@ -12,16 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-
-def synchronize(devices: Sequence[torch.device] | None = None) -> None:
-    """Wait for all work queued on every CUDA device of the list; left out, on all there are."""
-    if devices is None:
-        devices = (
-            [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-        )
-    for device in set(devices):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+from lightning_mgpu.callbacks.epoch_timer import synchronize
 
 
 class Timer:

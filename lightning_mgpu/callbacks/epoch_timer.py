@@ -1,6 +1,7 @@
 """Seconds of training an epoch, as the book's `Timer` takes them: devices synchronised, evaluation left out."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,8 +69,10 @@ def devices(trainer: Trainer) -> list[torch.device]:
     return list(own) * trainer.num_nodes
 
 
-def synchronize(devices: list[torch.device]) -> None:
-    """Wait for all work queued on every CUDA device of the list."""
+def synchronize(devices: Sequence[torch.device] | None = None) -> None:
+    """Wait for all work queued on every CUDA device of the list; left out, on all there are."""
+    if devices is None:
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -20,7 +20,7 @@ SMALL = (
 
 @pytest.mark.slow
 def test_report(command: Any, tmp_path: Path) -> None:
-    strategies = ("--strategies", "ddp", "dp", "manual_allreduce")
+    strategies = ("--strategies", "auto", "ddp", "dp", "manual_allreduce")
     code, out, err = command("benchmark", *SMALL, *strategies, "--repeats=1", timeout=280)
     assert code == 0, err
     assert "6 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
