@@ -30,4 +30,8 @@ def blocked_allreduce(tensors: list[Tensor]) -> None:
         return
     with flattened(tensors) as flat:
         for block in zip(*(f.split(BLOCK_BYTES // f.element_size()) for f in flat)):  # k views of one block
-            textbook_allreduce(list(block))
+            total, *others = block
+            for other in others:
+                total.add_(other)
+            if others:
+                torch._foreach_copy_(others, [total] * len(others))  # k-1 copies in one call

@@ -13,7 +13,7 @@ from lightning_mgpu.allreduce.foreach import foreach_many
 from lightning_mgpu.allreduce.many import with_many
 
 DTYPES = (torch.float32, torch.float64)  # Inductor adds half precision in float32: more exact, but other bits
-MIN_BYTES = 64 * 1024  # a smaller tensor is not worth a call of its own
+MIN_BYTES = 4 * 2**20  # of the k tensors together: for less, a call of its own takes longer than it saves
 MAX_TENSORS = 640  # in one kernel: more take too long to compile (a ResNet-18 on 8 devices has 608)
 
 Kernel = Callable[[list[Tensor]], object]  # takes its list over and empties it
@@ -32,9 +32,9 @@ def compiled_many(gradients: list[list[Tensor]]) -> None:
         sizes = tuple([same[0].shape for same in gradients])
         _run(_kernel(len(gradients[0]), sizes, tensors[0].dtype, torch.get_num_threads()), tensors)
         return
-    foreach_many([same for same in gradients if same[0].nbytes < MIN_BYTES])
+    foreach_many([same for same in gradients if _is_small(same)])
     for same in gradients:
-        if same[0].nbytes >= MIN_BYTES:
+        if not _is_small(same):
             compiled_allreduce(same)
 
 
@@ -53,7 +53,7 @@ def compiled_allreduce(tensors: list[Tensor]) -> None:
     Raises:
         RuntimeError: If the kernel cannot be compiled, as without a C++ compiler, with what to install.
     """
-    if len(tensors) == 1 or tensors[0].nbytes < MIN_BYTES:
+    if len(tensors) == 1 or _is_small(tensors):
         blocked_allreduce(tensors)
         return
     with flattened(tensors) as flat:
@@ -61,6 +61,10 @@ def compiled_allreduce(tensors: list[Tensor]) -> None:
             _run(_kernel(len(flat), None, flat[0].dtype, torch.get_num_threads()), flat)
         else:
             blocked_allreduce(flat)
+
+
+def _is_small(tensors: list[Tensor]) -> bool:
+    return len(tensors) * tensors[0].nbytes < MIN_BYTES
 
 
 def _fit(tensors: list[Tensor]) -> bool:

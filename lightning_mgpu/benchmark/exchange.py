@@ -83,10 +83,17 @@ def measure_gradients(
     clock: Callable[[], float] = time.perf_counter,
     free_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """As `measure_exchange`, on gradients of these shapes (see `model_gradients`), exchanged as a strategy does it."""
+    """As `measure_exchange`, on gradients of these shapes (see `model_gradients`), exchanged as a strategy does it.
+
+    `NAME, flat` is with `gradient_as_bucket_view=True`: the same bytes in one tensor a device.
+    """
     calls = {name: (lambda g, f=f: allreduce_many(f, [list(same) for same in g])) for name, f in algorithms.items()}
     rows = []
     for k in ks:
+        flat = [torch.zeros(sum(s.numel() for s in shapes), device=d) for d in islice(cycle(devices), k)]
+        calls |= {
+            f"{n}, flat": (lambda g, f=f, flat=flat: allreduce_many(f, [list(flat)])) for n, f in algorithms.items()
+        }
         rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
     return rows
 

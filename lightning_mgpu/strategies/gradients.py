@@ -7,6 +7,7 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
+from lightning_mgpu.strategies.flat_gradients import FlatGradients
 from lightning_mgpu.strategies.gradient_hooks import has_gradient_hooks
 
 
@@ -15,6 +16,7 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, ...]]) -> None:
         self.parameters = parameters
+        self.flat: FlatGradients | None = None  # buffers to collect them in
         self.are_reduced = True  # else parts of a sum
         self._reduced: list[tuple[Tensor | None, int]] = []  # the original's gradients then, and their versions
 
@@ -23,16 +25,19 @@ class Gradients:
         if self.are_reduced or all(original.grad is None for original, *_ in self.parameters):
             self.drop_copies()
         self.are_reduced = False
+        if self.flat is not None:
+            self.flat.attach()
 
     @torch.no_grad()
     def reduce(self, add_up: Callable[[list[list[Tensor]]], None]) -> list[list[Tensor]]:
         """Leave the sum of the gradients where `add_up` does, which is given, for every parameter, its k gradients.
 
-        Returns what it was given. A parameter no replica used keeps no gradient; where some did not, theirs counts as
-        zero. Sparse gradients are added up by torch, and left in every replica.
+        Returns what it was given: slices of the flat buffers, where there are any. A parameter no replica used keeps no
+        gradient; where some did not, theirs counts as zero. Sparse gradients are added up by torch, and left in every
+        replica.
         """
-        dense: list[list[Tensor]] = []
-        for parameters in self.parameters:
+        dense: list[list[Tensor]] = list(self.flat.buckets) if self.flat is not None else []
+        for parameters in self.parameters if self.flat is None else self.flat.collect():
             parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if any(part.is_sparse for part in parts):
                 parts = [part.to(parameters[0].device) for part in parts]

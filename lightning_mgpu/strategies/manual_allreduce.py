@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.strategies.buckets import reduce_in_buckets
+from lightning_mgpu.strategies.flat_gradients import FlatGradients
 from lightning_mgpu.strategies.gradients import check_equal
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
@@ -34,6 +35,8 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         allreduce: Leaves the sum of k tensors, one a device, in each of them (see `lightning_mgpu.allreduce`). A
             function of your own goes here, on the command line by its dotted path; it is tried on small tensors first.
         bucket_mb: Pack gradients into flat buckets of this many MB; 0 calls `allreduce` once a parameter, as the book.
+        gradient_as_bucket_view: As in `DistributedDataParallel`: a device's gradients are views of one flat tensor,
+            which `allreduce` gets whole, or in slices of `bucket_mb`; nothing is copied.
         parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
             `Trainer(accelerator, devices)`.
         split: Relative shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the
@@ -51,6 +54,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
         bucket_mb: float = 0.0,
+        gradient_as_bucket_view: bool = False,
         parallel_devices: list[str] | None = None,
         split: list[float] | Literal["auto"] | None = None,
         **kwargs: Any,
@@ -60,6 +64,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         super().__init__(parallel_devices, split, **kwargs)
         self.allreduce = allreduce
         self.bucket_bytes = int(bucket_mb * 2**20)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self._is_checked = False  # that this model's gradients are summed right
 
     @override
@@ -69,11 +74,18 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         super().setup(trainer)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.gradient_as_bucket_view and len(self.devices) > 1:
+            self.gradients.flat = FlatGradients(self._replicas.parameters, self.bucket_bytes)
+
+    @override
     def reduce_gradients(self) -> None:
         """Leave the sum of the replicas' gradients in every one of them, by `allreduce`."""
         if len(self.devices) == 1:
             return
-        gradients = self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=self.bucket_bytes))
+        to_pack = 0 if self.gradient_as_bucket_view else self.bucket_bytes
+        gradients = self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=to_pack))
         if not self._is_checked:
             check_equal(gradients, getattr(self.allreduce, "__qualname__", repr(self.allreduce)))
             self._is_checked = True

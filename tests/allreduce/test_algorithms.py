@@ -160,7 +160,8 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int, of_each: int) -> No
     plain = [[tensor(shape) for _ in range(k)] for shape in [(20, 1, 3, 3), (300, 97), (), (0,), (17,)] * of_each]
     odd = [[tensor((8, 3, 5, 5)).to(memory_format=torch.channels_last) for _ in range(k)]]
     odd += [[tensor((40, 700)).to(dtype) for _ in range(k)] for dtype in (torch.float64, torch.bfloat16)]
-    for gradients in ([], plain, plain + odd[:1], plain + odd) if of_each == 1 else (plain[:700],):
+    large = [[tensor((1100, 1000)) for _ in range(k)]]  # gets a kernel of its own
+    for gradients in ([], plain, plain + odd[:1], plain + odd) if of_each == 1 else (plain[:700] + large,):
         expected = [[t.clone() for t in same] for same in gradients]
         for same in expected:
             textbook_allreduce(same)
@@ -181,7 +182,7 @@ def test_without_many_it_is_called_once_a_parameter() -> None:
 
 def test_compiles_once_for_all_sizes_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled._kernel.cache_clear()
-    for n in (30_000, 40_001, 99_999):
+    for n in (400_000, 400_001, 999_999):
         check(compiled_allreduce, [torch.full((n,), i, dtype=torch.float32) for i in range(3)])
     assert compiled._kernel.cache_info().misses == 1
 
@@ -190,7 +191,7 @@ def test_compiles_once_for_all_sizes_and_says_what_is_missing(monkeypatch: pytes
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", no_compiler)
     with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*apt install g\+\+.*compiler found$"):
-        compiled_allreduce([torch.ones(50_000, dtype=torch.float64) for _ in range(3)])
+        compiled_allreduce([torch.ones(200_000, dtype=torch.float64) for _ in range(3)])
 
 
 @pytest.mark.slow
@@ -202,7 +203,7 @@ def test_threads_may_compile_at_the_same_time() -> None:
 
 
 def filled_large(k: int) -> list[Tensor]:
-    return [torch.full((50_000,), float(i)) for i in range(k)]
+    return [torch.full((600_000,), float(i)) for i in range(k)]
 
 
 @pytest.mark.gpu
