@@ -20,6 +20,7 @@ class Configuration:
         model: `LeNet`, `ResNet18`, or the dotted path of a LightningModule.
         devices: How many.
         batch_size: Of the *global* batch.
+        lr_factor: The model's learning rate is multiplied by it: k for a k times larger batch, as in the book.
     """
 
     engine: str
@@ -27,6 +28,7 @@ class Configuration:
     devices: int = 2
     batch_size: int = 256
     accelerator: str = "cpu"
+    lr_factor: int = 1
 
     @property
     def key(self) -> str:
@@ -42,20 +44,21 @@ def configurations(
     """Every strategy, model and device count, and the references they are compared with.
 
     Args:
-        scaling: `strong` keeps the global batch, `weak` multiplies it by the number of devices, as the book does.
+        scaling: `strong` keeps the global batch; `weak` multiplies it, and the learning rate, by the number of devices,
+            as the book does.
     """
     plan: list[Configuration] = []
+    factors = {k: k if scaling == "weak" else 1 for k in devices}
     for model in models:
-        batches = dict.fromkeys(batch_size * (k if scaling == "weak" else 1) for k in devices)
         plan += [
-            Configuration(engine, model, 1, B, accelerator)
-            for B in {batch_size: None, **batches}
+            Configuration(engine, model, 1, batch_size * factor, accelerator, factor)
+            for factor in dict.fromkeys([1, *factors.values()])
             for engine in ("loop", "auto")
         ]
-        for k in devices:
+        for k, factor in factors.items():
             if k > 1:
-                B = batch_size * (k if scaling == "weak" else 1)
-                plan += [Configuration(engine, model, k, B, accelerator) for engine in ("book", *strategies)]
+                B = batch_size * factor
+                plan += [Configuration(engine, model, k, B, accelerator, factor) for engine in ("book", *strategies)]
     return list(dict.fromkeys(plan))
 
 

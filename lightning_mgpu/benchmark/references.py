@@ -10,11 +10,13 @@ from torch.nn import functional as F
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts
 
+LR = 0.01
+
 Step = Callable[[Any], None]
 """A training step, given a batch (X, y)."""
 
 
-def loop_step(model: nn.Module, device: torch.device, parts: Parts, lr: float = 0.01) -> Step:
+def loop_step(model: nn.Module, device: torch.device, parts: Parts, lr: float = LR) -> Step:
     """One device: a plain PyTorch step."""
     model.to(device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr)
@@ -33,7 +35,7 @@ def loop_step(model: nn.Module, device: torch.device, parts: Parts, lr: float = 
     return step
 
 
-def book_step(replicas: list[nn.Module], parts: Parts, lr: float = 0.01) -> Step:
+def book_step(replicas: list[nn.Module], parts: Parts, lr: float = LR) -> Step:
     """Several devices, as in d2l.ai, 'Training on Multiple GPUs': its `train_batch`, with `allreduce` and `sgd`.
 
     The defects of its older editions are not repeated: every replica has storage of its own, and gets the sum.

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_mgpu import models
 from lightning_mgpu.benchmark.parts import Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration
-from lightning_mgpu.benchmark.references import book_step, loop_step, run_steps
+from lightning_mgpu.benchmark.references import LR, book_step, loop_step, run_steps
 from lightning_mgpu.benchmark.timing import Timer
 from lightning_mgpu.console import quieten
 from lightning_mgpu.data import FashionMNIST
@@ -30,9 +30,9 @@ RESULT = "result: "
 class Stretches(Callback):
     """After `warm_up` steps, `num_steps` against the clock, and as many with a clock at every part."""
 
-    def __init__(self, warm_up: int, num_steps: int, profiler: PartsProfiler) -> None:
+    def __init__(self, warm_up: int, num_steps: int, profiler: PartsProfiler, lr_factor: int = 1) -> None:
         self.ends = [warm_up, warm_up + num_steps, warm_up + 2 * num_steps]
-        self.profiler = profiler
+        self.profiler, self.lr_factor = profiler, lr_factor
         self.seconds: list[float] = []
         self.parts: Parts | None = None
         self.timer = Timer([])
@@ -40,6 +40,9 @@ class Stretches(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
         self.devices = devices
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= self.lr_factor
         if isinstance(trainer.strategy, TrainBatchStrategy):
             reduce_gradients = trainer.strategy.reduce_gradients
 
@@ -76,7 +79,7 @@ def measure(
     if configuration.engine in ("loop", "book"):
         return _by_hand(configuration, model, data, warm_up, num_steps)
     profiler = PartsProfiler()
-    stretches = Stretches(warm_up, num_steps, profiler)
+    stretches = Stretches(warm_up, num_steps, profiler, configuration.lr_factor)
     trainer = Trainer(
         accelerator=configuration.accelerator,
         devices=configuration.devices,
@@ -107,10 +110,10 @@ def _by_hand(
     devices = [torch.device(kind, i) if kind == "cuda" else torch.device(kind) for i in range(configuration.devices)]
     parts = Parts(devices)
     if configuration.engine == "loop":
-        step = loop_step(model, devices[0], parts)
+        step = loop_step(model, devices[0], parts, LR * configuration.lr_factor)
     else:
         replicas = [copy.deepcopy(model).to(device).train() for device in devices]  # get_params
-        step = book_step(replicas, parts)
+        step = book_step(replicas, parts, LR * configuration.lr_factor)
     num_batches = len(data.train_dataloader())
     batches = (batch for _ in range(-(-(warm_up + 2 * num_steps) // num_batches)) for batch in data.train_dataloader())
     unwatched = Parts(clock=lambda: 0.0)

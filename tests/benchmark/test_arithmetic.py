@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.benchmark import Benchmark, Timer
+from lightning_mgpu.benchmark import Benchmark, Timer, worker
 from lightning_mgpu.benchmark.compare import compare, load
 from lightning_mgpu.benchmark.parts import PARTS, Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
@@ -144,7 +144,28 @@ def test_plan() -> None:
         *(("book", 4, 64), ("ddp", 4, 64), ("dp", 4, 64)),
     ]
     weak = configurations(["dp"], ["LeNet"], [2], 64, "cpu", "weak")
-    assert {(each.engine, each.batch_size) for each in weak} >= {("loop", 64), ("loop", 128), ("dp", 128)}
+    found = {(each.engine, each.batch_size, each.lr_factor) for each in weak}
+    assert found == {(engine, 64, 1) for engine in ("loop", "auto")} | {
+        (engine, 128, 2) for engine in ("loop", "auto", "book", "dp")
+    }
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_learning_rate_of_weak_scaling(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """The first step of a recipe without momentum moves the weights three times as far."""
+    moved = []
+    for factor in (1, 3):
+        torch.manual_seed(0)
+        model = LeNet()
+        before = model.net[-1].bias.detach().clone()
+        monkeypatch.setattr(worker, "make_model", lambda name, model=model: model)
+        images = {"source": "synthetic"}
+        configuration = Configuration(engine, devices=1, batch_size=8, lr_factor=factor)
+        monkeypatch.setattr(worker, "_measurement", lambda *args: {})
+        worker.measure(configuration, images, warm_up=1, num_steps=0)
+        moved.append(model.net[-1].bias.detach() - before)
+    assert moved[0].abs().max() > 0
+    torch.testing.assert_close(moved[1], 3 * moved[0])
 
 
 def test_every_repeat_begins_with_another() -> None:
