@@ -17,6 +17,7 @@
 | `replay.py`           | and done once afterwards, exact over replicas                                      |
 | `lockstep.py`         | manual optimization                                                                |
 | `per_replica.py`      | the module and optimizers that code finds there, by replica                        |
+| `flat_gradients.py`   | all gradients of a device in one tensor                                            |
 | `buckets.py`, `gradient_hooks.py`, `editing.py`, `sync_batchnorm.py`, `auto_split.py` | one idea each      |
 """
 
