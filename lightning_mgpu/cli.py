@@ -3,6 +3,7 @@
     python -m lightning_mgpu fit --trainer.devices=2
     python -m lightning_mgpu fit --config model/resnet18.yaml --trainer.limit_train_batches=10
     python -m lightning_mgpu test --ckpt_path runs/NAME/checkpoints/last.ckpt
+    python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
     python -m lightning_mgpu benchmark --quick
 
 Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and all of them over
@@ -46,7 +47,7 @@ from lightning_mgpu.callbacks.epoch_timer import devices
 from lightning_mgpu.checks import check_checkpoint, check_devices, check_shares, find_strategy
 from lightning_mgpu.console import quieten
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes, one_line_errors
-from lightning_mgpu.explain import explain, parameters
+from lightning_mgpu.explain import TOOLS, explain, parameters
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
 from lightning_mgpu.run_dir import RunDir
@@ -246,9 +247,14 @@ def main() -> None:
 
             benchmark([argument for argument in sys.argv[2:] if argument != SWITCH])
             return
+        if sys.argv[1:2] == ["sweep"]:
+            from lightning_mgpu.sweep.cli import main as sweep
+
+            sweep([argument for argument in sys.argv[2:] if argument != SWITCH])
+            return
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
-            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of benchmark, {', '.join(SUBCOMMANDS)}")
+            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
         CLI()
 
 

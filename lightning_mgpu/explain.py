@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+TOOLS = ("sweep", "benchmark")  # subcommands beside those of the LightningCLI
 # what the last part of a key takes a class of, and how a class of one's own is named there
 KINDS: dict[str, tuple[type, str]] = {
     "model": (LightningModule, "my_package.MyModel"),
@@ -48,10 +49,10 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"does not accept option '(\S+)'", message):
         return f"{match[1]} in the configuration: no such option{did_you_mean(match[1], options)}"
     if match := re.search(r"argument subcommand: invalid choice: '(\S+)' \(choose from (.*)\)", message):
-        choices = re.findall(r"\w+", match[2])
+        choices = [*re.findall(r"\w+", match[2]), *TOOLS]
         return f"no subcommand {match[1]!r}{did_you_mean(match[1], choices)}; choose one of {', '.join(choices)}"
     if match := re.search(r'expected "subcommand" to be one of \{(\S+)\}', message):
-        return f"no subcommand given: name one of {match[1].replace(',', ', ')}"
+        return f"no subcommand given: name one of {', '.join((*match[1].split(','), *TOOLS))}"
     key = ".".join(dict.fromkeys(re.findall(KEY, message)))
     given = _given(key, message)
     if key.startswith("trainer.strategy") and (match := re.search(NO_FUNCTION, message)):

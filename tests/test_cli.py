@@ -14,7 +14,8 @@ from lightning_mgpu.explain import did_you_mean
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line must say
-    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict"),
+    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, sweep, benchmark"),
+    "swep": ("no subcommand 'swep' (did you mean sweep?)",),
     "--trainer.devices=2": ("--trainer.devices=2: name a subcommand first", "fit, validate, test, predict"),
     "fit foo": ("foo: not expected here",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),

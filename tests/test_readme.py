@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_mgpu.benchmark.cli import parser as benchmark_parser
+from lightning_mgpu.sweep.cli import parser as sweep_parser
+from lightning_mgpu.sweep.plan import read_plan
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
@@ -31,6 +33,10 @@ def test_command_is_taken(
         args = shlex.split(line)[4:]
         assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
         return
+    if line.startswith("python -m lightning_mgpu sweep"):
+        args, fit = sweep_parser().parse_known_args(shlex.split(line)[4:])
+        assert read_plan(args.config[0], args.count)
+        line = shlex.join(["python", "-m", "lightning_mgpu", "fit", *fit, *(f"--config={c}" for c in args.config[1:])])
     args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
     if "--help" not in args:
         args.append("--print_config")

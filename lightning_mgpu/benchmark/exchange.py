@@ -87,15 +87,20 @@ def measure_gradients(
 
     `NAME, flat` is with `gradient_as_bucket_view=True`: the same bytes in one tensor a device.
     """
-    calls = {name: (lambda g, f=f: allreduce_many(f, [list(same) for same in g])) for name, f in algorithms.items()}
+    calls: dict[str, Callable[[list[list[Tensor]]], None]] = {
+        name: (lambda g, f=f: allreduce_many(f, [list(same) for same in g]))  # type: ignore[misc]
+        for name, f in algorithms.items()
+    }
     rows = []
     for k in ks:
         flat = [torch.zeros(sum(s.numel() for s in shapes), device=d) for d in islice(cycle(devices), k)]
-        calls |= {
-            f"{n}, flat": (lambda g, f=f, flat=flat: allreduce_many(f, [list(flat)])) for n, f in algorithms.items()
-        }
+        calls |= {f"{name}, flat": _with_these(allreduce, flat) for name, allreduce in algorithms.items()}
         rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
     return rows
+
+
+def _with_these(allreduce: Allreduce, tensors: list[Tensor]) -> Callable[[list[list[Tensor]]], None]:
+    return lambda gradients: allreduce_many(allreduce, [list(tensors)])
 
 
 def model_gradients(model: nn.Module) -> list[torch.Size]:

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 
 from lightning_mgpu.benchmark.plan import Configuration, interleaved
 from lightning_mgpu.benchmark.worker import RESULT
+from lightning_mgpu.processes import kill_group
 
 
 class MeasurementError(RuntimeError):
@@ -51,7 +51,7 @@ def measure_in_process(
     except subprocess.TimeoutExpired:
         raise MeasurementError(f"{configuration.key}: no result after {timeout:.0f} s") from None
     finally:
-        _kill(process)
+        kill_group(process)
     for line in output.splitlines():
         if line.startswith(RESULT):
             return json.loads(line.removeprefix(RESULT))  # type: ignore[no-any-return]
@@ -145,12 +145,3 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """End a measurement and the processes it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()

@@ -1,0 +1,211 @@
+"""`python -m lightning_mgpu sweep`: many fits, one after the other; no account, no server.
+
+python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
+python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.limit_train_batches=20
+python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second --seed 1
+
+Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of `fit`.
+The same command again goes on where it was stopped. `wandb sweep` takes the same YAML files.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_mgpu.arguments import with_shipped_configs, with_strategy_class
+from lightning_mgpu.cli import CLI
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.sweep.bayes import propose
+from lightning_mgpu.sweep.plan import Plan, Values, read_plan
+from lightning_mgpu.sweep.report import Result, metric_of, ranked, write_report
+from lightning_mgpu.sweep.trial import divergence, read_metrics, run_trial
+
+PROG = "python -m lightning_mgpu sweep"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"sweep: {message}")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = _Parser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
+    result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
+    result.add_argument("--seed", type=int, default=0, help="of the draws; that of training is --seed_everything")
+    result.add_argument("--sweep_dir", type=Path, help="where trials and results go; sweeps/NAME if left out")
+    result.add_argument("--retry", action="store_true", help="run the trials that failed once more")
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of `sweep`.
+
+    Raises:
+        UsageError: For arguments that make no sense, before any trial is run.
+    """
+    args, others = parser().parse_known_args(arguments)
+    plan = read_plan(args.config[0], args.count)
+    sweep_dir = args.sweep_dir or Path("sweeps", plan.name)
+    own = {parameter.name: "varied by the sweep" for parameter in plan.parameters}
+    own["run_dir"] = "every trial has its own, in --sweep_dir"
+    for name in (argument.removeprefix("--").partition("=")[0] for argument in others):
+        if name in own:
+            raise UsageError(f"--{name}: {own[name]}; leave it out")
+    fit = [*plan.arguments, *(f"--config={config}" for config in args.config[1:]), *others]
+    sweep = Sweep(plan, fit, args.seed, sweep_dir, shlex.join(["python", "-m", "lightning_mgpu", "sweep", *arguments]))
+    if args.retry:
+        sweep.results = [result for result in sweep.results if metric_of(plan, result) is not None]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sweep.run()
+    except (KeyboardInterrupt, SystemExit) as end:
+        print(f"\ninterrupted: the same command goes on with trial {len(sweep.results)}\n")
+        sweep.show()
+        sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
+    sweep.show()
+
+
+class Sweep:
+    """A sweep in its directory: `sweep.json` holds what was asked and what came of it.
+
+    Args:
+        fit: Arguments of `fit` for all trials.
+        command: As it was given, for the report.
+
+    Raises:
+        UsageError: If the directory holds something else, or a sweep that was told something else.
+    """
+
+    def __init__(self, plan: Plan, fit: list[str], seed: int, sweep_dir: Path, command: str) -> None:
+        self.plan, self.fit, self.seed, self.dir, self.command = plan, fit, seed, sweep_dir, command
+        self.results: list[Result] = []
+        # count and metric may differ from one command to the next
+        parameters = {p.name: {"distribution": p.distribution, **p.options} for p in plan.parameters}
+        settings = {"method": plan.method, "seed": seed, "arguments": fit, "parameters": parameters}
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))
+        saved = sweep_dir / "sweep.json"
+        if saved.exists():
+            try:
+                before = json.loads(saved.read_text())
+                self.results = before["results"]
+                different = [key for key in settings if before["settings"][key] != self.settings[key]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{saved} cannot be read: {error}; name a new --sweep_dir") from error
+            if different:
+                raise UsageError(
+                    f"{sweep_dir} holds a sweep of other {different[0]}: {before['settings'][different[0]]}; "
+                    "name a new one with --sweep_dir, or repeat the command that began it"
+                )
+        elif sweep_dir.exists() and (sweep_dir.is_file() or any(sweep_dir.iterdir())):
+            raise UsageError(f"{sweep_dir} exists and is no sweep's: name a new directory with --sweep_dir")
+
+    def check_arguments(self) -> None:
+        """Let `fit` parse the arguments of the first trials; wrong values of single trials are their own affair.
+
+        Raises:
+            UsageError: If it takes none of them: the mistake is in the names or in what all trials share.
+        """
+        mistakes: list[UsageError] = []
+        for index in range(min(self.plan.num_trials or 1, 4)):
+            sys.argv[1:] = ["fit", *self.arguments(index, self.values(index)), "--print_config"]
+            try:
+                sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:]))
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                    CLI()
+                return
+            except UsageError as error:
+                mistakes.append(error)
+        raise mistakes[0]
+
+    def values(self, index: int) -> Values:
+        if self.plan.method != "bayes":
+            return self.plan.trial(index, self.seed)
+        before = sorted(self.results, key=lambda result: result["trial"])
+        return propose(self.plan, index, self.seed, [(r["values"], metric_of(self.plan, r)) for r in before])
+
+    def arguments(self, index: int, values: Values) -> list[str]:
+        """Of `fit`, in the form the W&B agent gives the parameters in."""
+        wandb = [f"--wandb.group={self.dir.name}", f"--wandb.name={self.dir.name}_{index:03}"]
+        return [*wandb, *self.fit, *(f"--{name}={value}" for name, value in values.items())]
+
+    def run(self) -> None:
+        """Run the trials that have no result yet.
+
+        Raises:
+            UsageError: If `fit` does not take the arguments, or logs no such metric.
+        """
+        total = self.plan.num_trials or 0
+        missing = [index for index in range(total) if index not in {result["trial"] for result in self.results}]
+        for note in self.plan.notes:
+            print(f"note: {note}")
+        if missing:
+            self.check_arguments()
+        print(f"{len(missing)} of {total} trials to run, in {self.dir}; Ctrl-C keeps what is done", flush=True)
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--sweep_dir={self.dir} cannot be made: {error.strerror}") from error
+        for num_done, index in enumerate(missing, start=1):
+            values = self.values(index)
+            varied = [f"{p.name}={values[p.name]}" for p in self.plan.parameters if len(p.choices()) != 1]
+            print(f"{index + 1}/{total}  {' '.join(varied)}  ", end="", flush=True)
+            result = self._run(index, values)
+            self._keep(result)
+            metric = metric_of(self.plan, result)
+            if metric is None and not result["error"]:
+                print()
+                raise UsageError(
+                    f"metric: name: {self.plan.metric}: no such metric is logged, but {', '.join(result['metrics'])}; "
+                    "correct it in the sweep's YAML and repeat the command: what is done is kept"
+                )
+            found = f"failed: {result['error']}" if metric is None else f"{self.plan.metric} {metric:.4f}"
+            mean = sum(each["seconds"] for each in self.results) / len(self.results)
+            print(f"{found}  {result['seconds']:.0f} s{_left(mean * (len(missing) - num_done))}", flush=True)
+
+    def _run(self, index: int, values: Values) -> Result:
+        run_dir = self.dir / f"trial_{index:03}"
+        shutil.rmtree(run_dir, ignore_errors=True)  # of a trial that was interrupted, or is tried again
+        start = time.monotonic()
+        log = self.dir / f"trial_{index:03}.log"
+        error = run_trial([*self.arguments(index, values), f"--run_dir={run_dir}"], log)
+        metrics = read_metrics(run_dir)
+        error = error or divergence(metrics)
+        extremes = {} if error else {name: [min(seen), max(seen)] for name, seen in metrics.items() if seen}
+        seconds = time.monotonic() - start
+        return {"trial": index, "values": values, "seconds": seconds, "error": error, "metrics": extremes}
+
+    def _keep(self, result: Result) -> None:
+        """Bring the result to disk, and the report up to date."""
+        self.results.append(result)
+        part = self.dir / ".sweep.json"
+        part.write_text(json.dumps({"settings": self.settings, "results": self.results}, indent=1))
+        os.replace(part, self.dir / "sweep.json")
+        write_report(self.plan, self.results, self.dir, self.command)
+
+    def show(self) -> None:
+        """Print the table and the best trial."""
+        if not self.results:
+            return
+        print("\n" + write_report(self.plan, self.results, self.dir, self.command))
+        best = ranked(self.plan, self.results)[0]
+        if metric_of(self.plan, best) is not None:
+            print(f"best:   {self.dir / 'trial_{trial:03}'.format(**best)}")
+        print(f"report: {self.dir / 'sweep.md'}, sweep.csv, sweep.png", flush=True)
+
+
+def _left(seconds: float) -> str:
+    if not seconds:
+        return ""
+    return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"

@@ -1,0 +1,75 @@
+"""One trial: `fit` in a process of its own, with a run directory of its own, and how it went."""
+
+import csv
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_mgpu.processes import kill_group
+
+STOP_SECONDS = 30.0  # what a trial may take to stop by itself on Ctrl-C
+EXCEPTION = re.compile(r"([\w.]+\.)?\w*(Error|Exception)\b.*")  # as the last line of a traceback
+
+
+def run_trial(arguments: Sequence[str], log: Path) -> str | None:
+    """Run `fit`, its output in a file; returns what ended it in one line, `None` if it went well.
+
+    On Ctrl-C the trial is stopped, with the processes it has started.
+    """
+    command = [sys.executable, "-m", "lightning_mgpu", "fit", *arguments]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(STOP_SECONDS)
+            finally:
+                kill_group(process)
+            raise
+        kill_group(process)
+    if process.returncode == 0:
+        return None
+    return why_it_ended(log.read_text(errors="replace"), process.returncode)
+
+
+def why_it_ended(output: str, status: int) -> str:
+    """The one line that tells: this command line's own message, else an exception's last line, else the status."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
+    told = [
+        line.removeprefix("error: ").removesuffix(" (--traceback shows where)")
+        for line in lines
+        if line.startswith("error: ")
+    ]
+    raised = [line for line in lines if EXCEPTION.fullmatch(line)]
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    return next((found[-1] for found in (told, raised) if found), f"ended with status {status}")
+
+
+def read_metrics(run_dir: Path) -> dict[str, list[float]]:
+    """What a run has logged, by name in the order of time; nothing if it has logged nothing."""
+    path = run_dir / "metrics.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = rows[0].keys() - {"epoch", "step"} if rows else set()
+    return {name: [float(row[name]) for row in rows if row[name]] for name in sorted(names)}
+
+
+def divergence(metrics: dict[str, list[float]]) -> str | None:
+    """The first metric that is no number any more, in words."""
+    for name, values in metrics.items():
+        for epoch, value in enumerate(values, start=1):
+            if not math.isfinite(value):
+                return f"diverged: {name} is {value} in epoch {epoch}"
+    return None

@@ -1,0 +1,100 @@
+"""The stock `wandb agent` trains with a shipped sweep, told what to do by a server on loopback."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mgpu.arguments import CONFIGS
+
+SWEEP = (CONFIGS / "sweep" / "lenet_lr.yaml").read_text()
+SWEEP_ID, RUN_ID = "abcd1234", "run45678"
+SHORT = {"data.source": "synthetic", "trainer.max_epochs": 1, "trainer.accelerator": "cpu", "trainer.devices": 1}
+SHORT |= {f"trainer.limit_{part}_batches": 1 for part in ("train", "val", "test")}
+ARGS = {"model.optimizer.lr": 0.0625, "run_dir": "run", "wandb.mode": "offline", **SHORT}
+
+
+class Server(ThreadingHTTPServer):
+    """Of W&B's GraphQL the calls an agent makes; every agent is given one run."""
+
+    seen: tuple[str, ...] = ()
+
+    def answer(self, query: str) -> dict[str, Any]:
+        self.seen += (query,)
+        if "query SweepWithRuns" in query:
+            return {"project": {"sweep": {"id": "1", "name": SWEEP_ID, "config": SWEEP, "runs": {"edges": []}}}}
+        if "mutation CreateAgent" in query:
+            return {"createAgent": {"agent": {"id": "agent"}}}
+        if "mutation Heartbeat" in query:
+            given = {name: {"value": value} for name, value in ARGS.items()}
+            run = {"type": "run", "run_id": RUN_ID, "program": "lightning_mgpu", "args": given}
+            first = sum("mutation Heartbeat" in each for each in self.seen) == 1
+            return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps([run] if first else [])}}
+        return {"viewer": {"id": "1", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path != "/graphql":  # W&B's reports on itself
+            return self.send_error(404)
+        query = json.loads(body)["query"]
+        content = json.dumps({"data": self.server.answer(query)}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing to the console."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_agent_runs_fit(server: Server, tmp_path: Path) -> None:
+    repository = str(Path(__file__).parents[2])
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "PL_GLOBAL_SEED"))}
+    env |= {
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "0" * 40,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # the sweep says `python`
+    }
+    agent = subprocess.run(
+        [sys.executable, "-m", "wandb", "agent", "--count=1", f"me/fashion/{SWEEP_ID}"],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    output = agent.stdout + agent.stderr
+    assert agent.returncode == 0, output
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == ARGS["model.optimizer.lr"], output
+    assert "val_acc" in (tmp_path / "run" / "metrics.csv").read_text()
+    # the run is the one the agent named, and knows its sweep
+    [recorded] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{RUN_ID}/*.wandb")
+    assert SWEEP_ID.encode() in recorded.read_bytes()
