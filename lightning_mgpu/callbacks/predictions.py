@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.tracking.in_time import in_time
 
 
 class PredictionGrid(Callback):
-    """Shows the first test images with label and prediction, wrong ones in red, as `predictions.png`.
+    """Shows the first test images with label and prediction, wrong ones in red, as `predictions.png`; W&B gets a table.
 
     Needs image batches (X, y) and a `test_step` that returns a dict with `logits`; other models get no picture.
 
     Args:
         num_images: How many, in rows of eight.
+        num_rows: Images of the first batch in W&B's table.
     """
 
-    def __init__(self, num_images: int = 24) -> None:
+    def __init__(self, num_images: int = 24, num_rows: int = 100) -> None:
         self.num_images = num_images
+        self.num_rows = num_rows
         self._shown: tuple[Tensor, Tensor, Tensor] | None = None
 
     @override
@@ -42,30 +46,49 @@ class PredictionGrid(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0 and isinstance(outputs, dict) and "logits" in outputs:
-            X, y = (tensor[: self.num_images].cpu() for tensor in batch)
-            self._shown = X, y, outputs["logits"][: self.num_images].argmax(dim=1).cpu()
+            most = max(self.num_images, self.num_rows)
+            X, y = (tensor[:most].cpu() for tensor in batch)
+            self._shown = X, y, outputs["logits"][:most].float().softmax(dim=1).cpu()
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         directory = run_directory(trainer)
         if directory is None or self._shown is None:
             return
-        X, y, predictions = self._shown
-        classes = getattr(trainer.datamodule, "classes", None) or range(1 + int(max(y.max(), predictions.max())))  # type: ignore[attr-defined]
+        classes = getattr(trainer.datamodule, "classes", None) or range(self._shown[-1].shape[1])  # type: ignore[attr-defined]
+        path = directory / "predictions.png"
+        X, y, probabilities = (tensor[: self.num_images] for tensor in self._shown)
+        self._draw(X, y, probabilities, classes).savefig(path, dpi=100)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("predictions", [str(path)])
+                columns, rows = self._table(*self._shown, classes)
+                in_time("the table of predictions", partial(logger.log_table, "predictions_table", columns, rows))
+
+    @staticmethod
+    def _draw(X: Tensor, y: Tensor, probabilities: Tensor, classes: Sequence) -> Figure:
         rows = -(-len(X) // 8)
         figure = Figure(figsize=(12, 1.9 * rows), layout="constrained")
-        for i, (image, label, prediction) in enumerate(zip(X, y, predictions)):
+        for i, (image, label, prediction) in enumerate(zip(X, y, probabilities.argmax(dim=1))):
             right = bool(label == prediction)
             title = f"{classes[label]}" if right else f"{classes[prediction]}\n(is: {classes[label]})"
             axes = figure.add_subplot(rows, 8, i + 1)
             axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
             axes.set_title(title, fontsize=9, color="black" if right else "red")
             axes.set_axis_off()
-        path = directory / "predictions.png"
-        figure.savefig(path, dpi=100)
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_image("predictions", [str(path)])
+        return figure
+
+    def _table(self, X: Tensor, y: Tensor, probabilities: Tensor, classes: Sequence) -> tuple[list[str], list[list]]:
+        """Columns and rows: the image, its class, the prediction, whether that is right, and how sure the model is."""
+        import wandb
+
+        sure, predictions = probabilities.max(dim=1)
+        columns = [X, y.tolist(), predictions.tolist(), sure.tolist()]
+        rows = [
+            [wandb.Image(image), str(classes[label]), str(classes[prediction]), label == prediction, probability]
+            for image, label, prediction, probability in list(zip(*columns))[: self.num_rows]
+        ]
+        return ["image", "label", "prediction", "right", "probability"], rows
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -87,7 +110,7 @@ class PredictionWriter(BasePredictionWriter):
                 "probabilities to write predictions.csv."
             )
         # the share of process r in every batch is the r-th slice (see data/batches.py): interleave them again
-        shares = _gather_objects([{key: value.cpu() for key, value in batch.items()} for batch in predictions])
+        shares = gather_objects([{key: value.cpu() for key, value in batch.items()} for batch in predictions])
         batches = [batch for batch_shares in zip(*shares) for batch in batch_shares]
         if directory := run_directory(trainer):
             path = directory / "predictions.csv"
@@ -107,7 +130,8 @@ class PredictionWriter(BasePredictionWriter):
         os.replace(part, path)
 
 
-def _gather_objects(value: list) -> list[list]:
+def gather_objects(value: list) -> list[list]:
+    """The lists of all processes, in order of rank; every process has to call it."""
     if not torch.distributed.is_initialized():
         return [value]
     gathered: list[list] = [[] for _ in range(torch.distributed.get_world_size())]
