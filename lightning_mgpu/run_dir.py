@@ -10,23 +10,29 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.slurm import job_name
 
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes `ddp` starts where their run is
 
 
 class RunDir:
-    """The run's directory: `--run_dir`, else a new one below `--trainer.default_root_dir` or `runs`.
+    """The run's directory: that of a resumed run, `--run_dir`, or a new one in `--trainer.default_root_dir` or `runs`.
 
-    Only the first process creates it; those that `ddp` starts find it in the environment.
+    A new one has the time or, on SLURM, the job in its name. Only the first process creates it; those that `ddp` starts
+    find it in the environment.
 
     Raises:
         UsageError: If `--run_dir` exists and is not empty, or the directory cannot be created.
     """
 
-    def __init__(self, config: Namespace) -> None:
+    def __init__(self, config: Namespace, resumed: Path | None = None) -> None:
         self._made: list[Path] = []  # what `discard` may remove, innermost first
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             self.path = Path(os.environ.get(RUN_DIR, "runs"))
+            return
+        if resumed is not None:
+            self.path = resumed
+            os.environ[RUN_DIR] = str(self.path.absolute())
             return
         if config.run_dir is not None:
             self.path = Path(config.run_dir)
@@ -35,7 +41,7 @@ class RunDir:
                     f"--run_dir={self.path} exists and is not empty: name a new directory, one run has one"
                 )
         else:
-            self.path = Path(config.trainer.default_root_dir or "runs") / run_name(config)
+            self.path = Path(config.trainer.default_root_dir or "runs") / (job_name() or run_name(config))
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             if config.run_dir is not None:

@@ -21,12 +21,18 @@ class EpochTimer(Callback):
 
     @property
     def seconds_per_epoch(self) -> float:
-        """The mean over the epochs this process trained; NaN before the first."""
+        """The mean over the epochs of this run; NaN before the first."""
         return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seconds = []
+    def state_dict(self) -> dict[str, Any]:
+        running = time.perf_counter() - self._started if self._started is not None else 0.0
+        return {"seconds": self.seconds, "elapsed": self._elapsed + running, "num_samples": self._num_samples}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds = list(state_dict["seconds"])
+        self._elapsed, self._num_samples = state_dict["elapsed"], state_dict["num_samples"]
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -103,6 +103,14 @@ class SingleProcessStrategy(ParallelStrategy):
         ]
         super().setup(trainer)
 
+    def random_state(self) -> dict[str, Any]:
+        """What a resumed run needs to draw the same numbers, beside the global generators."""
+        return {"streams": self._streams[1:], "draws": dict(self._draws)}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        if len(state["streams"]) == len(self._streams) - 1:  # else on another number of devices
+            self._streams[1:], self._draws = state["streams"], dict(state["draws"])
+
     @override
     def model_to_device(self) -> None:
         assert self.model is not None

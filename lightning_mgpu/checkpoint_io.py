@@ -1,0 +1,83 @@
+"""Checkpoint files that are whole or not there: written aside, synced to disk, then renamed; checked before use.
+
+`last.ckpt` is what a run goes on from, `previous.ckpt` the one before it, should the first be damaged after all.
+"""
+
+import contextlib
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes local checkpoints atomically and loads plain types and tensors only (`weights_only=True`).
+
+    Lightning's own renames too, but does not wait for the disk, and keeps the whole file in memory meanwhile.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if not is_local(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        with part.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_directory(path.parent)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Callable | None = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not is_local(path) or not Path(path).is_file():
+            return super().load_checkpoint(path, map_location)
+        return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+
+
+def keep_previous(path: Path) -> None:
+    """Keep a checkpoint about to be written anew as `previous.ckpt`; it is never missing meanwhile."""
+    if path.is_file():
+        aside = path.with_name(f".{PREVIOUS}.part")
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(path, aside)
+        except OSError:  # a file system without hard links
+            shutil.copy(path, aside)
+        os.replace(aside, path.with_name(PREVIOUS))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The contents of a checkpoint, None if the file is cut short or altered: every part's checksum is compared."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                return None
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever the zip reader and the unpickler make of noise
+        return None
+    return checkpoint if isinstance(checkpoint, dict) and "state_dict" in checkpoint else None
+
+
+def sync_directory(path: Path) -> None:
+    """Have a rename survive a power cut, where directories can be synced."""
+    with contextlib.suppress(OSError):
+        directory = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,102 @@
+"""A checkpoint brings its configuration: model, data and seed need not be said again.
+
+    python -m lightning_mgpu test --ckpt_path=runs/NAME/checkpoints/last.ckpt
+
+Flags of the model that disagree with it are refused, for the checkpoint's weights and optimizer would win over them in
+silence; flags of the data win, and are reported.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mgpu.errors import UsageError
+
+FLAG = "--ckpt_path"
+SECTIONS = ("seed_everything", "model", "data")
+OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
+KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
+
+
+def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
+    """The arguments with the checkpoint's configuration before all others, so that what is given goes before it."""
+    path = _given_path(args)
+    if path is None or args[0] not in subcommands:
+        return args
+    config = saved_config(path)
+    return [args[0], f"--config={json.dumps(config)}", *args[1:]] if config else args
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    """The configuration in a checkpoint; empty for one that has none or cannot be read, which is told later.
+
+    A checkpoint of Lightning's own callbacks has the model's hyperparameters alone.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        config = dict(checkpoint.get(KEY, {}).get("config", {}))
+        if not config and "_class_path" in (saved := dict(checkpoint.get("hyper_parameters", {}))):
+            init_args = {name: value for name, value in saved.items() if not name.startswith("_")}
+            config = {"model": {"class_path": saved["_class_path"], "init_args": init_args}}
+    except Exception:
+        return {}  # checks.check_checkpoint says what is wrong with it
+    if data := config.get("data"):
+        kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
+        config["data"] = {**data, "init_args": kept}
+    return config
+
+
+def disagreements(path: str, config: dict[str, Any]) -> list[str]:
+    """What given flags change of the checkpoint's data and seed, as 'data.batch_size 256 -> 64'.
+
+    Args:
+        config: The configuration that will run, flags included.
+
+    Raises:
+        UsageError: If a flag makes it another model than the checkpoint's.
+    """
+    saved, given = flat(saved_config(Path(path))), flat({name: config.get(name) for name in SECTIONS})
+    different = [key for key, value in saved.items() if key in given and given[key] != value]
+    different += [key for key in given if key not in saved and _is_new(key, given, saved)]
+    for key in different:
+        if key.startswith("model"):
+            raise UsageError(
+                f"{as_flag(key)}={shown(given[key])} disagrees with {path}, which has {shown(saved.get(key))} and goes "
+                "on with it, optimizer included: leave the flag out"
+            )
+    return [f"{key.replace('init_args.', '')} {shown(saved.get(key))} -> {shown(given[key])}" for key in different]
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted keys."""
+    if not isinstance(config, dict) or not config:
+        return {prefix: config}
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def as_flag(key: str) -> str:
+    return f"--{key.replace('init_args.', '').removesuffix('.class_path')}"
+
+
+def shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _is_new(key: str, given: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether a flag gave something to what was null: a scheduler, say."""
+    parts = key.split(".")
+    parents = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return given[key] is not None and any(parent in saved and saved[parent] is None for parent in parents)
+
+
+def _given_path(args: list[str]) -> Path | None:
+    for i, arg in enumerate(args):
+        name = args[i + 1] if arg == FLAG and i + 1 < len(args) else arg.removeprefix(f"{FLAG}=")
+        if name != arg and Path(name).is_file():
+            return Path(name)
+    return None

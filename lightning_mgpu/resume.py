@@ -1,0 +1,184 @@
+"""`fit --resume`: go on with a run in its own directory, as if it had never stopped.
+
+    python -m lightning_mgpu fit --resume=runs/NAME
+    python -m lightning_mgpu fit --resume=last --trainer.max_epochs=20
+
+The run's `config.yaml` is the configuration. Beside `--resume` stand only flags that do not change what is computed, or
+for how long.
+"""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+
+from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.from_checkpoint import as_flag, flat, shown
+from lightning_mgpu.run_dir import RUN_DIR
+
+FLAG = "--resume"
+RUNS = Path("runs")
+# how long, where and what is shown; a checkpoint goes on under any strategy and number of devices
+MAY_CHANGE = (
+    *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
+    *(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes", "enable_progress_bar")),
+    *(f"trainer.{name}" for name in ("profiler", "limit_test_batches", "enable_model_summary", "plugins")),
+    *(f"data.init_args.{name}" for name in ("root", "num_workers", "pin_memory")),
+    *("checkpoint.last_every_n_minutes", "wandb", "no_wandb", "malloc", "traceback", "resume", "run_dir"),
+)
+
+
+def with_resumed_run(args: list[str]) -> list[str]:
+    """The arguments with the run's configuration before all others, and `--resume` as the path of its directory.
+
+    Raises:
+        UsageError: If there is no such run, or it has no configuration.
+    """
+    places = [i for i, arg in enumerate(args) if arg == FLAG or arg.startswith(f"{FLAG}=")]
+    if not places:
+        return args
+    if args[0] != "fit":
+        raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
+    at = places[-1]
+    rest = args[at + 1 :]
+    if args[at] == FLAG:
+        if not rest:
+            raise UsageError(f"{FLAG}: name a run directory, or 'last'")
+        name, rest = rest[0], rest[1:]
+    else:
+        name = args[at].partition("=")[2]
+    run_dir = find_run(name)
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise UsageError(f"{FLAG}={name}: {run_dir} is no run directory: it has no config.yaml")
+    return ["fit", f"--config={config}", *args[1:at], f"{FLAG}={run_dir}", *rest]
+
+
+def find_run(name: str) -> Path:
+    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest.
+
+    Processes that `ddp` started are told by the first one, in the environment.
+    """
+    if rank_zero_only.rank != 0 and RUN_DIR in os.environ:  # type: ignore[attr-defined]
+        return Path(os.environ[RUN_DIR])
+    if name != "last":
+        if not Path(name).is_dir():
+            raise UsageError(f"{FLAG}={name}: no such run directory{_known_runs()}")
+        return Path(name)
+    saved = [path for path in RUNS.glob("*/checkpoints/*.ckpt") if path.name in (LAST, PREVIOUS)]
+    if not saved:
+        raise UsageError(f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one")
+    return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
+
+
+def choose_checkpoint(run_dir: Path, directory: str | None = None, max_epochs: int | None = None) -> Path:
+    """The run's `last.ckpt`, or the previous one if the last is damaged.
+
+    Args:
+        directory: Of its checkpoints, if that is not in the run directory.
+        max_epochs: How long to train in all.
+
+    Raises:
+        UsageError: If there is none that is whole, or the run has been trained for longer already.
+    """
+    checkpoints = Path(directory or run_dir / "checkpoints")
+    damaged: list[Path] = []
+    for path in (checkpoints / LAST, checkpoints / PREVIOUS):
+        if not path.exists():
+            continue
+        checkpoint = read_checkpoint(path)
+        if checkpoint is not None and "optimizer_states" not in checkpoint:
+            raise UsageError(f"{FLAG}={run_dir}: {path} holds weights only, which cannot be trained on from")
+        if checkpoint is not None:
+            trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            if max_epochs is not None and 0 <= max_epochs < trained:
+                raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
+            if damaged:
+                rank_zero_warn(f"{damaged[0]} is damaged: going on from {path.name}, saved before it.")
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                for torn in damaged:
+                    torn.rename(torn.with_name(f"{torn.name}.damaged"))  # it must not become the previous one
+                _remove_later(checkpoints, checkpoint["global_step"])
+                for part in checkpoints.glob(".*.part"):  # what a killed run was writing
+                    part.unlink()
+            return path
+        damaged.append(path)
+    why = f"{' and '.join(path.name for path in damaged)} damaged" if damaged else "none was saved before it stopped"
+    raise UsageError(
+        f"{FLAG}={run_dir}: it has no checkpoint to go on from ({why}); "
+        f"start it again with: python -m lightning_mgpu fit --config {run_dir / 'config.yaml'}"
+    )
+
+
+def changes(run_dir: Path, config: dict[str, Any], ckpt_path: str | None = None) -> list[str]:
+    """What the given flags change, as 'trainer.max_epochs 10 -> 20'.
+
+    Raises:
+        UsageError: If something else than `MAY_CHANGE` is changed: it would be another run.
+    """
+    if ckpt_path is not None:
+        raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
+    before = flat(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    after = flat(config)
+    changed = []
+    for key in sorted({*before, *after} - {"resume", "traceback", "config"}):
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE) or key == "run_dir":
+            raise UsageError(
+                f"{as_flag(key)}={shown(new)} would make {run_dir} another run, it has {shown(old)}: leave it out, or "
+                "start a new run from its checkpoint with --ckpt_path"
+            )
+        changed.append(f"{key} {shown(old)} -> {shown(new)}")
+    return changed
+
+
+def claim(run_dir: Path) -> int | None:
+    """Lock the run directory for as long as this process lives; returns the lock.
+
+    Raises:
+        UsageError: If another process writes to it.
+    """
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        raise UsageError(f"{run_dir} is still running in another process: stop that one first") from None
+    except OSError:  # a network file system without locks
+        os.close(directory)
+        return None
+    return directory
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew in one step: whoever is killed meanwhile leaves the old one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def how_to_resume(run_dir: Path) -> str:
+    """The command that goes on with a run."""
+    return f"python -m lightning_mgpu fit {FLAG}={run_dir}"
+
+
+def _remove_later(checkpoints: Path, global_step: int) -> None:
+    """Remove checkpoints of best epochs that lie ahead of where the run goes on: they will be saved again."""
+    for path in checkpoints.glob("*step=*.ckpt"):
+        step = path.stem.partition("step=")[2].partition("-")[0]
+        if step.isdigit() and int(step) > global_step:
+            path.unlink()
+
+
+def _known_runs() -> str:
+    with contextlib.suppress(OSError):
+        if names := sorted(str(path.parent) for path in RUNS.glob("*/config.yaml")):
+            return f"; the newest here is {names[-1]}"
+    return ""

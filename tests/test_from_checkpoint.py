@@ -1,0 +1,87 @@
+"""A checkpoint alone is enough for test, validate and predict, and for training on; flags against it are not lost."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_mgpu.from_checkpoint import disagreements, saved_config
+
+CPU = "--trainer.accelerator=cpu"
+BRIEF = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1")
+MODEL = ("--model.optimizer=AdamW", "--model.optimizer.lr=0.01", "--model.num_classes=11")
+DATA = ("--data.normalize=true", "--data.val_size=99", "--data.batch_size=50", "--seed_everything=7")
+LAST = "run/checkpoints/last.ckpt"
+
+
+@pytest.fixture
+def trained(main: Callable[..., int], root: Path, capfd: pytest.CaptureFixture) -> Callable[..., int]:
+    """The command line after a run whose settings are not the defaults."""
+    assert main("fit", CPU, *BRIEF, *MODEL, *DATA, f"--data.root={root}", "--run_dir=run") == 0
+    capfd.readouterr()
+    return main
+
+
+@pytest.mark.slow
+def test_no_flag_is_repeated(trained: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    for subcommand in ("test", "validate", "predict"):
+        assert trained(subcommand, CPU, f"--data.root={root}", "--ckpt_path", LAST, f"--run_dir={subcommand}") == 0
+        config = yaml.safe_load((tmp_path / subcommand / "config.yaml").read_text())
+        assert config["model"]["init_args"]["num_classes"] == 11
+        data = config["data"]["init_args"]
+        assert data["normalize"] is True and data["val_size"] == 99 and data["batch_size"] == 50
+        assert config["seed_everything"] == 7  # which draws the validation set
+        assert f"ckpt:     {LAST}\n" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_flags_of_the_data_win_and_are_told(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
+    flags = ("--data.normalize=false", "--data.batch_size=50")
+    assert trained("test", CPU, f"--data.root={root}", "--ckpt_path", LAST, *flags) == 0
+    assert f"ckpt:     {LAST}; data.normalize True -> False\n" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_flags_of_the_model_are_refused(
+    trained: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    for flags, told in {
+        ("--model.num_classes=10",): "--model.num_classes=10 disagrees with",
+        ("--model.optimizer.lr=0.5",): "--model.optimizer.lr=0.5 disagrees with",
+        ("--model.optimizer=SGD", "--model.optimizer.lr=0.01"): "--model.optimizer=torch.optim.SGD disagrees with",
+        ("--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1"): "--model.lr_scheduler",
+    }.items():
+        for subcommand in ("fit", "test"):
+            assert trained(subcommand, CPU, f"--data.root={root}", "--ckpt_path", LAST, *flags) == 2
+            err = capfd.readouterr().err
+            assert told in err and "leave the flag out" in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    same = ("--model.num_classes=11", "--model.optimizer.lr=0.01")
+    assert trained("test", CPU, f"--data.root={root}", "--ckpt_path", LAST, *same) == 0
+
+
+@pytest.mark.slow
+def test_training_on(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
+    more = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=2", "--run_dir=more")
+    assert trained("fit", CPU, f"--data.root={root}", f"--ckpt_path={LAST}", *more) == 0
+    out = capfd.readouterr().out
+    assert "epoch 2/2" in out and "epoch 1/2" not in out
+    assert saved_config(Path("more/checkpoints/last.ckpt"))["model"] == saved_config(Path(LAST))["model"]
+
+
+def test_a_checkpoint_of_lightnings_own(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": {"_class_path": "a.B", "width": 3}}, path)
+    assert saved_config(path) == {"model": {"class_path": "a.B", "init_args": {"width": 3}}}
+    torch.save({"state_dict": {}}, path)
+    assert saved_config(path) == {}
+    assert disagreements(str(path), {"model": {"class_path": "a.B"}}) == []
+
+
+def test_settings_of_a_machine_stay_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    data = {"class_path": "D", "init_args": {"root": "/scratch/me", "num_workers": 3, "pin_memory": True, "size": 1}}
+    torch.save({"state_dict": {}, "lightning_mgpu": {"config": {"data": data}}}, path)
+    assert saved_config(path)["data"] == {"class_path": "D", "init_args": {"size": 1}}
