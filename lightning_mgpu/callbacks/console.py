@@ -17,10 +17,14 @@ class RunHeader(Callback):
     """Prints model, strategy, devices, batch, data and run directory at the start of the first stage, once.
 
     `notes` are further lines by their label, which others may add until then.
+
+    Args:
+        scaled: What `--scale_by_devices` multiplied, by name.
     """
 
-    def __init__(self) -> None:
-        self.notes: dict[str, str] = {}
+    def __init__(self, scaled: dict[str, Any] | None = None) -> None:
+        self.scaled = scaled or {}
+        self.notes: dict[str, str] = {"scaled": scaled_line(self.scaled)} if self.scaled else {}
         self._printed = False
 
     @override
@@ -106,6 +110,13 @@ def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
         facts["per_device_batch_size"] = per_device(batch_size, shares)
     return facts
+
+
+def scaled_line(scaled: dict[str, Any]) -> str:
+    """'x 2, the number of devices: batch_size 256 -> 512, lr 0.2 -> 0.4'."""
+    k = scaled["scaled_by"]
+    values = [f"{name} {value / k:g} -> {value:g}" for name, value in scaled.items() if name != "scaled_by"]
+    return f"x {k}, the number of devices: {', '.join(values)}"
 
 
 def per_device(batch_size: int, shares: Sequence[float]) -> str:

@@ -1,0 +1,202 @@
+"""Several machines: two nodes on loopback, started by torchrun, by hand and by a SLURM that is acted. Slow."""
+
+import csv
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_mgpu.arguments import CONFIGS
+from lightning_mgpu.slurm import job_name, requeue, with_requeued_job
+
+CPU = ("--data.source=synthetic", "--trainer.accelerator=cpu")
+BRIEF = (
+    *(*CPU, "--trainer.precision=64-true", "--data.batch_size=96", "--data.val_size=503", "--trainer.max_epochs=1"),
+    *("--trainer.limit_train_batches=12", "--trainer.limit_test_batches=2"),
+)
+SLURM = {
+    **{"SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
+    **{"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """The command line ignores Ctrl-C in other processes than the first, which a test may take itself for."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def start(command: Any, env: dict[str, str], *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    line = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "lightning_mgpu", *args]
+    return subprocess.Popen(
+        line, cwd=command.cwd, env={**command.env, **env}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def by_torchrun(command: Any, *args: str) -> list[subprocess.Popen[str]]:
+    port = str(free_port())
+    common = ("torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", "--master_port")
+    return [start(command, {}, *args, launcher=(*common, port, f"--node_rank={rank}")) for rank in (0, 1)]
+
+
+def by_hand(command: Any, *args: str) -> list[subprocess.Popen[str]]:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    two = ("--trainer.num_nodes=2", "--trainer.devices=1")
+    return [start(command, {**env, "NODE_RANK": str(rank)}, *args, *two) for rank in (0, 1)]
+
+
+def by_srun(command: Any, *args: str, **env: str) -> list[subprocess.Popen[str]]:
+    env = {**SLURM, "MASTER_PORT": str(free_port()), **env}
+    return [start(command, {**env, "SLURM_PROCID": f"{rank}", "SLURM_NODEID": f"{rank}"}, *args) for rank in (0, 1)]
+
+
+def finish(command: Any, nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    return [command.finish(node, timeout=120) for node in nodes]
+
+
+def parameters(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def metrics(run: Path) -> dict[str, float]:
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    return {name: float(row[name]) for row in rows for name in row if row[name] and name.endswith(("_loss", "_acc"))}
+
+
+@pytest.mark.slow
+def test_two_nodes_train_what_one_device_does(command: Any, tmp_path: Path) -> None:
+    code, _, err = command("fit", *BRIEF, "--trainer.devices=1", "--run_dir=one")
+    assert code == 0, err
+    one = parameters(tmp_path / "one")
+    for launch in (by_torchrun, by_hand):
+        (code, out, err), (code1, out1, err1) = finish(command, launch(command, "fit", *BRIEF))
+        assert code == code1 == 0, err + err1
+        assert "batch:    96 global, 48 per device\n" in out and out1 == ""
+        (run,) = (tmp_path / "runs").iterdir()  # one, although both nodes look at the clock
+        assert len(list(run.rglob("metrics.csv"))) == 1
+        for name, value in parameters(run).items():
+            assert (value - one[name]).norm() / one[name].norm() < 1e-10, f"{launch.__name__}: {name}"
+        ours, theirs = metrics(run), metrics(tmp_path / "one")
+        assert ours == pytest.approx(theirs, rel=1e-6) and {"val_acc", "test_acc"} < ours.keys()
+        run.rename(tmp_path / launch.__name__)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_is_queued_again_and_goes_on(command: Any, tmp_path: Path) -> None:
+    fit = ("fit", *CPU, "--data.batch_size=64", "--data.val_size=101", "--trainer.limit_test_batches=2")
+    fit = (*fit, "--trainer.max_epochs=2", "--trainer.limit_train_batches=150")
+    results = finish(command, by_srun(command, *fit, SLURM_JOB_ID="1"))
+    assert [code for code, _, _ in results] == [0, 0], results
+
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    nodes = by_srun(command, *fit, PATH=path)
+    while (line := nodes[0].stdout.readline()) and not line.startswith("epoch 1/2"):  # type: ignore[union-attr]
+        pass
+    time.sleep(0.3)  # into the second epoch
+    for node in nodes:
+        node.send_signal(signal.SIGUSR1)
+    (code, out, err), (code1, _, err1) = finish(command, nodes)
+    assert code == code1 == 1 and "Traceback" not in err + err1, err + err1
+    assert (tmp_path / "asked").read_text() == "requeue 4242\n"
+    assert "SLURM job 4242 is queued again; go on with: " in out and out.endswith("fit --resume=runs/slurm_4242.0\n")
+    saved = torch.load(tmp_path / "runs" / "slurm_4242.0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert 150 <= saved["global_step"] < 300
+
+    results = finish(command, by_srun(command, *fit, SLURM_RESTART_COUNT="1"))
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["slurm_1.0", "slurm_4242.0"]
+    whole, again = parameters(tmp_path / "runs" / "slurm_1.0"), parameters(tmp_path / "runs" / "slurm_4242.0")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    rows = list(csv.DictReader((tmp_path / "runs" / "slurm_4242.0" / "metrics.csv").open()))
+    assert [row["epoch"] for row in rows if row["val_acc"]] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "parts"),
+    [
+        ("", {"NODE_RANK": "1"}, ["NODE_RANK=1, but --trainer.num_nodes=1"]),
+        ("", {"NODE_RANK": "first"}, ["NODE_RANK=first in the environment: expected a whole number"]),
+        ("--trainer.num_nodes=2", {"NODE_RANK": "0"}, ["--trainer.num_nodes=2 needs MASTER_ADDR, MASTER_PORT"]),
+        ("--trainer.devices=2", {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4, but --trainer.num_nodes=1", "make 2"]),
+        ("", {"RANK": "1"}, ["RANK=1 without torchrun", "NODE_RANK"]),
+        ("--trainer.strategy=manual_allreduce", SLURM, ["one process on one node", "use --trainer.strategy=ddp"]),
+        ("--trainer.strategy=dp", SLURM, ["one process on one node", "use --trainer.strategy=ddp"]),
+        ("--trainer.strategy=manual_allreduce --trainer.num_nodes=2", {}, ["needs NODE_RANK, MASTER_ADDR"]),
+        ("--trainer.devices=3", SLURM, ["devices=3", "--ntasks-per-node=1"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:data.source=synthetic")
+def test_contradiction_ends_in_one_line(
+    args: str,
+    env: dict[str, str],
+    parts: list[str],
+    main: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    for name, value in {**env, **({"SLURM_PROCID": "0", "SLURM_NODEID": "0"} if env is SLURM else {})}.items():
+        monkeypatch.setenv(name, value)
+    assert main("fit", *CPU, *args.split()) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("error: ") == 1 and not list(tmp_path.glob("runs"))
+    assert all(part in err for part in parts), err
+
+
+def test_a_job_that_was_not_saved_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["fit", "--trainer.max_epochs=2"]
+    assert job_name() is None and with_requeued_job(args) is args
+    for name, value in {**SLURM, "SLURM_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert job_name() == "slurm_4242.0" and with_requeued_job(args) is args
+    checkpoints = tmp_path / "runs" / "slurm_4242.0_2" / "checkpoints"  # made by the first restart
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.ckpt").touch()
+    assert with_requeued_job(args) is args  # no config.yaml: not a run
+    (checkpoints.parent / "config.yaml").touch()
+    assert with_requeued_job(args) == ["fit", "--resume=runs/slurm_4242.0_2"]
+    assert with_requeued_job(["test"]) == ["test"]
+    assert with_requeued_job(["fit", "--run_dir", "elsewhere"]) == ["fit", "--run_dir", "elsewhere"]
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert job_name() == "slurm_77_3.0"
+    monkeypatch.setenv("PATH", "")
+    assert requeue().startswith("'scontrol requeue 77_3' failed: ")
+
+
+def test_fsdp_needs_gpus(main: Callable, capfd: pytest.CaptureFixture) -> None:
+    strategy = yaml.safe_load((CONFIGS / "trainer" / "fsdp.yaml").read_text())["trainer"]["strategy"]
+    assert strategy["class_path"].endswith(".FSDPStrategy")
+    assert FSDPStrategy(**strategy["init_args"])._state_dict_type == "full"
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for args, wanted in ((), "no GPU is found here"), (("--trainer.accelerator=cpu",), "GPU"):
+        assert main("fit", "--config=trainer/fsdp.yaml", *args) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and wanted in err

@@ -1,0 +1,169 @@
+"""Everyday modes: debug, overfit, profile, deterministic, searches, and a batch that grows with the devices."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from lightning_mgpu.callbacks import BatchSizeSearch
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.models import LeNet
+
+CPU = "--trainer.accelerator=cpu"
+TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
+
+
+@pytest.fixture
+def fit(main: Callable[..., int], root: Path) -> Iterator[Callable[..., int]]:
+    """Run `fit` on the tiny dataset: 402 images to train on, 101 to validate."""
+    yield lambda *args: main("fit", CPU, f"--data.root={root}", "--data.val_size=101", "--data.batch_size=64", *args)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+
+
+def load(run: Path) -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def losses(run: Path, name: str = "train_loss") -> list[float]:
+    head, *rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    return [float(row[head.index(name)]) for row in rows if row[head.index(name)]]
+
+
+@pytest.mark.parametrize("args", [("--trainer.devices=1",), TWO_REPLICAS])
+def test_debug_is_short_and_finds_nans(
+    args: tuple[str, ...], fit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    assert fit("--config=mode/debug.yaml", "--run_dir=run", *args) == 0
+    assert "epoch 2/2" in capfd.readouterr().out and torch.are_deterministic_algorithms_enabled()
+    assert load(tmp_path / "run")["global_step"] == 10
+    theirs = LeNet.training_step
+
+    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return (theirs(self, batch, batch_idx) * 0).sqrt()  # its gradient is 0 / 0
+
+    monkeypatch.setattr(LeNet, "training_step", training_step)
+    with pytest.raises(RuntimeError, match=r"SqrtBackward0|MulBackward0' returned nan"):
+        fit("--config=mode/debug.yaml", *args)
+
+
+@pytest.mark.slow
+def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
+    faster = ("--trainer.max_epochs=150", "--model.optimizer.lr=0.01")
+    assert fit("--config=mode/overfit.yaml", *faster, "--run_dir=run", *TWO_REPLICAS) == 0
+    assert load(tmp_path / "run")["global_step"] == 150  # one batch an epoch
+    assert losses(tmp_path / "run")[-1] < 0.05
+
+
+def test_profile_sees_every_replica(fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert fit("--config=mode/profile.yaml", "--trainer.max_epochs=2", "--run_dir=run", *TWO_REPLICAS) == 0
+    assert "profile:  run/profile.txt and run/trace.json" in capfd.readouterr().out
+    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "profile.txt").read_text()
+    assert "run_training_epoch" in (tmp_path / "run" / "fit-hooks.txt").read_text()
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    forward = {event["tid"] for event in events if event.get("name") == "aten::conv2d"}
+    assert len(forward) == 2, "a replica's thread is not in the trace"
+    assert fit("--config=mode/profile.yaml", "--trainer.limit_train_batches=3") == 2  # too short to look at
+    assert "looks at 5 batches after 3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("args", [("--trainer.devices=1",), TWO_REPLICAS])
+def test_deterministic_runs_are_bit_identical(args: tuple[str, ...], fit: Callable, tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        config = ("--config=mode/deterministic.yaml", "--data.augment=true", "--trainer.max_epochs=2")
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        assert fit(*config, f"--run_dir={run}", *args) == 0
+    a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_learning_rate_search_agrees_over_strategies(
+    fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    found = []
+    for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
+        assert fit("--config=mode/lr_find.yaml", f"--run_dir=run{number}", *args) == 0
+        out = capfd.readouterr().out
+        assert out.startswith("model: ") and "test acc" not in out and "epoch" not in out
+        found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
+        assert f"use it with --model.optimizer.lr={found[-1]}\n" in out
+        left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
+        assert left == {"config.yaml", "hparams.yaml", "model.txt", "lr_find.png"}
+    assert found[0] == found[1] and 0.001 < float(found[0]) < 10
+
+
+SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
+
+
+def test_batch_size_search_counts_global_batches(
+    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    assert fit(*SEARCH, *TWO_REPLICAS) == 0
+    out = capfd.readouterr().out
+    assert "batch_find: 64 global, 32 per device; the largest tried, nothing ran out of memory\n" in out
+    assert "use it with --data.batch_size=64\n" in out and "test acc" not in out
+    theirs = LeNet.training_step
+
+    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if len(batch[1]) > 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return theirs(self, batch, batch_idx)
+
+    monkeypatch.setattr(LeNet, "training_step", training_step)
+    assert fit(*SEARCH, "--trainer.devices=1") == 0
+    assert "batch_find: 32 global, 32 per device; twice as many do not fit" in capfd.readouterr().out
+
+
+def test_batch_size_search_refuses_several_processes() -> None:
+    trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(UsageError, match="runs in one process, not in 2: search"):
+        BatchSizeSearch().setup(trainer, LeNet(), "fit")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_batch_and_learning_rate_grow_with_the_devices(
+    k: int, fit: Callable, main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    on_k = (f"--trainer.devices={k}", "--trainer.strategy=manual_allreduce")
+    scaled = ("--config=experiment/scale_k.yaml", "--data.val_size=101")
+    assert fit(*scaled, *on_k, "--trainer.max_epochs=1", "--run_dir=run") == 0
+    out = capfd.readouterr().out
+    assert f"scaled:   x {k}, the number of devices: batch_size 64 -> {64 * k}, lr 0.2 -> {0.2 * k:g}\n" in out
+    assert f"batch:    {64 * k} global, 64 per device\n" in out
+    checkpoint = load(tmp_path / "run")
+    assert checkpoint["global_step"] == -(-402 // (64 * k))
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.2 * k)
+    assert checkpoint["hyper_parameters"]["optimizer"]["init_args"]["lr"] == 0.2  # as given: scaled once, when used
+    facts = yaml.safe_load((tmp_path / "run" / "hparams.yaml").read_text())
+    assert (facts["scaled_by"], facts["lr"], facts["global_batch_size"]) == (k, pytest.approx(0.2 * k), 64 * k)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["scale_by_devices"] is True and config["data"]["init_args"]["batch_size"] == 64
+    # from its checkpoint, and from its configuration: once again
+    longer = ("--ckpt_path=run/checkpoints/last.ckpt", "--trainer.max_epochs=2", "--run_dir=longer")
+    assert fit(*scaled, *on_k, *longer) == 0
+    assert load(tmp_path / "longer")["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.2 * k)
+    assert load(tmp_path / "longer")["global_step"] == 2 * checkpoint["global_step"]
+    assert main("fit", "--config=run/config.yaml", "--run_dir=again") == 0
+    again = load(tmp_path / "again")["state_dict"]
+    assert all(torch.equal(again[name], value) for name, value in checkpoint["state_dict"].items())
+    capfd.readouterr()
+    tested = ("--ckpt_path=run/checkpoints/last.ckpt", f"--data.root={root}", "--data.batch_size=64")
+    assert main("test", *tested, CPU, *on_k) == 0
+    assert "batch:    64 global" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_scaling_under_ddp(command: Any, tmp_path: Path) -> None:
+    args = (CPU, "--data.source=synthetic", "--trainer.devices=2", "--trainer.strategy=ddp", "--run_dir=run")
+    brief = (*(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")), "--trainer.max_epochs=1")
+    code, out, err = command("fit", "--config=experiment/scale_k.yaml", *args, *brief)
+    assert code == 0 and "batch:    512 global, 256 per device" in out and "lr 0.2 -> 0.4" in out, err
+    assert load(tmp_path / "run")["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.4)
