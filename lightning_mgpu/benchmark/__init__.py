@@ -10,6 +10,7 @@
 | `summary.py`    | medians, ratios, efficiency                                              |
 | `report.py`     | the table and the pictures; `compare.py` holds two reports side by side  |
 | `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL    |
+| `time_to_accuracy.py` | seconds until a test accuracy                                      |
 | `timing.py`     | the book's `Timer` and `Benchmark`                                       |
 | `data_path.py`, `fit_overhead.py` | two ratios by themselves                               |
 """

@@ -5,13 +5,13 @@ python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models
 python -m lightning_mgpu benchmark --devices 1 2 4 --scaling weak
 python -m lightning_mgpu benchmark --malloc keep
 python -m lightning_mgpu benchmark compare runs/A/benchmark.json runs/B/benchmark.json
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
 """
 
 import argparse
 import json
 import os
 import shlex
-import shutil
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.compare import compare, load
 from lightning_mgpu.benchmark.exchange import (
     ALGORITHMS,
@@ -42,7 +43,7 @@ from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.tracking import Tracking, start_run
+from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
 
 PROG = "python -m lightning_mgpu benchmark"
 
@@ -79,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of `benchmark` and `benchmark compare`.
+    """Entry point of `benchmark`, `benchmark compare` and `benchmark time_to_accuracy`.
 
     Raises:
         UsageError: For arguments that make no sense, before anything is measured.
@@ -88,6 +89,9 @@ def main(arguments: Sequence[str]) -> None:
         if len(arguments) != 3:
             raise UsageError(f"benchmark compare takes two reports: {PROG} compare A.json B.json")
         print("\n".join(compare(*(load(Path(path)) for path in arguments[1:]))))
+        return
+    if arguments[:1] == ["time_to_accuracy"]:
+        time_to_accuracy.main(arguments[1:])
         return
     args = parser().parse_args(arguments)
     if args.quick:
@@ -214,8 +218,8 @@ def _finish(report: dict[str, Any], run_dir: Path, args: argparse.Namespace) -> 
 
         run.log({path.stem: wandb.Image(str(path)) for path in pictures})
         run.summary.update({f"{s.key}/samples_per_sec": s.rate for s in map(summarise, report["results"]) if s})
-        shutil.copy(run_dir / "benchmark.json", run.dir)  # what lies there is uploaded
-        run.finish()
+        save_file(run, run_dir / "benchmark.json", "benchmark.json")
+        finish(run)
     print(f"report: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}\nwandb:  {where}")
 
 

@@ -3,15 +3,21 @@
 `GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch alone. Every process
 of a multi-process strategy gets its slice of each one, a single process gets the whole batch (and a single-process
 strategy splits it over its replicas by the same rule, `torch.tensor_split`). `BatchLoader` is a `DataLoader` that
-fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch.
+fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch. `batch_loader` puts the
+three together for any dataset:
+
+    def train_dataloader(self):  # of your LightningDataModule
+        return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset, default_collate
 
 Item = tuple[int, Tensor]
 """What a sampler here yields and a dataset here is indexed with: the epoch, and a vector of sample indices."""
@@ -24,7 +30,7 @@ class GlobalBatches(DistributedSampler):
     repeats no sample.
 
     Args:
-        indices: The samples to visit, a vector.
+        indices: The samples to visit, a vector, on the device that batches are gathered on.
         batch_size: Samples of a *global* batch; the last one is smaller if they do not divide.
         shuffle: Draw a new order every epoch, from `seed` and the epoch alone.
 
@@ -67,7 +73,8 @@ class GlobalBatches(DistributedSampler):
         if not self.shuffle:
             return self.indices
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return self.indices[torch.randperm(len(self.indices), generator=generator)]
+        order = torch.randperm(len(self.indices), generator=generator)  # on the CPU: the same on every device
+        return self.indices[order.to(self.indices.device)]
 
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
         return order.split(self.batch_size)
@@ -99,6 +106,7 @@ class BatchLoader(DataLoader):
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any) -> None:
         kwargs.setdefault("collate_fn", _as_it_is)
+        kwargs.setdefault("generator", torch.Generator())  # else iterating draws a number, which dropout would notice
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
@@ -118,6 +126,48 @@ class BatchLoader(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0
+
+
+class Samples(Dataset):
+    """Any dataset indexed by sample, as one that is indexed with an `Item`: its samples, collated into a batch."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, item: Item) -> Any:
+        _, indices = item
+        if isinstance(self.dataset, TensorDataset):
+            return [tensor[indices] for tensor in self.dataset.tensors]  # at once: far faster than collating
+        return default_collate([self.dataset[i] for i in indices.tolist()])
+
+
+def batch_loader(
+    dataset: Dataset,
+    batch_size: int,
+    trainer: Trainer | None = None,
+    shuffle: bool = False,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> BatchLoader:
+    """A loader of any dataset with a length, under the batch contract.
+
+    Args:
+        dataset: Indexed by sample, as for a `DataLoader`; batches are put together by torch's `default_collate`.
+        batch_size: Samples of a *global* batch, under every strategy and number of devices.
+        trainer: The data module's `self.trainer`, which says how many processes share a batch.
+        shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
+        seed: Of the order. Left out: `seed_everything`'s.
+        kwargs: Further arguments of `DataLoader`, such as `num_workers`.
+    """
+    indices = torch.arange(len(dataset))  # type: ignore[arg-type]
+    share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+    if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        return BatchLoader(Samples(dataset), sampler=GlobalBatches(indices, batch_size, True, seed, *share), **kwargs)
+    return BatchLoader(Samples(dataset), sampler=SequentialBatches(indices, batch_size, *share), **kwargs)
 
 
 def _as_it_is(batch: Any) -> Any:

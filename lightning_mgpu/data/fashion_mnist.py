@@ -3,6 +3,7 @@
 --data.batch_size=512            # global: split over the devices, whatever the strategy
 --data.val_size=0                # validate on the test set after every epoch, as the book does
 --data.augment=true              # random crop and horizontal flip
+--data.device_resident=true      # all images on the device, as bytes; batches are gathered and augmented there
 --data.source=synthetic          # a stand-in made of noise, for demonstrations and tests
 """
 
@@ -33,10 +34,12 @@ class FashionMNIST(LightningDataModule):
             through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
         val_size: Images set apart from the 60,000 for validation, by a draw from `seed`; 0 validates on the test set.
         normalize: Subtract the training set's mean and divide by its standard deviation. The book does not.
-        augment: Random crop after padding by two pixels, and horizontal flip, of the training images.
+        augment: Random crop after padding, and horizontal flip, of the training images.
+        crop_padding: Pixels of that padding; 0 for flips alone.
         seed: Of the validation split, the order of the batches and the augmentation. Left out: `seed_everything`'s.
         num_workers: Processes that load batches. 0 is fastest: the images are in memory.
         pin_memory: Copy batches to page-locked memory, for faster transfers. Left out: where there is a CUDA device.
+        device_resident: Keep all images on the device (the first of a process), so that no step transfers a batch.
 
     Raises:
         DataSourceError: When no source has the files (see `sources.py`).
@@ -54,9 +57,11 @@ class FashionMNIST(LightningDataModule):
         val_size: int = 5000,
         normalize: bool = False,
         augment: bool = False,
+        crop_padding: int = 2,
         seed: int | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        device_resident: bool = False,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -65,15 +70,21 @@ class FashionMNIST(LightningDataModule):
             raise ValueError(f"data.val_size={val_size}: choose 0 (validate on the test set) or a number of images.")
         if num_workers < 0:
             raise ValueError(f"data.num_workers={num_workers}: choose 0 (no processes) or a number of processes.")
+        if crop_padding < 0:
+            raise ValueError(f"data.crop_padding={crop_padding}: choose 0 (no crop) or a number of pixels.")
+        if device_resident and (num_workers or pin_memory):
+            raise ValueError("data.device_resident makes batches on the device: leave num_workers and pin_memory out.")
         self.batch_size = batch_size
         self.root = root
         self.source = source
         self.val_size = val_size
         self.normalize = normalize
         self.augment = augment
+        self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed  # where seed_everything puts it
         self.num_workers = num_workers
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.pin_memory = torch.cuda.is_available() and not device_resident if pin_memory is None else pin_memory
+        self.device_resident = device_resident
         self.origin = ""  # where the files came from, in words; known after `prepare_data`
 
     @property
@@ -89,14 +100,17 @@ class FashionMNIST(LightningDataModule):
             self.origin = ensure_fashion_mnist(self.root, self.source)
 
     def setup(self, stage: str) -> None:
-        images, labels = self._load(train=True)
+        device = torch.device("cpu")
+        if self.device_resident and self.trainer is not None:
+            device = self.trainer.strategy.root_device  # type: ignore[attr-defined]
+        images, labels = (part.to(device) for part in self._load(train=True))
         if self.val_size >= len(images):
             raise ValueError(f"data.val_size={self.val_size} leaves none of the {len(images)} images to train on.")
-        test_images, test_labels = self._load(train=False)
+        test_images, test_labels = (part.to(device) for part in self._load(train=False))
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
-        self.val_indices = order[: self.val_size].sort().values
-        self.train_indices = order[self.val_size :].sort().values
-        self.test_indices = torch.arange(len(test_images))
+        self.val_indices = order[: self.val_size].sort().values.to(device)
+        self.train_indices = order[self.val_size :].sort().values.to(device)
+        self.test_indices = torch.arange(len(test_images), device=device)
         self.train_set = self._dataset(images, labels, augment=self.augment)
         self.test_set = self._dataset(test_images, test_labels)
         self.val_set = self.test_set if self.validates_on_test_set else self._dataset(images, labels)
@@ -125,7 +139,8 @@ class FashionMNIST(LightningDataModule):
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
-        return InMemoryImages(images, labels, mean, std, crop_padding=2 if augment else 0, flip=augment, seed=self.seed)
+        padding = self.crop_padding if augment else 0
+        return InMemoryImages(images, labels, mean, std, crop_padding=padding, flip=augment, seed=self.seed)
 
     def _share(self) -> tuple[int, int]:
         """The number of processes that share a global batch, and this one's rank."""

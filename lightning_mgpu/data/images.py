@@ -1,4 +1,4 @@
-"""Images kept in memory as bytes; a whole batch is gathered, augmented and converted at once.
+"""Images kept in memory as bytes, on any device; there a whole batch is gathered, augmented and converted at once.
 
 A `DataLoader` over single samples spends its time in Python: 256 calls, 256 small conversions, one `torch.stack`. One
 gather of uint8 and one conversion do the same work about 100 times faster; the ratio on your machine:
@@ -15,6 +15,8 @@ from lightning_mgpu.data.batches import Item
 
 class InMemoryImages(Dataset):
     """Images (N, C, H, W) of uint8 and labels (N,), indexed with an `Item`; yields float images and their labels.
+
+    Batches are made where the images are. Indices may be on the CPU or there too, which spares every step a transfer.
 
     Args:
         mean, std: Normalisation of the pixels, which are scaled to [0, 1] first, as `torchvision.transforms.ToTensor`
@@ -44,6 +46,7 @@ class InMemoryImages(Dataset):
 
     def __getitem__(self, item: Item) -> tuple[Tensor, Tensor]:
         epoch, indices = item
+        indices = indices.to(self.images.device, non_blocking=True)
         X = self.images.index_select(0, indices)  # (B, C, H, W) uint8; far faster than `images[indices]`
         if self.crop_padding or self.flip:
             X = augment(X, self._draw(epoch)[indices], self.crop_padding, self.flip)
@@ -55,7 +58,8 @@ class InMemoryImages(Dataset):
     def _draw(self, epoch: int) -> Tensor:
         if self._draws is None or self._draws[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            self._draws = epoch, torch.rand(len(self), 3, generator=generator)
+            draws = torch.rand(len(self), 3, generator=generator)  # on the CPU: the same on every device
+            self._draws = epoch, draws.to(self.images.device)
         return self._draws[1]
 
 
@@ -68,13 +72,14 @@ def augment(X: Tensor, draws: Tensor, padding: int, flip: bool) -> Tensor:
         padding: Pixels added on every side before a window of H x W is cut out.
     """
     B, _, H, W = X.shape
+    device = X.device
     X = torch.nn.functional.pad(X, [padding] * 4)
     offsets = (draws[:, :2] * (2 * padding + 1)).long()  # (B, 2), in 0 .. 2 padding
-    rows = offsets[:, :1] + torch.arange(H)  # (B, H)
-    columns = torch.arange(W).expand(B, W)
+    rows = offsets[:, :1] + torch.arange(H, device=device)  # (B, H)
+    columns = torch.arange(W, device=device).expand(B, W)
     if flip:
         columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
     columns = offsets[:, 1:] + columns  # (B, W)
-    batch = torch.arange(B)[:, None, None]
+    batch = torch.arange(B, device=device)[:, None, None]
     # the channels' dimension comes last when the others are indexed with tensors: move it back
     return X[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
@@ -42,7 +42,7 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        self.total += loss * num_samples
+        self.total = self.total.float() + loss.float() * num_samples  # `bf16-true` makes bfloat16 of a state
         self.num_samples += num_samples
 
     def compute(self) -> Tensor:
@@ -63,24 +63,30 @@ class Classifier(LightningModule):
         lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left out: `step` for
             `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
         num_classes: Width of the logits.
+        label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
+            is the smoothed one, `val_loss` and `test_loss` are not.
     """
 
     net: nn.Module
 
     def __init__(
         self,
-        optimizer: OptimizerCallable,
+        optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1.")
         self.save_hyperparameters(logger=False)  # from the command line: plain types, enough to rebuild the model
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
+        self.label_smoothing = label_smoothing
         for stage in ("train", "val", "test"):
             setattr(self, f"{stage}_loss", MeanLoss())
             setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
@@ -140,7 +146,7 @@ class Classifier(LightningModule):
     def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         X, y = batch  # (N, C, H, W), (N,)
         logits = self(X)  # (N, num_classes)
-        loss = F.cross_entropy(logits, y)
+        loss = F.cross_entropy(logits, y, label_smoothing=self.label_smoothing if stage == "train" else 0.0)
         getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
         getattr(self, f"{stage}_acc").update(logits.detach(), y)
         return loss, logits

@@ -10,12 +10,13 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
+from lightning_mgpu.models.initialization import kaiming
 
 
 class LeNet(Classifier):
     """The book's LeNet for images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for a global batch of 256.
 
-    Arguments: those of `Classifier`.
+    Arguments: those of `Classifier`, and `init`: weights from the book's N(0, 0.01), or from He et al. (2015).
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class LeNet(Classifier):
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
+        label_smoothing: float = 0.0,
+        init: Literal["book", "kaiming"] = "book",
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),  # (N, 20, 26, 26)
@@ -39,7 +42,7 @@ class LeNet(Classifier):
             nn.ReLU(),
             nn.Linear(128, num_classes),  # (N, num_classes)
         )
-        self.net.apply(_init_weights)
+        self.net.apply(_init_weights if init == "book" else kaiming)
 
 
 def _init_weights(module: nn.Module) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
+from lightning_mgpu.models.initialization import kaiming
 
 
 class ResNet18(Classifier):
     """The book's ResNet-18 for images (N, in_channels, H, W): 11,175,818 parameters for one channel and ten classes.
 
     SGD at 0.1 for a global batch of 256; the book takes 0.2 and 512 on two devices. Arguments: `in_channels` (1 for
-    grey images) and those of `Classifier`.
+    grey images), `init` (`book`: N(0, 0.01); `kaiming`: He et al., 2015) and those of `Classifier`.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class ResNet18(Classifier):
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
         in_channels: int = 1,
+        label_smoothing: float = 0.0,
+        init: Literal["book", "kaiming"] = "book",
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing)
         self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),  # (N, 64, 28, 28)
@@ -45,7 +48,7 @@ class ResNet18(Classifier):
             nn.Flatten(),  # (N, 512)
             nn.Linear(512, num_classes),
         )
-        self.net.apply(_init_weights)
+        self.net.apply(_init_weights if init == "book" else kaiming)
 
 
 class Residual(nn.Module):

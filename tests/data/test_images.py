@@ -78,3 +78,4 @@ def test_evaluation_is_not_augmented(make_data: Callable) -> None:
     data = make_data(augment=True)
     assert data.train_set.flip and data.train_set.crop_padding == 2
     assert not data.val_set.flip and not data.test_set.crop_padding
+    assert make_data(augment=True, crop_padding=1).train_set.crop_padding == 1

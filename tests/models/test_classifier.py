@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lightning_mgpu.models import LeNet, ResNet18
+from lightning_mgpu.models.classifier import MeanLoss
 
 
 class Rates(Callback):
@@ -52,6 +53,25 @@ def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: 
         loss, acc = by_hand(model, data, stage)
         assert values[f"{stage}_loss"] == pytest.approx(loss, rel=1e-5)
         assert values[f"{stage}_acc"] == pytest.approx(acc, abs=1e-6)
+
+
+def test_label_smoothing_is_of_the_training_loss_alone(make_data: Callable, make_trainer: Callable) -> None:
+    torch.manual_seed(0)
+    data = make_data(batch_size=150)
+    model = spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0), label_smoothing=0.3))
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    X, y = data.train_set[0, data.train_indices]
+    wanted = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
+    assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(wanted, rel=1e-5)
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(by_hand(model, data, "val")[0], rel=1e-5)
+
+
+def test_mean_loss_adds_up_in_float32_where_the_model_is_in_bfloat16() -> None:
+    metric = torch.nn.ModuleList([MeanLoss()]).to(torch.bfloat16)[0]  # as `bf16-true` does
+    for _ in range(300):
+        metric.update(torch.tensor(0.5, dtype=torch.bfloat16), 200)
+    assert metric.compute().item() == 0.5
 
 
 def test_second_epoch_starts_counting_anew(make_data: Callable, make_trainer: Callable) -> None:
@@ -124,7 +144,7 @@ def test_checkpoint_made_in_python_is_plain_and_reloads(
     trainer.fit(model, make_data(batch_size=4))
     trainer.save_checkpoint(path := tmp_path / "model.ckpt")
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
-    assert all(value is None or isinstance(value, (int, str)) for value in hparams.values())
+    assert all(value is None or isinstance(value, (int, float, str)) for value in hparams.values())
     again = model_class.load_from_checkpoint(path, weights_only=True)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 

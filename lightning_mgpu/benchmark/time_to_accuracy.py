@@ -1,0 +1,178 @@
+"""Seconds of training until a test accuracy is reached: what counts for a recipe, rather than seconds an epoch.
+
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --model.optimizer.lr=0.3
+
+What is not an option of its own goes to `fit`, with `--data.val_size=0`: the test set after every epoch. The clock
+starts with the first step's batch, so that compiling counts and starting Python does not. Every seed has a process of
+its own and trains to the end of its recipe.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_mgpu.benchmark.runner import machine
+from lightning_mgpu.callbacks.epoch_timer import devices, synchronize
+from lightning_mgpu.errors import UsageError
+
+PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
+CLOCKS = {"seconds": "validation excluded", "seconds_with_validation": "included"}
+
+
+class AccuracyClock(Callback):
+    """Writes accuracy and time of every epoch to a JSON file; validation runs on the test set.
+
+    Args:
+        path: The file: a list of epochs, each with `epoch` (from 1), `accuracy` (fraction), `seconds` (of training)
+            and `seconds_with_validation` (of everything since the first batch, checkpoints and pictures too).
+        clock: Seconds since whenever.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.path = Path(path)
+        self.clock = clock
+        self.epochs: list[dict[str, float]] = []
+        self._started = 0.0  # the run
+        self._resumed: float | None = None  # the running stretch of training
+        self._trained = 0.0  # in the stretches before it
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = self._now(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resumed = self._now(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resumed is not None:  # not in the sanity check
+            self._trained += self._now(trainer) - self._resumed
+            self._resumed = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        now = self._now(trainer)
+        times = {"seconds": self._trained, "seconds_with_validation": now - self._started}
+        accuracy = float(trainer.callback_metrics["val_acc"])
+        self.epochs.append({"epoch": trainer.current_epoch + 1, "accuracy": accuracy, **times})
+        self._resumed = self._now(trainer)  # the epoch may go on
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(self.epochs))
+
+    def _now(self, trainer: Trainer) -> float:
+        synchronize(devices(trainer))
+        return self.clock()
+
+
+def first_reached(epochs: Sequence[dict[str, float]], target: float) -> dict[str, float] | None:
+    """The first epoch with at least the target's accuracy; None if there is none."""
+    return next((epoch for epoch in epochs if epoch["accuracy"] >= target), None)
+
+
+def summarise(runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Mean and standard deviation over the seeds: of both times, if all reached the target, and of the last accuracy.
+
+    Args:
+        runs: Each with its `seed` and `epochs`, see `AccuracyClock`.
+    """
+    reached = [first_reached(run["epochs"], target) for run in runs]
+    summary: dict[str, Any] = {"num_seeds": len(runs), "num_reached": sum(epoch is not None for epoch in reached)}
+    if all(reached):
+        for clock in CLOCKS:
+            summary[clock] = _mean_and_spread([epoch[clock] for epoch in reached if epoch is not None])
+    return {**summary, "last_accuracy": _mean_and_spread([run["epochs"][-1]["accuracy"] for run in runs])}
+
+
+def to_line(summary: dict[str, Any], target: float) -> str:
+    """The summary as one sentence."""
+    num_seeds, num_reached = summary["num_seeds"], summary["num_reached"]
+    end = "accuracy at the end {mean:.4f} +- {spread:.4f}".format(**summary["last_accuracy"])
+    if num_reached < num_seeds:
+        return f"test accuracy {target}: reached by {num_reached} of {num_seeds} seeds; {end}"
+    times = [
+        f"{summary[clock]['mean']:.1f} +- {summary[clock]['spread']:.1f} s ({text})" for clock, text in CLOCKS.items()
+    ]
+    return f"test accuracy {target}: {', '.join(times)} over {num_seeds} seeds; {end}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"benchmark time_to_accuracy: {message}")
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this measurement, and those of `fit`.
+
+    Raises:
+        UsageError: For a target that is no fraction, and for options that it sets itself.
+    """
+    parser = _Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--run_dir", type=Path, help="must be new")
+    args, of_fit = parser.parse_known_args(arguments)
+    if not 0 < args.target <= 1:
+        raise UsageError(f"--target={args.target}: choose a fraction, 0.915 say")
+    for name in ("--data.val_size", "--seed_everything"):
+        if any(arg.partition("=")[0] == name for arg in of_fit):
+            raise UsageError(f"{name}: time_to_accuracy sets it itself; --seeds names the seeds")
+    return args, of_fit
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
+    args, of_fit = parse(arguments)
+    run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_time_to_accuracy")
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
+    runs = [{"seed": seed, "epochs": _train(of_fit, seed, run_dir / f"seed_{seed}")} for seed in args.seeds]
+    summary = summarise(runs, args.target)
+    report = {
+        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", "time_to_accuracy", *arguments]),
+        "machine": machine(yaml.safe_load((run_dir / f"seed_{args.seeds[0]}" / "config.yaml").read_text())["malloc"]),
+        "target": args.target,
+        **summary,
+        "runs": runs,
+    }
+    (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
+    print(f"{to_line(summary, args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
+
+
+def _train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
+    """The epochs of one run of `fit`, in a process of its own."""
+    path = run_dir.parent / f"seed_{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
+    command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
+    command += [f"--trainer.callbacks+={__name__}.AccuracyClock", f"--trainer.callbacks.path={path}"]
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, env=os.environ).returncode
+    if status or not path.exists():
+        if not status:
+            raise UsageError("no epoch was validated: leave limit_val_batches and check_val_every_n_epoch as they are")
+        if not any(run_dir.parent.iterdir()):
+            run_dir.parent.rmdir()
+        sys.exit(status)
+    epochs: list[dict[str, float]] = json.loads(path.read_text())
+    return epochs
+
+
+def _mean_and_spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and sample standard deviation, 0 of a single value."""
+    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
