@@ -4,14 +4,32 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_mgpu.config_file import check_config_file
 from lightning_mgpu.errors import UsageError
 
 PACKAGE = Path(__file__).parent
 CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout
 STRATEGY = "--trainer.strategy"
+MAX_NESTED = 200  # brackets in one value; libyaml overflows the stack at some ten thousands
+
+
+def check_values(args: list[str]) -> list[str]:
+    """The arguments, if no value would end the YAML parser in a crash.
+
+    Raises:
+        UsageError: For a value with a YAML tag, nested beyond reason, or lost by argparse.
+    """
+    for arg in args:
+        value = arg.partition("=")[2] if arg.startswith("--") else arg
+        if value.lstrip().startswith("!!"):
+            raise UsageError(f"{arg}: YAML tags are not taken")
+        if max(value.count("["), value.count("{")) > MAX_NESTED:
+            raise UsageError(f"{arg[:40]}...: nested too deeply")
+        if value == "--":
+            raise UsageError(f"{arg}: a value is missing")
+    return args
 
 
 def with_strategy_class(args: list[str]) -> list[str]:
@@ -42,7 +60,7 @@ def with_shipped_configs(args: list[str]) -> list[str]:
     """The arguments with every `--config` that names no file here, but one in `configs/`, replaced by that path.
 
     Raises:
-        UsageError: If there is no such file, or it holds no mapping.
+        UsageError: If there is no such file, or it is not good (see `config_file.py`).
     """
     found = list(args)
     for i, arg in enumerate(args):
@@ -55,19 +73,13 @@ def with_shipped_configs(args: list[str]) -> list[str]:
 
 def find_config(name: str) -> str:
     """The path of a YAML file here or in `configs/`."""
+    if name.startswith("{"):  # a configuration itself: a checkpoint's
+        return name
     path = Path(name) if Path(name).exists() else CONFIGS / name
     if not path.is_file():
         shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
         close = get_close_matches(path.stem, shipped, n=1)
         near = f" (did you mean {shipped[close[0]]}?)" if close else ""
         raise UsageError(f"--config={name}: no such file here{near}; those shipped are {', '.join(shipped.values())}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
-        raise UsageError(f"--config={name} cannot be read as YAML: {where}") from error
-    if not isinstance(content, dict):
-        holds = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise UsageError(f"--config={name} {holds}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
+    check_config_file(name, path)
     return str(path)

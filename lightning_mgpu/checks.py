@@ -1,17 +1,106 @@
-"""What can be seen to be wrong before anything starts: strategy, devices, checkpoint, a batch nobody can share out."""
+"""What can be seen to be wrong before anything starts: numbers, strategy, devices, checkpoint, shares of a batch."""
 
 import importlib
+import math
+import os
 import re
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from packaging.version import InvalidVersion, Version
 
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
+
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max  # what torch counts and computes with
+LEAST = {  # of the Trainer's numbers, those it takes whatever they are: then it divides by them, or ignores them
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": -1,
+}
+
+CONTENTS: dict[str, type] = {  # of a checkpoint, as far as Lightning reads it without looking
+    **dict.fromkeys(("state_dict", "hyper_parameters", "callbacks", "loops"), dict),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("epoch", "global_step"), int),
+    "pytorch-lightning_version": str,
+}
+
+
+def check_numbers(config: Namespace) -> None:
+    """Hold all numbers of a configuration to what torch can compute with, and the Trainer's to what they mean.
+
+    Raises:
+        UsageError: For NaN, an infinity, a number too large, and one below the least that makes sense.
+    """
+    for part, expected in {"model": "the name of a class", "data": "the name of a class", "trainer": "options"}.items():
+        if not isinstance(config.get(part), Namespace):
+            raise UsageError(f"--{part}={config.get(part)}: expected {expected}")
+    for key, value in _numbers("", config.as_dict()):
+        given = f"--{key}={value}"
+        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            raise UsageError(
+                f"{given}: expected a finite number" + f", up to {LARGEST_FLOAT:.1e}" * math.isfinite(value)
+            )
+        if isinstance(value, int) and abs(value) > LARGEST_INT:
+            raise UsageError(f"{given}: too large a number; take {LARGEST_INT} at most")
+        least = LEAST.get(key.removeprefix("trainer."), value)
+        if value < least:
+            raise UsageError(f"{given}: take at least {least}")
+    if config.trainer.val_check_interval == 0:
+        raise UsageError("--trainer.val_check_interval=0: take batches from 1, or a part of an epoch above 0.0")
+
+
+def check_given(args: list[str], config: Namespace) -> None:
+    """Compare the values given on the command line with what YAML has made of them.
+
+    Raises:
+        UsageError: For `1:30` read as 90, and for a comment read as nothing.
+    """
+    for arg, following in zip(args, [*args[1:], ""]):
+        name, has_value, value = arg.removeprefix("--").partition("=")
+        value = value if has_value else following
+        found: Any = config
+        for part in name.split("."):
+            found = found.get("init_args", found) if isinstance(found, Namespace) else None
+            found = found.get(part, "") if isinstance(found, Namespace) else ""
+        if arg.startswith("--") and isinstance(found, (int, float)) and ":" in value:
+            raise UsageError(f"--{name}={value}: would be read as the number {found}; write it in digits")
+        if arg.startswith("--") and found is None and value and not value.partition("#")[0].strip("\ufeff \t\n"):
+            raise UsageError(f"--{name}={value}: would be read as null; write null, or another value")
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers of a configuration, each with the name of its option."""
+    if isinstance(value, (int, float)):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _numbers(key if name == "init_args" else f"{key}.{name}".lstrip("."), part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _numbers(key, part)
+
+
+def only_weights(config: Namespace) -> None:
+    """Have checkpoints read as tensors and plain values, wherever they come from: never as code.
+
+    Raises:
+        UsageError: If something else is asked for.
+    """
+    if "weights_only" in config:  # an option of Lightning's from 2.6 on
+        if config.weights_only is False:
+            raise UsageError("--weights_only=false: a checkpoint could run code of its own; leave it out")
+        config.weights_only = True
 
 
 def find_strategy(name: str) -> str | type[Strategy]:
@@ -80,6 +169,7 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
     if not Path(path).is_file():
         raise UsageError(f"--ckpt_path={path}: no such file; a run's are in its checkpoints/ directory")
     try:
+        check_sums(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UsageError(
@@ -87,6 +177,7 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UsageError(f"--ckpt_path={path} is no checkpoint of a Trainer's: it has no state_dict")
+    _check_contents(path, checkpoint)
     saved = checkpoint.get("hyper_parameters", {}).get("_class_path", model)
     if model is not None and saved.rpartition(".")[2] != model.rpartition(".")[2]:
         saved, asked = saved.rpartition(".")[2], model.rpartition(".")[2]
@@ -95,12 +186,46 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
         )
 
 
-def check_shares(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-    """Compare the global batch with the number of processes, before these are started.
+def check_sums(path: str | Path) -> None:
+    """Compare a checkpoint's tensors with the CRC-32 that `torch.save` writes of each, and `torch.load` never reads.
 
     Raises:
-        UsageError: If some process would get no sample.
+        BadZipFile: If one differs, or the archive is torn. A file that is none (torch's before 1.6) has no sums.
     """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"{damaged} is not what was saved")
+
+
+def _check_contents(path: str, checkpoint: dict[str, Any]) -> None:
+    for name, kind in CONTENTS.items():
+        if not isinstance(checkpoint.get(name, kind()), kind):
+            raise UsageError(f"--ckpt_path={path} is no checkpoint of a Trainer's: its {name} is no {kind.__name__}")
+    try:
+        Version(checkpoint.get("pytorch-lightning_version", "0"))
+    except InvalidVersion as error:
+        raise UsageError(f"--ckpt_path={path} is no checkpoint of a Trainer's: {error}") from error
+    if not isinstance(checkpoint.get("hyper_parameters", {}).get("_class_path", ""), str):
+        raise UsageError(f"--ckpt_path={path} is no checkpoint of a Trainer's: it does not name its model")
+    for name, tensor in checkpoint["state_dict"].items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.isnan().any():
+            raise UsageError(f"--ckpt_path={path}: {name} holds NaN, its run had diverged; take an earlier checkpoint")
+
+
+def check_shares(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
+    """Compare the global batch with the number of processes, and the machines with what is known of them, at the start.
+
+    Raises:
+        UsageError: If some process would get no sample, or would wait for machines that nobody has named.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ:
+        raise UsageError(
+            f"--trainer.num_nodes={trainer.num_nodes}: it is not said where the other machines are; start this on each "
+            "with torchrun or SLURM, or with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
+        )
     batch_size = getattr(datamodule, "batch_size", None)
     if isinstance(batch_size, int) and batch_size < trainer.world_size:
         raise UsageError(

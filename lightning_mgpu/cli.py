@@ -2,7 +2,9 @@
 
     python -m lightning_mgpu fit --trainer.devices=2
     python -m lightning_mgpu fit --config model/resnet18.yaml --trainer.limit_train_batches=10
+    python -m lightning_mgpu fit --resume=last
     python -m lightning_mgpu test --ckpt_path runs/NAME/checkpoints/last.ckpt
+    python -m lightning_mgpu export --ckpt_path runs/NAME/checkpoints/last.ckpt --output model.onnx
     python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
     python -m lightning_mgpu benchmark --quick
 
@@ -11,20 +13,19 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 """
 
 import importlib
-import shutil
+import json
+import os
 import signal
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
@@ -32,30 +33,51 @@ from typing_extensions import override
 import lightning_mgpu.data
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import __version__
-from lightning_mgpu.arguments import CONFIGS, with_shipped_configs, with_strategy_class
+from lightning_mgpu.arguments import CONFIGS, check_values, with_shipped_configs, with_strategy_class
 from lightning_mgpu.callbacks import (
+    ConfusionMatrix,
     EpochLines,
     EpochTimer,
+    FastModel,
     LearningCurve,
     PredictionGrid,
     PredictionWriter,
+    RunCheckpoint,
     RunHeader,
-    run_directory,
+    Watch,
+    is_search,
 )
-from lightning_mgpu.callbacks.console import model_table, run_facts
 from lightning_mgpu.callbacks.epoch_timer import devices
-from lightning_mgpu.checks import check_checkpoint, check_devices, check_shares, find_strategy
+from lightning_mgpu.checks import (
+    check_checkpoint,
+    check_devices,
+    check_given,
+    check_numbers,
+    check_shares,
+    find_strategy,
+    only_weights,
+)
+from lightning_mgpu.clusters import follow_launcher, set_rank
 from lightning_mgpu.console import quieten
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes, one_line_errors
 from lightning_mgpu.explain import TOOLS, explain, parameters
+from lightning_mgpu.from_checkpoint import SECTIONS, disagreements, with_checkpoint_config
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
+from lightning_mgpu.redact import redact
+from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume, with_resumed_run
 from lightning_mgpu.run_dir import RunDir
-from lightning_mgpu.tracking import Tracking, start_run
+from lightning_mgpu.run_record import RunRecord
+from lightning_mgpu.scale_k import scaled_by_devices
+from lightning_mgpu.slurm import requeue, with_requeued_job
+from lightning_mgpu.tracking import Tracking
+from lightning_mgpu.tracking.csv_logger import RunCSVLogger
 
 PROG = "python -m lightning_mgpu"
 BLANK_LINE = "\n\n"
+RESUME_HELP = "Go on with this run in its directory, as if it had never stopped; last: the newest in runs/."
 MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
+SCALE_HELP = "Multiply global batch and learning rate by the number of devices."
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -70,10 +92,14 @@ class CLI(LightningCLI):
     model: LightningModule
     datamodule: LightningDataModule
     run_dir: RunDir | None = None  # none in a fast_dev_run, which leaves nothing behind
+    saving: RunCheckpoint
+    lock: int | None = None  # on the run directory, while this runs
+    resumed: Path | None = None  # the run directory of --resume
+    changes: list[str] = []  # what flags change of the resumed run, or of the checkpoint's  # noqa: RUF012
 
     def __init__(self, args: list[str] | None = None) -> None:
         self.given = list(sys.argv[1:] if args is None else args)
-        shared = {"exit_on_error": False, "formatter_class": HelpFormatter}
+        shared = {"exit_on_error": False, "allow_abbrev": False, "formatter_class": HelpFormatter}
         one = {**shared, "default_config_files": [str(CONFIGS / "default.yaml")]}
         try:
             super().__init__(
@@ -83,6 +109,7 @@ class CLI(LightningCLI):
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
                 save_config_callback=RunRecord,
+                save_config_kwargs={"save_to_log_dir": False},  # RunRecord leaves secrets out
                 parser_kwargs={
                     "prog": PROG,
                     "description": f"Train on several devices.\n\n{(__doc__ or '').partition(BLANK_LINE)[2]}",
@@ -96,6 +123,9 @@ class CLI(LightningCLI):
             if self.run_dir is not None and is_mistake(error):
                 self.run_dir.discard()
             raise
+        finally:
+            if self.lock is not None:
+                os.close(self.lock)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -103,9 +133,10 @@ class CLI(LightningCLI):
         parser.add_argument(SWITCH, action="store_true", help="Show where an error comes from.")
         parser.add_argument("--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP)
         parser.add_argument("--no-wandb", action="store_true", help="The same as --wandb.mode=disabled.")
+        parser.add_argument("--scale_by_devices", type=bool, default=False, help=SCALE_HELP)
         parser.add_class_arguments(Tracking, "wandb")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.save_last": True})
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(FastModel, "fast")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -114,18 +145,42 @@ class CLI(LightningCLI):
         except ArgumentError as error:
             raise UsageError(explain(str(error), self.options())) from error
         config = self.config[self.config.subcommand]
+        check_numbers(config)
+        check_given(self.given[1:], config)
+        only_weights(config)
         asked = config.model.class_path if any(arg.startswith("--model=") for arg in self.given) else None
         check_checkpoint(config.ckpt_path, asked)
+        if config.ckpt_path and Path(config.ckpt_path).is_file():
+            dumped = yaml.safe_load(self._parser(self.config.subcommand).dump(config, skip_none=False))
+            self.changes = disagreements(config.ckpt_path, dumped)
+        if config.get("resume"):
+            self._resume(Path(config.resume), config)
+
+    def _resume(self, run_dir: Path, config: Namespace) -> None:
+        """Find the checkpoint to go on from; the configuration is that of the run, `--resume` no part of it."""
+        config.resume = None
+        dumped = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
+        self.changes = changes(run_dir, dumped, config.ckpt_path)
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            self.lock = claim(run_dir)
+        self.checkpoint = choose_checkpoint(run_dir, config.checkpoint.dirpath, config.trainer.max_epochs)
+        self.resumed = run_dir
+
+    @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument("--resume", type=str | None, default=None, help=RESUME_HELP)
+        return parser
+
+    @override
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        return kwargs if self.resumed is None else {**kwargs, "ckpt_path": str(self.checkpoint)}
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """A model built in Python, not by this class, left no class path to parse: the one asked for is taken."""
-        path = self.config[self.config.subcommand].ckpt_path
-        if path and Path(path).is_file():
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            if "_class_path" not in checkpoint.get("hyper_parameters", {}):
-                return
-        super()._parse_ckpt_path()
+        """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see from_checkpoint.py)."""
 
     def options(self) -> list[str]:
         """The names of all options, for 'did you mean': also those of the default model, its optimizer and the data."""
@@ -147,18 +202,20 @@ class CLI(LightningCLI):
         Validating on the test set must not choose the model: the last one is tested then, as in the book.
         """
         config = self.config[self.subcommand]
+        follow_launcher(config.trainer)
         if config.malloc == "keep":
             keep_freed_memory()
         if config.checkpoint.monitor is None and _logs_val_acc(config):
             config.checkpoint.update(Namespace(monitor="val_acc", mode="max"))
-        if config.trainer.fast_dev_run:
-            config.checkpoint.save_last = False  # Lightning 2.6 would save it all the same
 
     @override
     def instantiate_classes(self) -> None:
-        with mistakes():
+        self._dump_config()  # for checkpoints, which hold what was given
+        with mistakes(), scaled_by_devices(self.config[self.subcommand]) as self.scaled:
             super().instantiate_classes()
         check_shares(self.trainer, self.datamodule)
+        self.saving = next(c for c in self.trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
+        self.saving.config = json.loads(redact(json.dumps({name: self.config_dump.get(name) for name in SECTIONS})))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -168,20 +225,27 @@ class CLI(LightningCLI):
         if isinstance(config.strategy, str) and not isinstance(found := find_strategy(config.strategy), str):
             kwargs["strategy"] = found()
         self.timer = EpochTimer()
-        callbacks = [RunHeader(), self.timer, LearningCurve(), PredictionGrid()]
+        header = RunHeader(self.scaled)
+        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.subcommand == "predict":
             callbacks.append(PredictionWriter())
+        if (tracking := self.config[self.subcommand].wandb).watch:
+            callbacks.append(Watch(tracking.watch, tracking.watch_freq))
         has_progress_bar = any(isinstance(callback, ProgressBar) for callback in objects.callbacks or [])
         if config.enable_progress_bar is not False and not has_progress_bar:
             callbacks.append(RichProgressBar() if sys.stdout.isatty() else EpochLines())
         self.trainer_defaults["callbacks"] = callbacks
+        if path := self.checkpoint if self.resumed else self.config[self.subcommand].ckpt_path:
+            header.notes["ckpt"] = "; ".join([str(path), *self.changes])
         if config.fast_dev_run:
             kwargs["logger"] = False
         else:
-            self.run_dir = RunDir(self.config[self.subcommand])
+            self.run_dir = RunDir(self.config[self.subcommand], self.resumed)
+            if rank_zero_only.rank == 0 and not self.resumed:  # type: ignore[attr-defined]
+                self.lock = claim(self.run_dir.path)
             kwargs["default_root_dir"] = str(self.run_dir.path)
             if config.logger in (None, True):
-                kwargs["logger"] = CSVLogger(self.run_dir.path, name="", version="")
+                kwargs["logger"] = RunCSVLogger(self.run_dir.path)
         return super().instantiate_trainer(**kwargs)
 
     def before_predict(self) -> None:
@@ -190,43 +254,25 @@ class CLI(LightningCLI):
 
     before_test = before_validate = before_predict
 
+    def fit(self, **kwargs: Any) -> None:
+        try:
+            self.trainer.fit(**kwargs)
+        finally:
+            stopped = self.trainer.interrupted and self.trainer.is_global_zero
+            if self.run_dir and self.saving.last_model_path and stopped:
+                answer = requeue() if self.saving.time_is_up else "stopped"
+                print(f"{answer}; go on with: {how_to_resume(self.run_dir.path)}", flush=True)
+
     def after_fit(self) -> None:
         """Test the best checkpoint and print the book's closing line."""
+        if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
+            return
         metrics: dict[str, Any] = {}
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
-            checkpoint = self.trainer.checkpoint_callback
-            path = isinstance(checkpoint, ModelCheckpoint) and (
-                checkpoint.best_model_path or checkpoint.last_model_path
-            )
+            path = self.saving.best_model_path or self.saving.last_model_path
             metrics = dict(self.trainer.test(self.model, self.datamodule, ckpt_path=path or None, verbose=False)[0])
         if self.trainer.is_global_zero:
             print(closing_line(metrics, self.timer.seconds_per_epoch, str(devices(self.trainer))), flush=True)
-
-
-class RunRecord(SaveConfigCallback):
-    """Saves the resolved configuration, starts W&B and records what runs, once the data are there and before training.
-
-    Raises (through Lightning) if the run directory already holds a configuration.
-    """
-
-    @override
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called in the first process only, with the configuration just saved to the run directory."""
-        facts = run_facts(trainer, pl_module)
-        run_dir = run_directory(trainer)
-        if run_dir and any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
-            (run_dir / "model.txt").write_text(model_table(pl_module) + "\n")
-            config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-            tracking = Tracking(**{**self.config.wandb, **({"mode": "disabled"} if self.config.no_wandb else {})})
-            run, where = start_run(tracking, run_dir, stage, config)
-            if run is not None:
-                trainer.loggers = [*trainer.loggers, WandbLogger(experiment=run)]
-                for name in ("config.yaml", "model.txt"):  # what lies in a run's directory is uploaded with it
-                    shutil.copy(run_dir / name, Path(run.dir, f"resolved_{name}"))
-            header = next(c for c in trainer.callbacks if isinstance(c, RunHeader))  # type: ignore[attr-defined]
-            header.notes["wandb"] = where
-        for logger in trainer.loggers:
-            logger.log_hyperparams(facts)
 
 
 def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
@@ -239,20 +285,17 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
 def main() -> None:
     """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
     quieten()
-    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
     with one_line_errors(SWITCH in sys.argv):
-        if sys.argv[1:2] == ["benchmark"]:
-            from lightning_mgpu.benchmark.cli import main as benchmark  # needs matplotlib, and more
-
-            benchmark([argument for argument in sys.argv[2:] if argument != SWITCH])
+        set_rank()
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
+        if sys.argv[1:2] and sys.argv[1] in TOOLS:
+            tool = importlib.import_module(TOOLS[sys.argv[1]])  # needs matplotlib, and more
+            tool.main([argument for argument in sys.argv[2:] if argument != SWITCH])
             return
-        if sys.argv[1:2] == ["sweep"]:
-            from lightning_mgpu.sweep.cli import main as sweep
-
-            sweep([argument for argument in sys.argv[2:] if argument != SWITCH])
-            return
+        sys.argv[1:] = with_resumed_run(with_requeued_job(check_values(sys.argv[1:])))
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
+        sys.argv[1:] = with_checkpoint_config(sys.argv[1:], SUBCOMMANDS)
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
             raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
         CLI()

@@ -13,6 +13,7 @@ WARNINGS = (
     r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
     r"The dirpath has changed from '.*' to '.*', therefore `best_model_score`",  # one run, one directory
+    r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
 )
 # What the run header says better, and tips for other products.
@@ -32,8 +33,12 @@ INFO = (
     "Restoring states from the checkpoint path at",
     "Restored all states from the checkpoint at",
     "Loaded model weights from the checkpoint at",
+    "Finished batch size finder, will continue with full run",  # which it does not
+    "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
 )
 LOGGERS = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "lightning.pytorch.tuner.batch_size_scaling",
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.seed",

@@ -1,6 +1,8 @@
 """A user's mistake ends in one line that says what was given, what is allowed and the fix; `--traceback` shows more."""
 
 import argparse
+import errno
+import os
 import re
 import sys
 import traceback
@@ -8,11 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_mgpu.redact import redact
+
 SWITCH = "--traceback"
 PACKAGE = Path(__file__).parent
+LIGHTNING = Path(lightning.__file__).parent
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full, or not ours
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
 
 
@@ -51,20 +58,36 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code.
 
     Lightning's own configuration errors do, and so do the `ValueError`, `OSError` and own types this package raises,
-    and a checkpoint that does not fit the model.
+    and a checkpoint that does not fit the model. A full or read-only disk and a `ValueError` that Lightning raises do,
+    unless a model or dataset of the user's led there: then its lines are what helps.
     """
     if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
         return True
     if isinstance(error, RuntimeError) and str(error).startswith(OTHER_PARAMETERS):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
-    return type(error).__module__.startswith("lightning_mgpu.") or (ours and isinstance(error, (ValueError, OSError)))
+    raised_in = Path(frames[-1].filename) if frames else Path()
+    is_ours, is_lightnings = raised_in.is_relative_to(PACKAGE), raised_in.is_relative_to(LIGHTNING)
+    if type(error).__module__.startswith("lightning_mgpu.") or (is_ours and isinstance(error, (ValueError, OSError))):
+        return True
+    is_of_the_disk = isinstance(error, OSError) and error.errno in OF_THE_DISK
+    is_refusal = is_lightnings and isinstance(error, ValueError)
+    return (is_of_the_disk or is_refusal) and not any(_is_the_users(frame.filename) for frame in frames)
+
+
+def _is_the_users(file: str) -> bool:
+    """Whether code is neither of this package, nor of an installed one, nor of Python's."""
+    libraries = (PACKAGE, Path(os.__file__).parent)
+    return (
+        not file.startswith("<")
+        and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+        and not any(Path(file).is_relative_to(library) for library in libraries)
+    )
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message of an exception as one sentence, without colours, line breaks and links."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__)
+    """The message of an exception as one sentence, without colours, line breaks, links and secrets."""
+    text = redact(re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__))
     if text.startswith(OTHER_PARAMETERS):
         model = text.removeprefix(OTHER_PARAMETERS).partition(":")[0]
         first = re.search(r"(?:size mismatch for |[Kk]ey\(s\) in state_dict: \")([\w.]+)", text)
@@ -75,5 +98,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _is_told_here(error: Exception) -> bool:
-    """Wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone."""
-    return rank_zero_only.rank == 0 or isinstance(error, OSError)  # type: ignore[attr-defined]
+    """Wrong values are wrong in every process of `ddp`, and the first one on each machine says so; files may be wrong
+    in one alone."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0" and "SLURM_PROCID" not in os.environ  # srun shows all in one
+    return rank_zero_only.rank == 0 or is_first or isinstance(error, OSError)  # type: ignore[attr-defined]

@@ -12,7 +12,12 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-TOOLS = ("sweep", "benchmark")  # subcommands beside those of the LightningCLI
+# subcommands beside those of the LightningCLI, and the modules whose `main` they are
+TOOLS = {
+    "export": "lightning_mgpu.export",
+    "sweep": "lightning_mgpu.sweep.cli",
+    "benchmark": "lightning_mgpu.benchmark.cli",
+}
 # what the last part of a key takes a class of, and how a class of one's own is named there
 KINDS: dict[str, tuple[type, str]] = {
     "model": (LightningModule, "my_package.MyModel"),
@@ -32,7 +37,10 @@ NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callabl
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
+    r"Import path ([\w.]+) does not correspond to a subclass of",
     r"Import path does not correspond to a subclass of \w+[\s\S]*Given value: (\S+)",
+    r"Unexpected import path format: (\S+)",
+    r"expects a function or a callable class: .*class_path='([^']*)'",
 )
 
 
@@ -65,6 +73,8 @@ def explain(message: str, options: Iterable[str]) -> str:
         matches = (re.search(pattern, message) for pattern in NO_CLASS)
         if name := next((match[1] for match in matches if match), None):
             return _no_class(key, name)
+    if match := re.search(r"the following arguments are required: \w+\.(model|data)\b", message):
+        return f"--{match[1]}=null: expected the name of a class"
     if match := re.search(r"the following arguments are required: ([\w, ]+)", message):
         class_path = _last(r"class_path='([\w.]+)'", message.partition("Given value: Namespace(class_path='lightn")[0])
         wanted = " and ".join(f"--{key}.{name.strip()}" for name in match[1].split(","))

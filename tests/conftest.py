@@ -116,9 +116,9 @@ class Command:
         for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
             self.env.pop(name, None)
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, launcher: tuple[str, ...] = ("-m", "lightning_mgpu")) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "lightning_mgpu", *args]
+        command = [sys.executable, *launcher, *args]
         return subprocess.Popen(
             command, cwd=self.cwd, env=self.env, stdin=-3, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
@@ -153,3 +153,9 @@ class Command:
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
     return Command(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def command_in() -> type[Command]:
+    """`command` in a directory of one's own, for runs several tests share."""
+    return Command

@@ -1,11 +1,13 @@
 """The command line in this process: mistakes end in one line, configurations compose, a failure leaves nothing."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 
 from lightning_mgpu import __version__
 from lightning_mgpu.cli import CONFIGS, closing_line
@@ -14,7 +16,7 @@ from lightning_mgpu.explain import did_you_mean
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line must say
-    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, sweep, benchmark"),
+    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export, sweep, benchmark"),
     "swep": ("no subcommand 'swep' (did you mean sweep?)",),
     "--trainer.devices=2": ("--trainer.devices=2: name a subcommand first", "fit, validate, test, predict"),
     "fit foo": ("foo: not expected here",),
@@ -59,6 +61,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --config unknown.yaml": ("trainer.max_epoch", "did you mean trainer.max_epochs?"),
     "fit --config wrong_data.yaml": ("data.batchsize", "did you mean --data.batch_size?"),
     "fit --wandb.mode=foo": ("--wandb.mode=foo: expected auto or online or offline or disabled",),
+    "fit --wandb.watch_freq=0": ("--wandb.watch_freq=0: take a number of optimizer steps from 1",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --run_dir=a_file/x": ("a_file/x cannot be made: Not a directory", "--run_dir"),
     "test --ckpt_path nope.ckpt": ("--ckpt_path=nope.ckpt: no such file",),
@@ -112,12 +115,24 @@ def test_traceback_shows_where(main: Callable) -> None:
         main("fit", "--data.batch_size=0", "--traceback")
 
 
-def test_defects_keep_their_traceback(main: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: object, batch: object, batch_idx: int) -> None:
-        raise IndexError("a defect")
+def raise_error(module: LightningModule) -> None:
+    raise IndexError("a defect")
 
-    monkeypatch.setattr("lightning_mgpu.models.LeNet.training_step", broken)
-    with pytest.raises(IndexError, match="a defect"):
+
+def log_a_vector(module: LightningModule) -> None:
+    module.log("x", torch.zeros(2))  # Lightning raises the ValueError
+
+
+def write_nowhere(module: LightningModule) -> None:
+    raise PermissionError(errno.EACCES, "a defect")
+
+
+@pytest.mark.parametrize("broken", [raise_error, log_a_vector, write_nowhere])
+def test_defects_keep_their_traceback(
+    main: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable
+) -> None:
+    monkeypatch.setattr("lightning_mgpu.models.LeNet.training_step", lambda self, batch, batch_idx: broken(self))
+    with pytest.raises((IndexError, ValueError, PermissionError), match=r"a defect|single element"):
         main("fit", f"--data.root={root}", "--data.val_size=9", CPU)
 
 
@@ -135,7 +150,7 @@ def test_checkpoint_of_another_model(
     assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
     checkpoint = torch.load(tmp_path / path, weights_only=True)
-    del checkpoint["hyper_parameters"]  # made without the command line: only the weights tell
+    del checkpoint["hyper_parameters"], checkpoint["lightning_mgpu"]  # not of the command line: only weights tell
     torch.save(checkpoint, tmp_path / "bare.ckpt")
     assert main("test", "--ckpt_path=bare.ckpt", "--run_dir=again", *data) == 0
     capfd.readouterr()
@@ -155,7 +170,16 @@ def test_fit_ends_with_the_books_line(main: Callable, root: Path, tmp_path: Path
     assert out.splitlines()[-1].endswith(" sec/epoch on [device(type='cpu')]")
     (run,) = (tmp_path / "runs").iterdir()
     assert {path.name for path in run.iterdir()} == {
-        *("config.yaml", "model.txt", "hparams.yaml", "metrics.csv", "curve.png", "predictions.png", "checkpoints")
+        *(
+            "config.yaml",
+            "model.txt",
+            "hparams.yaml",
+            "metrics.csv",
+            "curve.png",
+            "predictions.png",
+            "confusion.png",
+            "checkpoints",
+        )
     }
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
     assert "129 K" in (run / "model.txt").read_text()

@@ -43,7 +43,16 @@ def test_ddp_on_two_processes(command: Any, tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.endswith("_LeNet_auto_2")
     assert {path.name for path in run.iterdir()} == {
-        *("config.yaml", "model.txt", "hparams.yaml", "metrics.csv", "curve.png", "predictions.png", "checkpoints")
+        *(
+            "config.yaml",
+            "model.txt",
+            "hparams.yaml",
+            "metrics.csv",
+            "curve.png",
+            "predictions.png",
+            "confusion.png",
+            "checkpoints",
+        )
     }
     (epoch,) = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["epoch_seconds"]]
     assert float(epoch["samples_per_sec"]) == pytest.approx(20 * 256 / float(epoch["epoch_seconds"]), rel=0.2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.cli import parser as benchmark_parser
 from lightning_mgpu.sweep.cli import parser as sweep_parser
 from lightning_mgpu.sweep.plan import read_plan
@@ -26,17 +27,27 @@ def test_there_are_commands() -> None:
 def test_command_is_taken(
     line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", README, flags=re.DOTALL):
+    for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", README, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     if line.startswith("python -m lightning_mgpu benchmark"):  # nothing to print: taken is what parses
         args = shlex.split(line)[4:]
-        assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
+        if args[:1] == ["time_to_accuracy"]:
+            _, of_fit = time_to_accuracy.parse(args[1:])
+            assert main("fit", *of_fit, "--print_config") == 0
+        else:
+            assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
         return
     if line.startswith("python -m lightning_mgpu sweep"):
         args, fit = sweep_parser().parse_known_args(shlex.split(line)[4:])
         assert read_plan(args.config[0], args.count)
         line = shlex.join(["python", "-m", "lightning_mgpu", "fit", *fit, *(f"--config={c}" for c in args.config[1:])])
+    if line.startswith("python -m lightning_mgpu export"):  # of a checkpoint that is not there
+        assert main(*shlex.split(line)[3:]) == 2 and "no such file" in capsys.readouterr().err
+        return
+    if "--resume=" in line:  # of a run that is not there
+        assert main(*shlex.split(line)[3:]) == 2 and "--resume=" in capsys.readouterr().err
+        return
     args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
     if "--help" not in args:
         args.append("--print_config")

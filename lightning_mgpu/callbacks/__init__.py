@@ -1,17 +1,31 @@
-"""What people look at: the run in a few lines, epoch times, the learning curve, predicted images."""
+"""What people look at: run, epoch times, curve, predictions; what they search with; what makes a model fast."""
 
+from lightning_mgpu.callbacks.confusion_matrix import ConfusionMatrix
 from lightning_mgpu.callbacks.console import EpochLines, RunHeader
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
+from lightning_mgpu.callbacks.fast_model import FastModel
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
 from lightning_mgpu.callbacks.predictions import PredictionGrid, PredictionWriter
+from lightning_mgpu.callbacks.profile import Profile
+from lightning_mgpu.callbacks.run_checkpoint import RunCheckpoint
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.callbacks.search import BatchSizeSearch, LearningRateSearch, is_search
+from lightning_mgpu.callbacks.watch import Watch
 
 __all__ = [
+    "BatchSizeSearch",
+    "ConfusionMatrix",
     "EpochLines",
     "EpochTimer",
+    "FastModel",
     "LearningCurve",
+    "LearningRateSearch",
     "PredictionGrid",
     "PredictionWriter",
+    "Profile",
+    "RunCheckpoint",
     "RunHeader",
+    "Watch",
+    "is_search",
     "run_directory",
 ]

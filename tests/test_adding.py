@@ -1,0 +1,153 @@
+"""The README's 'Adding your own', followed to the letter in a project outside the package: its files, its commands.
+
+Only the limits of a short run are appended. The suite for strategies runs in tests/testing/test_conformance.py.
+"""
+
+import csv
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[1]
+SECTION = (REPOSITORY / "README.md").read_text().partition("\n## Adding your own\n")[2].partition("\n## ")[0]
+FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()]
+TESTS = [line for line in COMMANDS if line.startswith("python -m pytest ")]
+RUNS = [line for line in COMMANDS if line.startswith("python -m lightning_mgpu fit ")]
+SUITE = (
+    "python -m lightning_mgpu.testing --strategy=my_strategy.BackwardsStrategy --devices 2 3"  # test_conformance.py's
+)
+CPU = "--trainer.accelerator=cpu"
+SHORT = (CPU, "--data.source=synthetic", "--trainer.max_epochs=1")
+LIMITS = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
+PLAIN_MODEL = """
+import torch
+from lightning.pytorch import LightningModule
+
+
+class Plain(LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+        self.lr = lr
+
+    def training_step(self, batch):
+        X, y = batch
+        loss = torch.nn.functional.cross_entropy(self.net(X), y)
+        self.log("my_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(f"# {name}\n{content}")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def shell(line: str, cwd: Path) -> str:
+    """Run a printed command, `python` being this one; returns what it said."""
+    path = os.environ.get("PYTHONPATH", "")
+    env = {**os.environ, "HOME": str(cwd), "WANDB_MODE": "disabled", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{path}"}
+    for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR"):
+        env.pop(name, None)
+    args = [sys.executable, *shlex.split(line)[1:]]
+    result = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def epochs(run_dir: Path) -> list[tuple[float, ...]]:
+    """Loss and accuracy of training and validation, an epoch a row."""
+    rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
+    names = ("train_loss", "train_acc", "val_loss", "val_acc")
+    return list(zip(*([float(row[name]) for row in rows if row[name]] for name in names)))
+
+
+def test_nothing_is_left_out() -> None:
+    assert len(TESTS) == 3 and len(RUNS) == 4 and SUITE in COMMANDS and len(COMMANDS) == 8
+    assert {"my_model.py", "my_data.py", "my_strategy.py", "my_allreduce.py"} < set(FILES)
+
+
+def test_their_tests_pass(project: Path) -> None:
+    """The three commands as one, for a process takes seconds to start."""
+    names = " ".join(line.removeprefix("python -m pytest ") for line in TESTS)
+    assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}", project), flags=re.MULTILINE)
+
+
+def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, main: Callable[..., int]) -> None:
+    [line] = [line for line in RUNS if "my_data" not in line and "my_model" in line]
+    out = shell(" ".join([line, *SHORT, *LIMITS]), project)
+    assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
+    assert "model:    MLP, 50,890 parameters" in out
+    (path,) = project.glob("runs/*/checkpoints/last.ckpt")  # the checkpoint alone says which model it is
+    assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
+
+
+@pytest.mark.parametrize("part", ["my_strategy", "my_allreduce"])
+def test_its_command_trains(part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
+    [line] = [line for line in RUNS if part in line]
+    assert main(*shlex.split(line)[3:], *SHORT, *LIMITS) == 0
+    out = capfd.readouterr().out
+    assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
+
+
+def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:
+    """Its command, which runs ddp on two devices, learns what one device and the book's algorithm do."""
+    [line] = [line for line in RUNS if "my_data" in line]
+    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp", project)
+    args = [arg for arg in shlex.split(line)[3:] if "devices" not in arg]
+    assert main(*args, CPU, "--trainer.devices=1", "--run_dir=one") == 0
+    strategy = ("--trainer.devices=3", "--trainer.strategy=manual_allreduce")
+    assert main(*args, CPU, *strategy, "--run_dir=manual") == 0
+    one = epochs(project / "one")
+    assert len(one) == 2 and one[1][3] > 0.9, "it learns"
+    for name in ("ddp", "manual"):
+        for expected, got in zip(one, epochs(project / name), strict=True):
+            assert got == pytest.approx(expected, rel=1e-4), name
+
+
+def test_a_plain_lightning_module(project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
+    (project / "my_plain.py").write_text(PLAIN_MODEL)
+    strategy = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
+    assert main("fit", "--model=my_plain.Plain", "--model.lr=0.5", *SHORT, *LIMITS, *strategy) == 0
+    assert "model:    Plain, 7,850 parameters" in capfd.readouterr().out
+
+
+def test_a_model_inside_the_package(tmp_path: Path) -> None:
+    """One file, its export, one YAML, one test, in a copy of the template."""
+    for name in ("lightning_mgpu", "configs"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    exports = tmp_path / "lightning_mgpu" / "models" / "__init__.py"
+    exports.with_name("my_model.py").write_text(FILES["my_model.py"])
+    exports.write_text(exports.read_text() + "from lightning_mgpu.models.my_model import MLP\n")
+    (tmp_path / "configs/model/my_model.yaml").write_text(
+        FILES["my_model.yaml"].replace("my_model.", "lightning_mgpu.models.")
+    )
+    test = tmp_path / "tests" / "models" / "test_my_model.py"
+    test.parent.mkdir(parents=True)
+    test.write_text(FILES["test_my_model.py"].replace("from my_model", "from lightning_mgpu.models"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "WANDB_MODE": "disabled"}
+    run = (*SHORT, "--trainer.fast_dev_run=true", "--trainer.devices=1")
+    for args, said in (
+        (("lightning_mgpu", "fit", "--config=model/my_model.yaml", *run), "MLP, 50,890"),
+        (("lightning_mgpu", "fit", "--model=MLP", "--model.hidden=10", *run), "MLP, 7,960"),
+        (("pytest", "-q", str(test)), "1 passed"),
+    ):
+        command = [sys.executable, "-m", *args]
+        result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert said in result.stdout, result.stdout + result.stderr
