@@ -8,8 +8,8 @@ Read in this order:
 4. `strategies/`  the textbook's engine and `dp`, for Lightning's Trainer
 5. `callbacks/`   run header, epoch times, learning curve, predictions
 6. `tracking/`    Weights & Biases, offline unless somebody is logged in
-7. `cli.py`       the LightningCLI that puts them together; `resume.py`, `from_checkpoint.py`: checkpoints; `clusters.py`,
-                  `slurm.py`: several machines; `sweep/`: many runs
+7. `cli.py`       the LightningCLI that puts them together; `resume.py`, `from_checkpoint.py`: checkpoints;
+                  `clusters.py`, `slurm.py`: several machines; `sweep/`: many runs
 8. `testing/`     what strategies promise, `benchmark/` how fast they are
 """
 

@@ -176,7 +176,7 @@ class Sweep:
 
     def _run(self, index: int, values: Values) -> Result:
         run_dir = self.dir / f"trial_{index:03}"
-        shutil.rmtree(run_dir, ignore_errors=True)  # of a trial that was interrupted, or is tried again
+        _remove(run_dir)  # of a trial that was interrupted, or is tried again
         start = time.monotonic()
         log = self.dir / f"trial_{index:03}.log"
         error = run_trial([*self.arguments(index, values), f"--run_dir={run_dir}"], log)
@@ -203,6 +203,16 @@ class Sweep:
         if metric_of(self.plan, best) is not None:
             print(f"best:   {self.dir / 'trial_{trial:03}'.format(**best)}")
         print(f"report: {self.dir / 'sweep.md'}, sweep.csv, sweep.png", flush=True)
+
+
+def _remove(run_dir: Path) -> None:
+    """Remove a directory that W&B's process of an interrupted trial may write to for some seconds more."""
+    for _ in range(20):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        time.sleep(0.5 if run_dir.exists() else 0)
+        if not run_dir.exists():
+            return
+    raise UsageError(f"{run_dir} is still written to by another process: stop that one first")
 
 
 def _left(seconds: float) -> str:
