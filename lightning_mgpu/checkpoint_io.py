@@ -70,13 +70,24 @@ def keep_previous(path: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
     """The contents of a checkpoint, None if the file is cut short or altered: every part's checksum is compared."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:
-                return None
+        check_sums(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever the zip reader and the unpickler make of noise
         return None
     return checkpoint if isinstance(checkpoint, dict) and "state_dict" in checkpoint else None
+
+
+def check_sums(path: str | Path) -> None:
+    """Compare a checkpoint's tensors with the CRC-32 that `torch.save` writes of each, and `torch.load` never reads.
+
+    Raises:
+        BadZipFile: If one differs, or the archive is torn. A file that is none (torch's before 1.6) has no sums.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"{damaged} is not what was saved")
 
 
 def sync_directory(path: Path) -> None:

@@ -4,7 +4,6 @@ import importlib
 import math
 import os
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.version import InvalidVersion, Version
 
+from lightning_mgpu.checkpoint_io import check_sums
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
 
@@ -184,19 +184,6 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
         raise UsageError(
             f"--ckpt_path={path} is of {saved}, not of {asked}: take --model={saved}, or leave --model out"
         )
-
-
-def check_sums(path: str | Path) -> None:
-    """Compare a checkpoint's tensors with the CRC-32 that `torch.save` writes of each, and `torch.load` never reads.
-
-    Raises:
-        BadZipFile: If one differs, or the archive is torn. A file that is none (torch's before 1.6) has no sums.
-    """
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"{damaged} is not what was saved")
 
 
 def _check_contents(path: str, checkpoint: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.tracking.flat import flatten
 
 FLAG = "--ckpt_path"
 SECTIONS = ("seed_everything", "model", "data")
@@ -57,7 +58,7 @@ def disagreements(path: str, config: dict[str, Any]) -> list[str]:
     Raises:
         UsageError: If a flag makes it another model than the checkpoint's.
     """
-    saved, given = flat(saved_config(Path(path))), flat({name: config.get(name) for name in SECTIONS})
+    saved, given = flatten(saved_config(Path(path))), flatten({name: config.get(name) for name in SECTIONS})
     different = [key for key, value in saved.items() if key in given and given[key] != value]
     different += [key for key in given if key not in saved and _is_new(key, given, saved)]
     for key in different:
@@ -67,16 +68,6 @@ def disagreements(path: str, config: dict[str, Any]) -> list[str]:
                 "on with it, optimizer included: leave the flag out"
             )
     return [f"{key.replace('init_args.', '')} {shown(saved.get(key))} -> {shown(given[key])}" for key in different]
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted keys."""
-    if not isinstance(config, dict) or not config:
-        return {prefix: config}
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else key)
-    return found
 
 
 def as_flag(key: str) -> str:

@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.from_checkpoint import as_flag, flat, shown
+from lightning_mgpu.from_checkpoint import as_flag, shown
 from lightning_mgpu.run_dir import RUN_DIR
+from lightning_mgpu.tracking.flat import flatten
 
 FLAG = "--resume"
 RUNS = Path("runs")
@@ -123,8 +124,8 @@ def changes(run_dir: Path, config: dict[str, Any], ckpt_path: str | None = None)
     """
     if ckpt_path is not None:
         raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
-    before = flat(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    after = flat(config)
+    before = flatten(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    after = flatten(config)
     changed = []
     for key in sorted({*before, *after} - {"resume", "traceback", "config"}):
         old, new = before.get(key), after.get(key)

@@ -42,7 +42,8 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        self.total = self.total.float() + loss.float() * num_samples  # `bf16-true` makes bfloat16 of a state
+        dtype = torch.promote_types(loss.dtype, torch.float32)  # `bf16-true` makes bfloat16 of a state
+        self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
         self.num_samples += num_samples
 
     def compute(self) -> Tensor:

@@ -67,6 +67,13 @@ def test_label_smoothing_is_of_the_training_loss_alone(make_data: Callable, make
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(by_hand(model, data, "val")[0], rel=1e-5)
 
 
+def test_mean_loss_keeps_the_digits_of_float64() -> None:
+    metric = MeanLoss()
+    for _ in range(3):
+        metric.update(torch.tensor(1 / 3, dtype=torch.float64), 7)
+    assert abs(float(metric.compute()) - 1 / 3) < 1e-15
+
+
 def test_mean_loss_adds_up_in_float32_where_the_model_is_in_bfloat16() -> None:
     metric = torch.nn.ModuleList([MeanLoss()]).to(torch.bfloat16)[0]  # as `bf16-true` does
     for _ in range(300):
