@@ -24,6 +24,7 @@ from lightning_mgpu.tracking.flat import flatten
 
 FLAG = "--resume"
 RUNS = Path("runs")
+DEVICES = tuple(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes"))
 # how long, where and what is shown; a checkpoint goes on under any strategy and number of devices
 MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
@@ -131,6 +132,11 @@ def changes(run_dir: Path, config: dict[str, Any], ckpt_path: str | None = None)
         old, new = before.get(key), after.get(key)
         if old == new:
             continue
+        if after.get("scale_by_devices") and key.startswith(DEVICES):
+            raise UsageError(
+                f"{as_flag(key)}={shown(new)}: with --scale_by_devices=true other devices mean another batch and "
+                f"learning rate than those {run_dir} was trained with ({shown(old)}): leave it out"
+            )
         if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE) or key == "run_dir":
             raise UsageError(
                 f"{as_flag(key)}={shown(new)} would make {run_dir} another run, it has {shown(old)}: leave it out, or "

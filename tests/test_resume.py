@@ -240,6 +240,14 @@ def test_changes(tmp_path: Path) -> None:
         changes(tmp_path, {**same, "model": {"class_path": "B"}})
 
 
+def test_a_scaled_run_keeps_its_devices(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 1, devices: 2}\nscale_by_devices: true\n")
+    scaled = {"scale_by_devices": True}
+    assert changes(tmp_path, {"trainer": {"max_epochs": 2, "devices": 2}, **scaled}) == ["trainer.max_epochs 1 -> 2"]
+    with pytest.raises(Exception, match=r"devices=3: with --scale_by_devices=true other"):
+        changes(tmp_path, {"trainer": {"max_epochs": 1, "devices": 3}, **scaled})
+
+
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
 def test_a_checkpoint_cut_short_replaces_nothing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu.processes import kill_group
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.promises import PROMISES, Promise
 
@@ -135,7 +135,7 @@ def _run_worker(kind: Kind, specs: list[str], directory: Path, results: Path, ti
             if not _wait_for(lambda: not _is_alive(process.pid), seconds=10):
                 return "leaves processes behind"
         finally:
-            _kill(process)
+            kill_group(process)
     if process.returncode in (0, 3):
         return ""
     lines = log.read_text(errors="replace").strip().splitlines()
@@ -148,12 +148,6 @@ def _is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _kill(process: subprocess.Popen) -> None:
-    if _is_alive(process.pid):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
