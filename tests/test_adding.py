@@ -1,4 +1,4 @@
-"""The README's 'Adding your own', followed to the letter in a project outside the package: its files, its commands.
+"""The recipes for parts of one's own, followed to the letter in a project outside the package: files and commands.
 
 Only the limits of a short run are appended. The suite for strategies runs in tests/testing/test_conformance.py.
 """
@@ -18,7 +18,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-SECTION = (REPOSITORY / "README.md").read_text().partition("\n## Adding your own\n")[2].partition("\n## ")[0]
+ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## An idea for exchanging gradients\n")[2]
+SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + ALLREDUCE.partition("\nA model, a dataset")[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()]
 TESTS = [line for line in COMMANDS if line.startswith("python -m pytest ")]

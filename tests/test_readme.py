@@ -1,4 +1,4 @@
-"""Every command of the README is one the command line takes; the files it names are there."""
+"""Every command of the README and of docs/ is one the command line takes; the files they name are there."""
 
 import re
 import shlex
@@ -12,9 +12,14 @@ from lightning_mgpu.benchmark.cli import parser as benchmark_parser
 from lightning_mgpu.sweep.cli import parser as sweep_parser
 from lightning_mgpu.sweep.plan import read_plan
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("python -m lightning_mgpu ")]
+REPOSITORY = Path(__file__).parents[1]
+PAGES = {path: path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))}
+README = PAGES[REPOSITORY / "README.md"]
+TEXT = "\n".join(PAGES.values())
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+LINES = dict.fromkeys(line for block in BLOCKS for line in block.splitlines())
+COMMANDS = [line for line in LINES if line.startswith("python -m lightning_mgpu ")]
+LINKS = [(path, link) for path, text in PAGES.items() for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", text)]
 
 
 def test_there_are_commands() -> None:
@@ -27,7 +32,7 @@ def test_there_are_commands() -> None:
 def test_command_is_taken(
     line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", README, flags=re.DOTALL):
+    for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     if line.startswith("python -m lightning_mgpu benchmark"):  # nothing to print: taken is what parses
@@ -55,6 +60,11 @@ def test_command_is_taken(
     assert "trainer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[\w./-]+)\)", README))
-def test_linked_file_is_there(path: str) -> None:
-    assert (Path(__file__).parents[1] / path).exists()
+@pytest.mark.parametrize(("page", "link"), LINKS, ids=[f"{page.name}:{link}" for page, link in LINKS])
+def test_link_leads_somewhere(page: Path, link: str) -> None:
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    assert target.exists()
+    if anchor:
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]

@@ -10,7 +10,7 @@
 | `probe.py`    | the module, the data and the callbacks they are made of                    |
 | `worker.py`   | runs cases under one strategy, in a process (and its children) of its own  |
 | `check.py`    | starts the workers and judges a strategy against one device               |
-| `table.py`    | the table strategy x promise of the README                                 |
+| `table.py`    | the table strategy x promise of docs/strategies.md                         |
 """
 
 from lightning_mgpu.testing.check import Result, check_strategy

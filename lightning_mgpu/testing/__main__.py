@@ -2,7 +2,7 @@
 
     python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
     python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2 --promises parameters uneven
-    python -m lightning_mgpu.testing --table README.md    # all of this package's, and the table in the file anew
+    python -m lightning_mgpu.testing --table docs/strategies.md  # all of them; writes the table anew
 
 The exit status is 1 if a promise is broken that the strategy does not break by its nature.
 """

@@ -155,11 +155,11 @@ def command(directory: Path, *args: str) -> tuple[int, str]:
 
 
 def test_a_third_partys_strategy(tmp_path: Path) -> None:
-    """The README's, with its command."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    [(name, code)] = re.findall(r"```python\n# (my_strategy\.py)\n(.*?)```", readme, flags=re.DOTALL)
+    """That of docs/adding.md, with its command."""
+    page = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
+    [(name, code)] = re.findall(r"```python\n# (my_strategy\.py)\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / name).write_text(code)
-    [line] = re.findall(r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", readme, flags=re.MULTILINE)
+    [line] = re.findall(r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", page, flags=re.MULTILINE)
     code, output = command(tmp_path, *shlex.split(line))
     assert code == 0, output
     assert output.count("kept  ") == 2 * (len(PROMISES) - 1) and output.count("cannot") == 2  # BatchNorm
