@@ -64,6 +64,7 @@ from lightning_mgpu.explain import TOOLS, explain, parameters
 from lightning_mgpu.from_checkpoint import SECTIONS, disagreements, with_checkpoint_config
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
+from lightning_mgpu.processes import exit_on_sigterm
 from lightning_mgpu.redact import redact
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume, with_resumed_run
 from lightning_mgpu.run_dir import RunDir
@@ -290,6 +291,7 @@ def main() -> None:
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
         if sys.argv[1:2] and sys.argv[1] in TOOLS:
+            exit_on_sigterm()
             tool = importlib.import_module(TOOLS[sys.argv[1]])  # needs matplotlib, and more
             tool.main([argument for argument in sys.argv[2:] if argument != SWITCH])
             return

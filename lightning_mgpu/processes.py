@@ -3,6 +3,32 @@
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
+
+
+def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
+    """Run a command to its end, with its output in a file if one is given; returns its status.
+
+    On Ctrl-C, or any other exception, it is stopped with the processes it has started.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(STOP_SECONDS)
+        finally:
+            kill_group(process)
+        raise
+    kill_group(process)
+    return process.returncode
 
 
 def kill_group(process: subprocess.Popen) -> None:
@@ -12,3 +38,8 @@ def kill_group(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         return
     process.wait()
+
+
+def exit_on_sigterm() -> None:
+    """SIGTERM ends this process by an exception, as Ctrl-C does, so that it leaves none behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

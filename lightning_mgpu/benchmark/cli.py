@@ -112,10 +112,10 @@ def main(arguments: Sequence[str]) -> None:
     }
     try:
         _measure(args, plan, report, run_dir)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
         print("interrupted: the report has what was measured so far", flush=True)
         _finish(report, run_dir, args)
-        sys.exit(130)
+        sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
     _finish(report, run_dir, args)
 
 

@@ -10,10 +10,8 @@ its own and trains to the end of its recipe.
 
 import argparse
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +26,7 @@ from typing_extensions import override
 from lightning_mgpu.benchmark.runner import machine
 from lightning_mgpu.callbacks.epoch_timer import devices, synchronize
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.processes import run_in_group
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 CLOCKS = {"seconds": "validation excluded", "seconds_with_validation": "included"}
@@ -142,17 +141,22 @@ def main(arguments: Sequence[str]) -> None:
     run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_time_to_accuracy")
     if run_dir.exists() and any(run_dir.iterdir()):
         raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
-    runs = [{"seed": seed, "epochs": _train(of_fit, seed, run_dir / f"seed_{seed}")} for seed in args.seeds]
-    summary = summarise(runs, args.target)
-    report = {
-        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", "time_to_accuracy", *arguments]),
-        "machine": machine(yaml.safe_load((run_dir / f"seed_{args.seeds[0]}" / "config.yaml").read_text())["malloc"]),
-        "target": args.target,
-        **summary,
-        "runs": runs,
-    }
+    command = shlex.join(["python", "-m", "lightning_mgpu", "benchmark", "time_to_accuracy", *arguments])
+    runs: list[dict[str, Any]] = []
+    try:
+        for seed in args.seeds:
+            runs.append({"seed": seed, "epochs": _train(of_fit, seed, run_dir / f"seed_{seed}")})
+    finally:  # what is done counts, also if the next seed fails or is interrupted
+        if runs:
+            _report(runs, args.target, run_dir, command)
+
+
+def _report(runs: Sequence[dict[str, Any]], target: float, run_dir: Path, command: str) -> None:
+    config = yaml.safe_load((run_dir / f"seed_{runs[0]['seed']}" / "config.yaml").read_text())
+    summary = summarise(runs, target)
+    report = {"command": command, "machine": machine(config["malloc"]), "target": target, **summary, "runs": runs}
     (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
-    print(f"{to_line(summary, args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
+    print(f"{to_line(summary, target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
 
 
 def _train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
@@ -162,7 +166,7 @@ def _train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, fl
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     command += [f"--trainer.callbacks+={__name__}.AccuracyClock", f"--trainer.callbacks.path={path}"]
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, env=os.environ).returncode
+    status = run_in_group(command)
     if status or not path.exists():
         if not status:
             raise UsageError("no epoch was validated: leave limit_val_batches and check_val_every_n_epoch as they are")

@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from argparse import RawDescriptionHelpFormatter
@@ -67,7 +66,6 @@ def main(arguments: Sequence[str]) -> None:
     sweep = Sweep(plan, fit, args.seed, sweep_dir, shlex.join(["python", "-m", "lightning_mgpu", "sweep", *arguments]))
     if args.retry:
         sweep.results = [result for result in sweep.results if metric_of(plan, result) is not None]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sweep.run()
     except (KeyboardInterrupt, SystemExit) as end:

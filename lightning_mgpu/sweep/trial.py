@@ -2,17 +2,14 @@
 
 import csv
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_mgpu.processes import kill_group
+from lightning_mgpu.processes import run_in_group
 
-STOP_SECONDS = 30.0  # what a trial may take to stop by itself on Ctrl-C
 EXCEPTION = re.compile(r"([\w.]+\.)?\w*(Error|Exception)\b.*")  # as the last line of a traceback
 
 
@@ -23,22 +20,10 @@ def run_trial(arguments: Sequence[str], log: Path) -> str | None:
     """
     command = [sys.executable, "-m", "lightning_mgpu", "fit", *arguments]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(STOP_SECONDS)
-            finally:
-                kill_group(process)
-            raise
-        kill_group(process)
-    if process.returncode == 0:
+        status = run_in_group(command, output)
+    if status == 0:
         return None
-    return why_it_ended(log.read_text(errors="replace"), process.returncode)
+    return why_it_ended(log.read_text(errors="replace"), status)
 
 
 def why_it_ended(output: str, status: int) -> str:

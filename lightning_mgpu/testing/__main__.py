@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightning_mgpu.processes import exit_on_sigterm
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import check_strategy
 from lightning_mgpu.testing.promises import PROMISES, reason
@@ -18,6 +19,7 @@ from lightning_mgpu.testing.table import STRATEGIES, replace_table
 
 
 def main() -> int:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(
         prog="python -m lightning_mgpu.testing",
         description=__doc__,

@@ -1,6 +1,8 @@
 """Seconds until an accuracy: the arithmetic with a clock of our own, and the command."""
 
 import json
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +99,27 @@ def test_command(command: Any, main: Callable[..., int], tmp_path: Path, capfd: 
     assert "--run_dir=tta exists" in capfd.readouterr().err
     assert main("benchmark", "time_to_accuracy", "--target=0.5", "--run_dir=none", "--model=LeNett") == 2
     assert "did you mean LeNet" in capfd.readouterr().err and not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_under_way_and_keeps_the_seeds_before(command: Any, tmp_path: Path) -> None:
+    small = ("--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=2")
+    limits = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=2", "--trainer.limit_test_batches=0.1")
+    run_dir = tmp_path / "tta"
+    args = ("--target=0.01", "--seeds", "3", "4", f"--run_dir={run_dir}", *small, *limits)
+    process = command.start("benchmark", "time_to_accuracy", *args)
+    killer = threading.Timer(120, process.kill)
+    killer.start()
+    while (line := process.stdout.readline()) and "seed_4" not in line:
+        pass
+    killer.cancel()
+    process.terminate()
+    code, out, err = command.finish(process, 60)
+    assert code == 128 + signal.SIGTERM, err
+    assert [run["seed"] for run in json.loads((run_dir / "time_to_accuracy.json").read_text())["runs"]] == [3]
+    assert "over 1 seeds" in out
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in commands if bytes(run_dir) in line], "a fit was left behind"
 
 
 @pytest.mark.parametrize(
