@@ -24,7 +24,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -40,6 +40,7 @@ from lightning_mgpu.callbacks import (
     EpochTimer,
     FastModel,
     LearningCurve,
+    LossBar,
     PredictionGrid,
     PredictionWriter,
     RunCheckpoint,
@@ -234,7 +235,7 @@ class CLI(LightningCLI):
             callbacks.append(Watch(tracking.watch, tracking.watch_freq))
         has_progress_bar = any(isinstance(callback, ProgressBar) for callback in objects.callbacks or [])
         if config.enable_progress_bar is not False and not has_progress_bar:
-            callbacks.append(RichProgressBar() if sys.stdout.isatty() else EpochLines())
+            callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
         self.trainer_defaults["callbacks"] = callbacks
         if path := self.checkpoint if self.resumed else self.config[self.subcommand].ckpt_path:
             header.notes["ckpt"] = "; ".join([str(path), *self.changes])

@@ -1,6 +1,8 @@
 """Memory format, compile, resident data, fused optimizers, precision: under every strategy, and equal to none."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mgpu.callbacks import FastModel
+from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.callbacks.fast_model import networks
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet, ResNet18
+from lightning_mgpu.strategies.team import _Modes
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 
@@ -121,25 +124,71 @@ def test_compile_needs_a_compiler(train: Callable, monkeypatch: pytest.MonkeyPat
         train(fast={"compile": "default"})
 
 
-class Waits(TorchDispatchMode):
-    """Counts where the host waits for a value of the device."""
+def test_a_gpu_needs_a_c_compiler(train: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For Triton's launchers; `$CC` may name another one."""
+    monkeypatch.setattr(fast_model, "own_devices", lambda trainer: [torch.device("cuda:0")])
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"--fast\.compile=default needs a C compiler: install gcc"):
+        train(fast={"compile": "default"})
+    (tmp_path / "my-cc").touch(mode=0o755)
+    monkeypatch.setenv("CC", "my-cc")
+    train(fast={"compile": "default"}, max_steps=1)
 
-    def __init__(self) -> None:
+
+def test_cuda_graphs_take_no_accumulation(train: Callable) -> None:
+    """The gradients of a batch are outputs of its graph, which the next batch overwrites."""
+    with pytest.raises(UsageError, match=r"reduce-overhead: .* take --fast\.compile=default, or --trainer\.accumulate"):
+        train(fast={"compile": "reduce-overhead"}, accumulate_grad_batches=2)
+
+
+def test_every_batch_begins_a_step_of_cuda_graphs(train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch takes every call of a network for a step, and frees what the call before returned."""
+    marks: list[int] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    train(fast={"compile": "reduce-overhead"}, limit_train_batches=3, limit_val_batches=2)
+    assert len(marks) == 3 + 2
+    train(fast={"compile": "default"}, limit_train_batches=3)
+    assert len(marks) == 3 + 2
+
+
+class Waits(TorchDispatchMode):
+    """Counts where the host waits for a value of the device; a mode is one thread's: several share a count."""
+
+    def __init__(self, counts: list[Any]) -> None:
         super().__init__()
-        self.num = 0
+        self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        names = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+        states = func is torch.ops.aten.equal.default and args[0].dtype == torch.uint8  # random numbers', on the CPU
+        if func.overloadpacket in [getattr(torch.ops.aten, name) for name in names] and not states:
+            self.counts.append(func)
         return func(*args, **(kwargs or {}))
 
 
-def test_no_step_waits_for_the_device(train: Callable) -> None:
-    def waits(num_steps: int) -> int:
-        with Waits() as waits:
-            data = {"device_resident": True, "batch_size": 16}
-            train("auto", {"memory_format": "channels_last"}, data, {"fused": True}, max_steps=num_steps)
-        return waits.num
+@pytest.mark.parametrize("strategy", DEVICES)
+def test_no_step_waits_for_the_device(strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not those that log the loss, or come after one."""
+    entered, thread = _Modes.entered, threading.get_ident()
+    counts: list[Any] = []
 
+    @contextlib.contextmanager
+    def watched(self: _Modes, device: torch.device) -> Iterator[None]:
+        with entered(self, device), Waits(counts) if threading.get_ident() != thread else contextlib.nullcontext():
+            yield
+
+    def waits(num_steps: int) -> int:
+        counts.clear()
+        with Waits(counts):
+            data = {"device_resident": True, "batch_size": 16}
+            options = {"max_steps": num_steps, "log_every_n_steps": 1}
+            train(strategy, {"memory_format": "channels_last"}, data, {"fused": True}, **options)
+        return len(counts)
+
+    monkeypatch.setattr(_Modes, "entered", watched)
     assert waits(20) == waits(4)
 
 

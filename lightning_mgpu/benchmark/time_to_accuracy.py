@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_mgpu.benchmark.runner import machine
-from lightning_mgpu.callbacks.epoch_timer import devices, synchronize
+from lightning_mgpu.callbacks.epoch_timer import own_devices, synchronize
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.processes import run_in_group
 
@@ -76,7 +76,7 @@ class AccuracyClock(Callback):
             self.path.write_text(json.dumps(self.epochs))
 
     def _now(self, trainer: Trainer) -> float:
-        synchronize(devices(trainer))
+        synchronize(own_devices(trainer))
         return self.clock()
 
 

@@ -19,6 +19,7 @@ from lightning_mgpu.benchmark.parts import Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.references import LR, book_step, loop_step, run_steps
 from lightning_mgpu.benchmark.timing import Timer
+from lightning_mgpu.callbacks.epoch_timer import own_devices
 from lightning_mgpu.console import quieten
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.malloc import keep_freed_memory
@@ -38,8 +39,7 @@ class Stretches(Callback):
         self.timer = Timer([])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-        self.devices = devices
+        self.devices = own_devices(trainer)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] *= self.lr_factor
@@ -95,10 +95,10 @@ def measure(
         limit_val_batches=0,
     )
     trainer.fit(model, data)
-    memory = trainer.strategy.reduce(torch.tensor(float(_peak_memory()), device=model.device), reduce_op="sum")
+    memory = _memory_of_all(trainer)
     if not trainer.is_global_zero or stretches.parts is None:
         return None
-    return _measurement(configuration, stretches.seconds, stretches.parts, num_steps, float(memory))
+    return _measurement(configuration, stretches.seconds, stretches.parts, num_steps, memory)
 
 
 def _by_hand(
@@ -139,6 +139,12 @@ def _measurement(
         "memory": memory,
         "threads": torch.get_num_threads(),
     }
+
+
+def _memory_of_all(trainer: Trainer) -> float:
+    """The sum over processes of their peaks; NCCL takes no tensor on the CPU, where the model is by now."""
+    own = torch.tensor(float(_peak_memory()), device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(own, reduce_op="sum"))
 
 
 def _peak_memory() -> int:

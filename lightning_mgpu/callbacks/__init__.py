@@ -1,7 +1,7 @@
 """What people look at: run, epoch times, curve, predictions; what they search with; what makes a model fast."""
 
 from lightning_mgpu.callbacks.confusion_matrix import ConfusionMatrix
-from lightning_mgpu.callbacks.console import EpochLines, RunHeader
+from lightning_mgpu.callbacks.console import EpochLines, LossBar, RunHeader
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
 from lightning_mgpu.callbacks.fast_model import FastModel
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
@@ -20,6 +20,7 @@ __all__ = [
     "FastModel",
     "LearningCurve",
     "LearningRateSearch",
+    "LossBar",
     "PredictionGrid",
     "PredictionWriter",
     "Profile",

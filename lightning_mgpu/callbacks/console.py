@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from typing_extensions import override
 
@@ -94,6 +94,24 @@ class EpochLines(ProgressBar):
         text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
         seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
         self.print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}{seconds}", file=sys.stdout)
+
+
+class LossBar(RichProgressBar):
+    """Lightning's, with the `loss` last logged: `self.log(prog_bar=True)` has every step wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loss: dict[str, float] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
+        if trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in (logged := trainer.logged_metrics):  # type: ignore[attr-defined]
+            self._loss = {"loss": float(logged["loss"])}
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+    @override
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        return {**self._loss, **super().get_metrics(trainer, pl_module)}
 
 
 def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

@@ -59,12 +59,12 @@ class EpochTimer(Callback):
         pl_module.log_dict(times, sync_dist=True)  # their mean over processes
 
     def _start(self, trainer: Trainer) -> None:
-        synchronize(devices(trainer))
+        synchronize(own_devices(trainer))
         self._started = time.perf_counter()
 
     def _stop(self, trainer: Trainer) -> None:
         if self._started is not None:
-            synchronize(devices(trainer))
+            synchronize(own_devices(trainer))
             self._elapsed += time.perf_counter() - self._started
             self._started = None
 
@@ -73,6 +73,12 @@ def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on, those of this node times the number of nodes."""
     own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     return list(own) * trainer.num_nodes
+
+
+def own_devices(trainer: Trainer) -> list[torch.device]:
+    """The devices this process works on; to wait for another process's GPU would open a context of its own there."""
+    several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(trainer.strategy, "parallel_devices", None)
+    return list(several or [trainer.strategy.root_device])
 
 
 def synchronize(devices: Sequence[torch.device] | None = None) -> None:

@@ -8,6 +8,7 @@ Both apply to the networks a LightningModule holds, its children; losses and met
 keys of checkpoints.
 """
 
+import os
 import shutil
 from typing import Any, Literal
 
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_mgpu.callbacks.epoch_timer import own_devices
 from lightning_mgpu.errors import UsageError
+
+COMPILERS = {  # by device: what Inductor, or Triton for its launchers, looks for
+    "cpu": ("C++", "g++", ("c++", "g++", "clang++")),
+    "cuda": ("C", "gcc", ("gcc", "clang")),
+}
 
 
 class FastModel(Callback):
@@ -56,8 +63,17 @@ class FastModel(Callback):
         if self.compile is None:
             return
         strategy = trainer.strategy
-        if strategy.root_device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++, or leave it out")
+        for kind, (language, package, names) in COMPILERS.items():
+            names = (*names, os.environ.get("CC", "")) if kind == "cuda" else names
+            if kind in {device.type for device in own_devices(trainer)} and not any(map(shutil.which, names)):
+                raise UsageError(
+                    f"--fast.compile={self.compile} needs a {language} compiler: install {package}, or leave it out"
+                )
+        if self.compile == "reduce-overhead" and trainer.accumulate_grad_batches > 1:
+            raise UsageError(
+                "--fast.compile=reduce-overhead: the gradients of a batch lie in its CUDA graph, and the next batch "
+                "overwrites them: take --fast.compile=default, or --trainer.accumulate_grad_batches=1"
+            )
         replicas = getattr(strategy, "replicas", lambda: [pl_module])()
         if self.compile == "reduce-overhead" and len(replicas) > 1:
             raise UsageError(
@@ -72,6 +88,13 @@ class FastModel(Callback):
         for replica in replicas:
             for network in networks(replica):
                 network.compile(mode=self.compile)
+
+    def _begin_step(self, *_: Any, **__: Any) -> None:
+        """What CUDA graphs return lives for a batch, whose step may call several networks, or one of them twice."""
+        if self.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step  # type: ignore[assignment]
 
 
 def networks(module: LightningModule) -> list[nn.Module]:

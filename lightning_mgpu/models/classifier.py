@@ -98,7 +98,7 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log("loss", loss, prog_bar=True, batch_size=len(batch[1]))
+            self.log("loss", loss, batch_size=len(batch[1]))  # with `prog_bar` all later steps would wait for it
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -62,4 +62,4 @@ def reduce_add(gradients: list[list[Tensor]]) -> None:
     """For every parameter, add the gradients of all devices to that of the first, in order."""
     for first, *others in gradients:
         for other in others:
-            first.add_(other.to(first.device, non_blocking=True))
+            first.add_(other.to(first.device))

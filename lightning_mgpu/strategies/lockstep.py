@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class Lockstep:
                 stack.enter_context(deferred_gradient_hooks(original.parameters()))
             self.team.exchange()
             if not is_first and (scaler := getattr(plugin, "scaler", None)) is not None:
-                loss = scaler.scale(loss)
+                loss = scaler.scale(loss.to(original.device))  # it sends its scale to a CPU without waiting for it
             losses = self.team.exchange(loss)
             if not self.joint:
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
@@ -83,7 +84,8 @@ class Lockstep:
         def all_closures() -> Any:
             before()
             self.team.exchange("closure")
-            losses = self.team.exchange(closure())  # line searches look at the one of the whole batch
+            # line searches look at the one of the whole batch
+            losses = move_data_to_device(self.team.exchange(closure()), self.team.devices[0])
             return losses[0] if losses[0] is None else weighted_mean(losses, list(self.weights.values()))
 
         result = run(all_closures)

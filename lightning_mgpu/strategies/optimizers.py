@@ -63,8 +63,8 @@ def copy_optimizer(
     replica = object.__new__(type(optimizer))
     replica.__setstate__(copy.deepcopy(own, memo))
     for parameter, state in replica.state.items():
-        for name, value in state.items():  # but a step counter stays where the optimizer keeps it
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+        for name, value in state.items():  # but a step counter on the CPU stays where the optimizer keeps it
+            if isinstance(value, Tensor) and (value.shape == parameter.shape or not value.is_cpu):
                 state[name] = value.to(parameter.device)
     return replica
 

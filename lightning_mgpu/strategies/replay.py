@@ -124,7 +124,7 @@ def _reduced(values: list[Any], weights: Sequence[float], reduce_fx: Any, device
     if isinstance(values[0], dict):
         return {key: _reduced([value[key] for value in values], weights, reduce_fx, device) for key in values[0]}
     if len(values) == 1 or not all(isinstance(value, (Tensor, Number)) for value in values):
-        return values[0]
+        return move_data_to_device(values[0], device)
     kind = (
         reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     ).lower()  # of torch.mean, max

@@ -95,7 +95,8 @@ class Replicas:
         with torch.no_grad():
             for original, *copies in self.parameters:
                 for tensor in copies:
-                    tensor.data.copy_(original, non_blocking=True)  # also between a forward and a backward pass
+                    # also between a forward and a backward pass; what comes to the CPU is waited for
+                    tensor.data.copy_(original, non_blocking=not tensor.is_cpu)
         self.mark_equal()
 
     def mark_equal(self) -> None:
@@ -162,7 +163,7 @@ class Replicas:
             elif copied is None or copied.shape != original.shape or copied.is_inference():
                 owner._buffers[name] = original.detach().to(device, copy=True)
             else:
-                copied.copy_(original, non_blocking=True)
+                copied.copy_(original, non_blocking=not copied.is_cpu)
 
     def refresh(self) -> bool:
         """Give the replicas what hooks may have set on the original; return whether any module changed its mode."""

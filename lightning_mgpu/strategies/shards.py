@@ -87,13 +87,13 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
         return weighted_mean(outputs, sizes) if any(isinstance(output, float) for output in outputs) else sum(outputs)
     if isinstance(first, (list, tuple)):
         if _are_samples(outputs, sizes):
-            return type(first)(item for output in outputs for item in output)
+            return type(first)(move_data_to_device(item, device) for output in outputs for item in output)
         return _like(first, [gather(items, sizes, device) for items in zip(*outputs)])
     if _is_dataclass(first):
         names = [field.name for field in fields(first)]
         values = {name: gather([getattr(output, name) for output in outputs], sizes, device) for name in names}
         return _with_fields(first, values)
-    return first if isinstance(first, str) and set(outputs) == {first} else list(outputs)
+    return first if isinstance(first, str) and set(outputs) == {first} else move_data_to_device(list(outputs), device)
 
 
 def leaves(part: Any) -> Iterator[Any]:

@@ -146,9 +146,9 @@ class SingleProcessStrategy(ParallelStrategy):
                     f"is not split: {self.devices[0]} computes it alone."
                 )
         elif len(self.devices) > 1 and not has_hooks:
-            shards = self._send(split_batch(batch, self._sizes(batch)))
-            shards[0] = split_batch(whole, self._sizes(whole))[0]
-            self._sent = whole, shards, _versions(whole)
+            shards = split_batch(batch, self._sizes(batch))
+            shards[0] = split_batch(whole, self._sizes(whole))[0]  # is there already
+            self._sent = whole, self._send(shards), _versions(whole)
         return whole
 
     def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
@@ -289,7 +289,7 @@ def _device(name: str | torch.device) -> torch.device:
         raise MisconfigurationException(
             f"parallel_devices: there is no {name!r} here; torch sees {torch.cuda.device_count()} CUDA device(s)."
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _equal(first: Streams, second: Streams) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def report(*results: dict[str, Any], **machine: Any) -> dict[str, Any]:
         "options": {"repeats": 2},
         "results": list(results),
     }
+
+
+def test_memory_is_added_up_on_the_device() -> None:
+    """`meta` stands in for a GPU: when training is over the model is on the CPU, of which NCCL takes nothing."""
+
+    def reduce(tensor: Any, reduce_op: str) -> Any:
+        assert tensor.device.type == "meta" and reduce_op == "sum"
+        return torch.tensor(7.0)
+
+    strategy = SimpleNamespace(root_device=torch.device("meta"), reduce=reduce)
+    assert worker._memory_of_all(SimpleNamespace(strategy=strategy)) == 7.0  # type: ignore[arg-type]
 
 
 def test_timer() -> None:

@@ -18,6 +18,7 @@ from lightning_mgpu.callbacks import (
     EpochLines,
     EpochTimer,
     LearningCurve,
+    LossBar,
     PredictionGrid,
     PredictionWriter,
     RunHeader,
@@ -180,3 +181,30 @@ def test_fast_dev_run_writes_nothing(make_data: Callable, make_trainer: Callable
 def test_run_directory_is_the_loggers(make_trainer: Callable, tmp_path: Path) -> None:
     trainer = make_trainer(logger=CSVLogger(tmp_path / "logs", name="", version=""))
     assert run_directory(trainer) == tmp_path / "logs" and (tmp_path / "logs").is_dir()
+
+
+def test_a_process_waits_for_its_own_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the GPU of another process opens a context there: hundreds of MB, or an error if it is exclusive."""
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    waited: list[Any] = []
+    monkeypatch.setattr(epoch_timer, "synchronize", waited.append)
+    for strategy in (
+        SimpleNamespace(root_device=gpus[1], parallel_devices=gpus, world_size=2),  # ddp's second process
+        SimpleNamespace(root_device=gpus[0], parallel_devices=gpus, world_size=1),
+        SimpleNamespace(root_device=gpus[0]),
+    ):
+        EpochTimer().on_train_epoch_start(SimpleNamespace(strategy=strategy), None)  # type: ignore[arg-type]
+    assert waited == [gpus[1:], gpus, gpus[:1]]
+
+
+def test_progress_bar_shows_the_loss_last_logged(make_data: Callable, make_trainer: Callable) -> None:
+    shown: list[float] = []
+
+    class Bar(LossBar):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *args)
+            shown.append(self.get_metrics(trainer, pl_module).get("loss", 0.0))
+
+    make_trainer(enable_progress_bar=True, callbacks=[Bar()], log_every_n_steps=2).fit(LeNet(), make_data())
+    assert len(shown) == 7 and shown[0] == 0.0
+    assert shown[1] == pytest.approx(2.3, abs=0.1) and shown[1] == shown[2] != shown[3]

@@ -170,7 +170,8 @@ def test_unknown_devices(name: str) -> None:
 
 def test_cuda_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
+    strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
+    assert strategy.devices == [torch.device("cuda:0")] * 3  # torch takes none without a number for the current one
     with pytest.raises(MisconfigurationException) as raised:
         ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
     assert "no 'cuda:1' here; torch sees 1 CUDA device(s)" in message(raised)
