@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
+from lightning_mgpu.strategies.losses import without_graph
 from lightning_mgpu.strategies.shards import weighted_mean
 from lightning_mgpu.strategies.team import Team
 
@@ -77,19 +78,19 @@ class Lockstep:
         """
         self._meet(f"step of optimizer {n}")
         if self.team.index != 0:
-            while self.team.exchange()[0] == "closure":
+            while (order := self.team.exchange()[0])[0] == "closure":
                 self.team.exchange(closure())
-            return None
+            return move_data_to_device(order[1], self.team.devices[self.team.index])
 
         def all_closures() -> Any:
             before()
-            self.team.exchange("closure")
+            self.team.exchange(("closure", None))
             # line searches look at the one of the whole batch
             losses = move_data_to_device(self.team.exchange(closure()), self.team.devices[0])
             return losses[0] if losses[0] is None else weighted_mean(losses, list(self.weights.values()))
 
         result = run(all_closures)
-        self.team.exchange("done")
+        self.team.exchange(("done", without_graph(result)))
         return result
 
     def _meet(self, place: str) -> None:

@@ -74,8 +74,8 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         super().setup(trainer)
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
+    def _attach(self) -> None:
+        super()._attach()
         if self.gradient_as_bucket_view and len(self.devices) > 1:
             self.gradients.flat = FlatGradients(self._replicas.parameters, self.bucket_bytes)
 

@@ -30,6 +30,13 @@ class PerReplica(ParallelStrategy):
         """Set the optimizers of the replicas above 0."""
         self._wrapped[1:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in own] for own in copies]
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Without threads and wrappers, which cannot be pickled: users save the Trainer."""
+        state = super().__getstate__() | {"_wrapped": [[]]}
+        state.pop("team", None)
+        return state
+
     @property
     def original(self) -> LightningModule:
         assert self._lightning_module is not None
@@ -46,7 +53,7 @@ class PerReplica(ParallelStrategy):
 
     @property  # type: ignore[override]
     def optimizers(self) -> list[Optimizer]:
-        return [wrapper._optimizer for wrapper in self._wrapped[self._index]] if self._index else self._optimizers
+        return [wrapper._optimizer for wrapper in self._lightning_optimizers] if self._index else self._optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -54,7 +61,8 @@ class PerReplica(ParallelStrategy):
 
     @property
     def _lightning_optimizers(self) -> list[LightningOptimizer]:
-        return self._wrapped[self._index]
+        """The original's serve all where replicas do not step their own."""
+        return self._wrapped[self._index if self._index < len(self._wrapped) else 0]
 
     @_lightning_optimizers.setter
     def _lightning_optimizers(self, optimizers: list[LightningOptimizer]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.strategies.shards import leaves
 
@@ -75,6 +76,8 @@ class Replicas:
             if id(owners[0]) not in own and (owners[0]._buffers or _is_users(owners[0]))
         ]
         self._pairs = [list(_stateful_pairs(module, replica)) for replica in self.modules[1:]]
+        self._parts = [m for m in module.modules() if not isinstance(m, (Metric, MetricCollection, MetricTracker))]
+        self._structure = list(map(_structure, self._parts))
         self._lists: list[tuple[list, list, int]] = []  # original, replica's copy, length when copied
         self._versions: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, str], tuple[Tensor | None, int]] = {}  # the original's tensors after a step
@@ -106,6 +109,10 @@ class Replicas:
     def is_edited(self) -> bool:
         """Whether the original's parameters were changed in place since `mark_equal`."""
         return self._versions != tuple(parameters[0]._version for parameters in self.parameters)
+
+    def is_outgrown(self) -> bool:
+        """Whether layers or parameters of the original were added, removed or replaced since it was copied."""
+        return any(_structure(part) != known for part, known in zip(self._parts, self._structure))
 
     def agree(self) -> bool:
         """Whether all replicas hold the same parameters, bit for bit."""
@@ -222,6 +229,13 @@ def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.
 
 def _is_users(module: nn.Module) -> bool:
     return not type(module).__module__.startswith(("torch.", "torchvision."))
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """Names and identities of what is directly inside a module; buffers of users' own are looked up in every step."""
+    buffers = () if _is_users(module) else module._buffers
+    parts = (*module._parameters.items(), *module._modules.items())
+    return [*buffers, *((name, id(part)) for name, part in parts)]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.per_replica import PerReplica
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.shards import shard_sizes
 from lightning_mgpu.strategies.single_process import SingleProcessStrategy
 from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
 
@@ -40,13 +41,22 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
+        self._make_replicas()
+        return model
+
+    def _make_replicas(self) -> None:
         self._replicas = Replicas(self.original, self.devices)
         self._recorders = [Recorder(module) for module in self._replicas.modules]
         self._syncs_batch_norm = self._layer_sync is not None and len(self.devices) > 1
         if self._syncs_batch_norm:
             for layers in self._replicas.batch_norms:
                 synchronize_batch_norm(layers, self.team)
-        return model
+
+    def renew_replicas(self) -> None:
+        """The original's structure has changed: a callback has pruned or replaced layers."""
+        self._combine_batch_norms()
+        self._remove_forwards()
+        self._make_replicas()
 
     @override
     def replicas(self) -> Sequence[LightningModule]:
@@ -78,6 +88,12 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         return super().lightning_module_state_dict()
 
     @override
+    def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.devices) > 1 and self._replicas.is_outgrown():
+            self.renew_replicas()
+        return super().evaluate(name, batch, *args, **kwargs)
+
+    @override
     def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
         if self._replicas.refresh():
             self._draws.clear()
@@ -92,12 +108,24 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     @override
     def _sizes(self, batch: Any) -> list[int]:
-        """The original never goes without: it takes a sample from another if it has to."""
+        """The original never goes without: it takes a sample from another if it has to.
+
+        BatchNorm cannot normalise a sample by itself: devices that would get a single one go without.
+        """
         sizes = super()._sizes(batch)
+        total, num_active = sum(sizes), len(sizes)
+        while 1 in sizes and total > 1 and num_active > 1 and self._normalizes_shards():
+            num_active -= 1
+            sizes = shard_sizes(total, self.shares[:num_active]) + [0] * (len(sizes) - num_active)
         if sizes[0] == 0 and any(sizes):
             sizes[sizes.index(max(sizes))] -= 1
             sizes[0] = 1
         return sizes
+
+    def _normalizes_shards(self) -> bool:
+        if self._syncs_batch_norm:
+            return False
+        return any(layer.training for layer, *_ in self._replicas.batch_norms)
 
     @override
     def _run(self, name: str, function: Callable[[int], Any], active: list[int]) -> list[Any]:
@@ -112,7 +140,10 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
     def teardown(self) -> None:
         self._recorders = []
         if hasattr(self, "_replicas"):
-            for layers in self._replicas.batch_norms:
-                vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm
+            self._remove_forwards()
             del self._replicas
         super().teardown()
+
+    def _remove_forwards(self) -> None:
+        for layers in self._replicas.batch_norms:
+            vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm

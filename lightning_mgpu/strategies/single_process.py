@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class SingleProcessStrategy(ParallelStrategy):
         self.split = list(split) if split is not None else None
         self.num_nodes = 1  # the Trainer sets what it was asked for
         self._blocked = False  # inside an accumulation window
-        self._sent: tuple[Any, list[Any], Versions] | None = None  # a batch, its shards, and what it was made of
+        self._sent: tuple[Any, list[int], list[Any], Versions] | None = None  # a batch, its shards, what it was made of
         self._streams: Streams = []
         self._draws: dict[str, bool] = {}  # whether a step of this name draws random numbers
 
@@ -133,8 +134,7 @@ class SingleProcessStrategy(ParallelStrategy):
         """
         whole = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        sources = (self.lightning_module, getattr(trainer, "datamodule", None))
+        sources = (self.lightning_module, getattr(self.lightning_module._trainer, "datamodule", None))
         has_hooks = any(
             is_overridden(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None
         )
@@ -146,9 +146,10 @@ class SingleProcessStrategy(ParallelStrategy):
                     f"is not split: {self.devices[0]} computes it alone."
                 )
         elif len(self.devices) > 1 and not has_hooks:
-            shards = split_batch(batch, self._sizes(batch))
-            shards[0] = split_batch(whole, self._sizes(whole))[0]  # is there already
-            self._sent = whole, self._send(shards), _versions(whole)
+            sizes = self._sizes(whole)
+            shards = split_batch(batch, sizes)
+            shards[0] = split_batch(whole, sizes)[0]  # is there already
+            self._sent = whole, sizes, self._send(shards), _versions(whole)
         return whole
 
     def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
@@ -159,12 +160,15 @@ class SingleProcessStrategy(ParallelStrategy):
         """
         sizes = self._sizes(batch)
         active = [i for i, size in enumerate(sizes) if size > 0]
-        if self._sent is not None and self._sent[0] is batch and _is_same(self._sent[2], _versions(batch)):
-            shards = self._sent[1]
+        modules, recorders = self.replicas(), self.recorders()
+        sent, self._sent = self._sent, None
+        if active == [0]:  # it has the whole batch, and nothing has to be put together
+            run = partial(getattr(modules[0], name), batch, *args, **kwargs)
+            return active, sizes[:1], self._run(name, lambda _: run(), active)
+        if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
+            shards = sent[2]
         else:  # a hook has changed it since
             shards = self._send(split_batch(batch, sizes))
-        self._sent = None
-        modules, recorders = self.replicas(), self.recorders()
 
         def step(i: int) -> Any:
             with recorders[i].recording():

@@ -37,7 +37,9 @@ class TrainBatchStrategy(ReplicatedStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.gradients = Gradients([])
         self._own: ReplicaOptimizers | None = None
+        self._trains = False  # between the start of training and the teardown
         self._lockstep: Lockstep | None = None  # in a step of manual optimization
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
@@ -56,20 +58,38 @@ class TrainBatchStrategy(ReplicatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Everything is restored by now, optimizers too."""
-        self._remove_hooks()  # the learning-rate finder starts training twice
+        self._trains = True
+        self._attach()
+        if len(self.devices) == 1:
+            return
+        self._edits_in_step = overrides(self.original, HOOKS_IN_STEP)
+        self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
+        self._shows_gradients = overrides(self.original, ("on_after_backward",))
+
+    def _attach(self) -> None:
+        """What is made of the replicas for training: their gradients and optimizers."""
+        self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.mark_step()
         if len(self.devices) == 1:
             return
-        if self.replicas_update or not self.original.automatic_optimization:
+        is_manual = not self.original.automatic_optimization
+        if self.replicas_update or is_manual:
             self._own = ReplicaOptimizers(self._replicas, self._optimizers)
-            self._wrap_copies(self._own.copies)
+            self._wrap_copies(self._own.copies if is_manual else [])
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
-        self._edits_in_step = overrides(self.original, HOOKS_IN_STEP)
-        self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
-        self._shows_gradients = overrides(self.original, ("on_after_backward",))
+
+    @override
+    def renew_replicas(self) -> None:
+        if not self._trains:
+            super().renew_replicas()
+            return
+        if not self.gradients.are_reduced:  # in an accumulation window
+            self.reduce_gradients()
+        super().renew_replicas()
+        self._attach()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -82,6 +102,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._num_closures += 1
         if len(self.devices) == 1 or find_batch_size(batch) is None:
             return super().training_step(batch, *args, **kwargs)
+        if self._replicas.is_outgrown():
+            self.renew_replicas()
         sizes = self._sizes(batch)
         weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
         if not self.original.automatic_optimization:
@@ -201,6 +223,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     @override
     def teardown(self) -> None:
         self._remove_hooks()
+        self._trains = False
         self._loss, self._own = None, None
         self._wrap_copies([])
         self.gradients = Gradients([])

@@ -272,3 +272,22 @@ def test_an_exception_names_its_replica(Manual, train):
         train(Module, 2)
     assert "replica 1" in " ".join(getattr(info.value, "__notes__", info.value.args))
     assert torch.get_num_threads() == 1
+
+
+def test_every_replica_is_given_the_result_of_a_step(Manual, train):
+    """The closure's loss over the whole batch, as one device logs it."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            self.log("loss", 2 * optimizer.step(closure=closure), on_epoch=True)
+
+    one, several = (train(Module, k).trainer.callback_metrics["loss_epoch"] for k in (1, 3))
+    torch.testing.assert_close(several, one, rtol=1e-5, atol=0)

@@ -157,3 +157,20 @@ def test_statistics_set_by_others(Fixed, train):
     torch.testing.assert_close(two.net.running_mean, one.net.running_mean, rtol=1e-12, atol=1e-14)
     one, two = (train(Fixed, k, limit_train_batches=3, val=True, callbacks=lambda: [Replace()]) for k in (1, 2))
     assert torch.equal(two.net.running_mean, torch.full((6,), 0.3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_devices_go_without_rather_than_get_a_single_sample(Regression, train, make_loader, k):
+    """One device normalises a batch of two or three samples, so several do: BatchNorm refuses a single one."""
+
+    sizes = []
+
+    class Sizes(Regression):
+        def training_step(self, batch, batch_idx):
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    for num_samples in (2, 3, 5):
+        sizes.clear()
+        train(lambda: Sizes(bn1d()), k, loader=make_loader(8, num_samples), max_epochs=1, check=False)
+        assert sum(sizes) == num_samples and min(sizes) > 1

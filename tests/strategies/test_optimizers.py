@@ -246,3 +246,23 @@ def test_lazy_layers_are_refused(Regression, train):
 
     with pytest.raises(ValueError, match="lazy"):
         train(Module, 2)
+
+
+def test_optimizers_are_there_in_every_step_of_every_replica(Regression, train):
+    """In automatic optimization they are the module's own: a rate that is logged is that of this step."""
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("rate", self.optimizers().param_groups[0]["lr"], on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):  # also before training starts
+            assert len(self.trainer.optimizers) == 1 and self.optimizers().param_groups
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    one, several = (train(Module, k, val=True, num_sanity_val_steps=1).trainer.callback_metrics for k in (1, 3))
+    torch.testing.assert_close(several["rate"], one["rate"], rtol=1e-6, atol=0)

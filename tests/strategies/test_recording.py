@@ -459,3 +459,15 @@ def test_metrics_of_a_nested_module() -> None:
         module.log(f"{stage}_nested", module.metric.accuracy)
 
     assert_same(step, Head)
+
+
+def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, make_loader: Callable) -> None:
+    """One replica has the whole batch, nothing has to be put together: a step may look at what it has logged."""
+
+    class Module(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("index", float(batch_idx), on_step=False, on_epoch=True)
+            assert self.trainer._results["training_step.index"].value == sum(range(batch_idx + 1))  # type: ignore[index]
+            return super().training_step(batch, batch_idx)
+
+    train(Module, 2, loader=make_loader(1, 3), max_epochs=1)

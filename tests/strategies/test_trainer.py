@@ -227,3 +227,12 @@ def test_other_modules_inside(Regression, assert_parity):
             return self.loss([self.inner(batch[0]), batch[1]])
 
     assert_parity(Outer)
+
+
+def test_trainer_can_be_pickled(make_trainer, engine, tmp_path):
+    """After a fit, by `torch.save(trainer)`; its optimizers are wrapped anew when it is loaded."""
+    trainer = make_trainer(devices=2, strategy=engine, limit_train_batches=2, limit_val_batches=0)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), 4))
+    torch.save(trainer, tmp_path / "trainer.pt")
+    strategy = torch.load(tmp_path / "trainer.pt", weights_only=False).strategy
+    assert [wrapper.optimizer for wrapper in strategy._lightning_optimizers] == strategy.optimizers

@@ -1,0 +1,59 @@
+"""Callbacks that change what a model is made of in the middle of a run: pruned weights, layers replaced by others."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelPruning
+from torch import nn, optim
+
+
+class Replace(Callback):
+    """Puts a new last layer in place of the old one when a hook is called for the n-th time."""
+
+    def __init__(self, hook, n):
+        self.num_calls, self.n = 0, n
+        setattr(self, hook, self.count)
+
+    def count(self, trainer, module, *_):
+        self.num_calls += 1
+        if self.num_calls == self.n:
+            torch.manual_seed(2)
+            module.net[2] = nn.Linear(8, 3).double()
+            trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_pruning(Regression, assert_parity, at_epoch_end):
+    """Twice: a parameter becomes another one and a mask, then the mask changes."""
+
+    def prune():
+        when = {"prune_on_train_epoch_end": at_epoch_end}
+        return [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2, **when)]
+
+    kwargs = {"callbacks": prune, "max_epochs": 3, "val": True, "own_updates": True, "enable_checkpointing": False}
+    modules = assert_parity(lambda: Regression(optimizer=lambda m: optim.Adam(m.parameters(), 0.01)), (2,), **kwargs)
+    assert all((module.net[0].weight == 0).any() for module in modules)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_replaced_layer(Regression, assert_parity, kwargs):
+    """Also between the batches of an accumulation window, whose gradients count."""
+    assert_parity(Regression, (2,), callbacks=lambda: [Replace("on_train_batch_start", 6)], **kwargs)
+
+
+def test_replaced_before_a_validation(Regression, assert_parity):
+    """Which makes the new replicas; they are trained afterwards."""
+    assert_parity(Regression, (2,), callbacks=lambda: [Replace("on_validation_start", 1)], val=True, max_epochs=3)
+
+
+def test_replaced_layer_in_manual_optimization(Regression, assert_parity):
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    assert_parity(Manual, (2,), callbacks=lambda: [Replace("on_train_batch_start", 6)])
