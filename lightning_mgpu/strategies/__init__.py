@@ -9,6 +9,7 @@
 | `shards.py`           | cut a batch, put outputs together                                                  |
 | `replicated.py`       | replicas made once and kept like the original, which others see and edit           |
 | `replicas.py`         | copies of a module, kept like the original                                         |
+| `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
 | `optimizers.py`       | copies of its optimizers, which make the same update                               |
 | `team.py`             | threads that run replicas side by side                                             |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,13 @@ from lightning_mgpu.strategies.shards import gather, weighted_mean
 
 def find_loss(output: Any) -> Tensor | None:
     """The loss in what `training_step` returned."""
-    return output.get("loss") if isinstance(output, dict) else output
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def find_refused(outputs: Sequence[Any]) -> Any:
+    """An output Lightning refuses: one without a loss that is not `None`; `None` if there is no such one."""
+    given = [output for output in outputs if output is not None]
+    return next((output for output in given if not isinstance(find_loss(output), Tensor)), None)
 
 
 def combine_outputs(
@@ -37,7 +43,7 @@ def combine_outputs(
         backward(losses, dict(zip(losses, gradients)), keep_graph)  # type: ignore[misc]
 
     loss = combine_losses(list(losses.values()), sizes, of_replicas if backward and len(ran) > 1 else None)  # type: ignore[arg-type]
-    if not isinstance(outputs[0], dict):
+    if not isinstance(outputs[0], Mapping):
         return loss
     rest = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
     return {"loss": loss, **gather(without_graph(rest), sizes, loss.device)}

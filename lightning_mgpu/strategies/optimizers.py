@@ -1,6 +1,7 @@
 """Every replica updates itself, as in the book: copies of the user's optimizers, which make the same update."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,10 +59,11 @@ def copy_optimizer(
 
     Hooks stay with the original, and so does the `step` a scheduler puts on it.
     """
-    own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
+    own: dict[str, Any] = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    own.update({name: OrderedDict() for name in own if name.endswith("_hooks")})
     memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
     replica = object.__new__(type(optimizer))
-    replica.__setstate__(copy.deepcopy(own, memo))
+    vars(replica).update(copy.deepcopy(own, memo))
     for parameter, state in replica.state.items():
         for name, value in state.items():  # but a step counter on the CPU stays where the optimizer keeps it
             if isinstance(value, Tensor) and (value.shape == parameter.shape or not value.is_cpu):

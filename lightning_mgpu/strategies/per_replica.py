@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.optimizers import SchedulerView
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.team import Team
@@ -21,14 +22,21 @@ class PerReplica(ParallelStrategy):
 
     team: Team
     _replicas: Replicas
+    _lockstep: Lockstep | None  # in a step of manual optimization
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._wrapped: list[list[LightningOptimizer]] = [[]]  # [replica][optimizer]
+        self._views: dict[int, SchedulerView] = {}  # by the scheduler's id
         super().__init__(*args, **kwargs)
 
     def _wrap_copies(self, copies: Sequence[Sequence[Optimizer]]) -> None:
-        """Set the optimizers of the replicas above 0."""
+        """Set the optimizers of the replicas above 0; they are also what they see where the module keeps its own."""
         self._wrapped[1:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in own] for own in copies]
+        self._views = {id(config.scheduler): SchedulerView(config.scheduler) for config in self._schedulers}
+        for attributes, wrappers in zip(self._replicas.attributes, self._wrapped[1:]):
+            attributes.twins |= self._views
+            for original, wrapper in zip(self._wrapped[0], wrappers):
+                attributes.twins |= {id(original): wrapper, id(original._optimizer): wrapper._optimizer}
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -51,9 +59,14 @@ class PerReplica(ParallelStrategy):
     def lightning_module(self) -> LightningModule | None:
         return self._replicas.modules[self._index] if self._index else self._lightning_module
 
+    @property
+    def _whose(self) -> int:
+        """Whose optimizers the thread sees: its replica's own in a step of manual optimization, else the original's."""
+        return self._index if self._lockstep is not None else 0
+
     @property  # type: ignore[override]
     def optimizers(self) -> list[Optimizer]:
-        return [wrapper._optimizer for wrapper in self._lightning_optimizers] if self._index else self._optimizers
+        return [wrapper._optimizer for wrapper in self._wrapped[self._whose]] if self._whose else self._optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -61,8 +74,7 @@ class PerReplica(ParallelStrategy):
 
     @property
     def _lightning_optimizers(self) -> list[LightningOptimizer]:
-        """The original's serve all where replicas do not step their own."""
-        return self._wrapped[self._index if self._index < len(self._wrapped) else 0]
+        return self._wrapped[self._whose]
 
     @_lightning_optimizers.setter
     def _lightning_optimizers(self, optimizers: list[LightningOptimizer]) -> None:
@@ -70,9 +82,9 @@ class PerReplica(ParallelStrategy):
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        if not self._index:
+        if not self._whose:
             return self._schedulers
-        return [replace(config, scheduler=SchedulerView(config.scheduler)) for config in self._schedulers]  # type: ignore[arg-type]
+        return [replace(config, scheduler=self._views[id(config.scheduler)]) for config in self._schedulers]  # type: ignore[arg-type]
 
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:

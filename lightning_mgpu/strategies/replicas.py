@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_mgpu.strategies.shards import leaves
+from lightning_mgpu.strategies.attributes import Attributes
 
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -75,10 +73,13 @@ class Replicas:
             for owners in zip(*(m.modules() for m in self.modules))
             if id(owners[0]) not in own and (owners[0]._buffers or _is_users(owners[0]))
         ]
-        self._pairs = [list(_stateful_pairs(module, replica)) for replica in self.modules[1:]]
         self._parts = [m for m in module.modules() if not isinstance(m, (Metric, MetricCollection, MetricTracker))]
         self._structure = list(map(_structure, self._parts))
-        self._lists: list[tuple[list, list, int]] = []  # original, replica's copy, length when copied
+        inside = [[*m.modules(), *m.parameters()] for m in self.modules]
+        self.attributes = [
+            Attributes(list(_stateful_pairs(module, replica)), dict(zip(map(id, inside[0]), parts)))
+            for replica, parts in zip(self.modules[1:], inside[1:])
+        ]
         self._versions: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, str], tuple[Tensor | None, int]] = {}  # the original's tensors after a step
         self._is_combined = True  # BatchNorm's statistics, since the last step
@@ -133,8 +134,8 @@ class Replicas:
                         parts = [stat.to(stats[0].device) * share for stat, share in zip(stats, shares)]  # type: ignore[union-attr]
                         stats[0].copy_(sum(parts) / sum(shares))
                     self._copy_buffer(layers, name)
+                    self._seen[id(layers[0]), name] = _version(stats[0])
         self._is_combined = True
-        self.mark_step()
 
     def mark_step(self, trained: bool = False) -> None:
         """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two."""
@@ -175,13 +176,9 @@ class Replicas:
     def refresh(self) -> bool:
         """Give the replicas what hooks may have set on the original; return whether any module changed its mode."""
         changed_mode = False
-        self._lists = []
-        for pairs in self._pairs:
-            for original, replica, is_users in pairs:
-                if replica.training != original.training:
-                    replica.training = original.training
-                    changed_mode = True
-                self._refresh_attributes(vars(original), vars(replica), with_lists=is_users)
+        for attributes in self.attributes:
+            changed_mode |= any(copied.training != layer.training for layer, copied, _ in attributes.pairs)
+            attributes.give()
         for first, *copies in self.parameters:
             for parameter in copies:
                 if parameter.requires_grad != first.requires_grad:
@@ -189,23 +186,9 @@ class Replicas:
         return changed_mode
 
     def collect(self) -> None:
-        """Append to the original's lists what the replicas appended to theirs during a step, in order."""
-        for original, copied, length in self._lists:
-            if len(copied) > length:
-                original.extend(move_data_to_device(copied[length:], self.devices[0]))
-        self._lists = []
-
-    def _refresh_attributes(self, original: dict[str, Any], replica: dict[str, Any], with_lists: bool) -> None:
-        for name, value in original.items():
-            if isinstance(value, PLAIN):
-                replica[name] = value
-            elif with_lists and type(value) is list and not _has_modules(value):
-                replica[name] = list(value)
-                self._lists.append((value, replica[name], len(value)))
-
-
-def _has_modules(values: list) -> bool:
-    return any(isinstance(leaf, (nn.Module, nn.Parameter)) for leaf in leaves(values[:1]))
+        """Add to the original's lists and dicts what the replicas added to theirs during a step, in order."""
+        for attributes in self.attributes:
+            attributes.collect(self.devices[0])
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:

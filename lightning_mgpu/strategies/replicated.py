@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
@@ -53,10 +54,16 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
                 synchronize_batch_norm(layers, self.team)
 
     def renew_replicas(self) -> None:
-        """The original's structure has changed: a callback has pruned or replaced layers."""
+        """The original's structure has changed: somebody has pruned, replaced or added layers."""
         self._combine_batch_norms()
         self._remove_forwards()
-        self._make_replicas()
+        with torch.inference_mode(False):  # in an evaluation: or they could not train
+            self._make_replicas()
+
+    @property
+    @override
+    def is_split(self) -> bool:
+        return len(self.devices) > 1 and hasattr(self, "_replicas")  # not after teardown
 
     @override
     def replicas(self) -> Sequence[LightningModule]:
@@ -67,7 +74,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         return self._recorders
 
     def _combine_batch_norms(self) -> None:
-        if len(self.devices) > 1 and hasattr(self, "_replicas"):
+        if self.is_split:
             shares = [1.0] + [0.0] * (len(self.devices) - 1) if self._syncs_batch_norm else self.shares
             self._replicas.combine_batch_norms(shares)
 
@@ -89,7 +96,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     @override
     def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(self.devices) > 1 and self._replicas.is_outgrown():
+        if self.is_split and self._replicas.is_outgrown():
             self.renew_replicas()
         return super().evaluate(name, batch, *args, **kwargs)
 

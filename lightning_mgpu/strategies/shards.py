@@ -1,7 +1,7 @@
 """`split_batch` of the book for any nesting of tensors, and its inverse for what the replicas return."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from typing import Any
@@ -77,10 +77,8 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     if all(isinstance(output, np.ndarray) and output.ndim for output in outputs):
         return np.concatenate(outputs)
     if isinstance(first, Mapping):
-        joined = copy.copy(first)
-        for key in dict.fromkeys(key for output in outputs for key in output):
-            joined[key] = gather([output.get(key) for output in outputs], sizes, device)  # type: ignore[index]
-        return joined
+        keys = dict.fromkeys(key for output in outputs for key in output)
+        return _with_items(first, {key: gather([output.get(key) for output in outputs], sizes, device) for key in keys})
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
     if isinstance(first, (int, float)):
@@ -223,10 +221,7 @@ def _children(part: Any) -> Iterator[Any]:
 def _map(part: Any, function: Callable[[Any], Any]) -> Any:
     """The same container with the function applied to what is directly inside."""
     if isinstance(part, Mapping):
-        mapped = copy.copy(part)
-        for key in part:
-            mapped[key] = function(part[key])  # type: ignore[index]
-        return mapped
+        return _with_items(part, {key: function(part[key]) for key in part})
     if isinstance(part, (list, tuple)):
         return _like(part, [function(item) for item in part])
     if _is_dataclass(part):
@@ -236,6 +231,15 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
 
 def _like(sequence: Any, items: list[Any]) -> Any:
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)  # named tuples
+
+
+def _with_items(part: Mapping, items: dict[Any, Any]) -> Any:
+    if not isinstance(part, MutableMapping):
+        return type(part)(items)  # type: ignore[call-arg]
+    changed = copy.copy(part)
+    for key, value in items.items():
+        changed[key] = value
+    return changed
 
 
 def _with_fields(part: Any, values: dict[str, Any]) -> Any:

@@ -117,6 +117,11 @@ class SingleProcessStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether there are replicas to split a step over."""
+        return len(self.devices) > 1
+
     def replicas(self) -> Sequence[LightningModule]:
         raise NotImplementedError
 
@@ -181,7 +186,7 @@ class SingleProcessStrategy(ParallelStrategy):
 
     def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """An evaluation step on all devices; outputs in the order of the batch."""
-        if find_batch_size(batch) is None or len(self.devices) == 1:
+        if not self.is_split or find_batch_size(batch) is None:
             return getattr(self.lightning_module, name)(batch, *args, **kwargs)
         _, sizes, outputs = self.run_step(name, batch, *args, **kwargs)
         return gather(outputs, sizes, self.root_device)
@@ -268,6 +273,7 @@ class SingleProcessStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if hasattr(self, "team"):
             self.team.close()
+            del self.team  # a Trainer can be copied again
         self._sent = None
         super().teardown()
 

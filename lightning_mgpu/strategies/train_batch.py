@@ -20,7 +20,13 @@ from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.losses import combine_outputs, find_loss, one_fork_at_a_time, without_graph
+from lightning_mgpu.strategies.losses import (
+    combine_outputs,
+    find_loss,
+    find_refused,
+    one_fork_at_a_time,
+    without_graph,
+)
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
 from lightning_mgpu.strategies.shards import find_batch_size, gather
@@ -40,7 +46,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.gradients = Gradients([])
         self._own: ReplicaOptimizers | None = None
         self._trains = False  # between the start of training and the teardown
-        self._lockstep: Lockstep | None = None  # in a step of manual optimization
+        self._lockstep = None
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
@@ -71,6 +77,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
+        self._replicas.give_tensors()
         self._replicas.mark_step()
         if len(self.devices) == 1:
             return
@@ -100,7 +107,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_stale |= self._num_closures > 0  # an optimizer tries other weights
         self._num_closures += 1
-        if len(self.devices) == 1 or find_batch_size(batch) is None:
+        if not self.is_split or find_batch_size(batch) is None:
             return super().training_step(batch, *args, **kwargs)
         if self._replicas.is_outgrown():
             self.renew_replicas()
@@ -121,6 +128,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._is_stale = True  # buffers: not now, the backward pass may need them
         if not self.original.automatic_optimization:
             return gather(without_graph(outputs), sizes, self.root_device)
+        if (refused := find_refused(outputs)) is not None:
+            return refused  # Lightning says why
         if all(find_loss(output) is None for output in outputs):  # a step may return None to be skipped
             if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
                 self.reduce_gradients()
@@ -225,7 +234,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._remove_hooks()
         self._trains = False
         self._loss, self._own = None, None
-        self._wrap_copies([])
+        self._wrapped[1:], self._views = [], {}
         self.gradients = Gradients([])
         super().teardown()
 

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -325,3 +326,25 @@ def test_the_books_first_allreduce_is_refused_in_one_line(tmp_path: Path) -> Non
     assert "Traceback" not in result.stderr
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert "book" in line
+
+
+@pytest.mark.parametrize("output", [5.0, "loss", [1.0], {"a": 5}, MappingProxyType({"a": 5})])
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_lightning_refuses_what_a_step_returns(output: Any, num_samples: int) -> None:
+    class Returns(Fails):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return output
+
+    with pytest.raises(MisconfigurationException, match=r"`training_step` (must return|returns a dict)"):
+        trainer_on().fit(Returns(), DataLoader(TensorDataset(torch.ones(num_samples, 2).double()), num_samples))
+
+
+def test_steps_after_the_run() -> None:
+    """As Lightning's own tests do: the module alone computes them."""
+    module, trainer = Fails(), trainer_on()
+    trainer.fit(module, loader())
+    batch = next(iter(loader()))
+    loop, weight = trainer.fit_loop.epoch_loop.automatic_optimization, next(module.parameters()).clone()
+    outputs = loop.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
+    assert outputs["loss"] > 0  # type: ignore[operator]
+    assert not torch.equal(weight, next(module.parameters()))

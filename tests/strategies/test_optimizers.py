@@ -1,5 +1,7 @@
 """Optimizers that do more than step, and parameters that are frozen, unused, tied, sparse or added on the way."""
 
+from unittest.mock import ANY, MagicMock, call, patch
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -248,21 +250,22 @@ def test_lazy_layers_are_refused(Regression, train):
         train(Module, 2)
 
 
-def test_optimizers_are_there_in_every_step_of_every_replica(Regression, train):
-    """In automatic optimization they are the module's own: a rate that is logged is that of this step."""
+def test_a_mocked_step_is_called_once(Regression, train):
+    """Nothing else of it is looked at: copies of the optimizer are made without its class."""
+    step = MagicMock()
 
     class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def on_train_start(self):
+            step.reset_mock()  # torch looks at it when the optimizer is made
+
         def training_step(self, batch, batch_idx):
-            self.log("rate", self.optimizers().param_groups[0]["lr"], on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
 
-        def validation_step(self, batch, batch_idx):  # also before training starts
-            assert len(self.trainer.optimizers) == 1 and self.optimizers().param_groups
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    one, several = (train(Module, k, val=True, num_sanity_val_steps=1).trainer.callback_metrics for k in (1, 3))
-    torch.testing.assert_close(several["rate"], one["rate"], rtol=1e-6, atol=0)
+    with patch("torch.optim.SGD.step", step):
+        train(Module, 2, max_epochs=1, check=False)
+    assert step.mock_calls == [call(closure=ANY)] * 4

@@ -3,6 +3,7 @@
 import random
 from collections import namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,7 @@ def test_gather_undoes_split(seed: int) -> None:
         ([None, torch.tensor([1.0])], [2, 1], torch.tensor([1.0])),
         ([None, None], [2, 1], None),
         ([{"a": 1.0}, {"a": 4.0, "b": "x"}], [2, 1], {"a": 2.0, "b": "x"}),
+        ([MappingProxyType({"a": 1.0}), MappingProxyType({"a": 4.0})], [2, 1], MappingProxyType({"a": 2.0})),
         (["same", "same"], [1, 1], "same"),
         (["one", "two"], [3, 3], ["one", "two"]),
         ([("a", "b"), ("c",)], [2, 1], ("a", "b", "c")),

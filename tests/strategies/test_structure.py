@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn, optim
+from torchmetrics import MeanMetric, MetricTracker
+
+from lightning_mgpu.strategies.replicas import Replicas
 
 
 class Replace(Callback):
@@ -57,3 +60,13 @@ def test_replaced_layer_in_manual_optimization(Regression, assert_parity):
             optimizer.step()
 
     assert_parity(Manual, (2,), callbacks=lambda: [Replace("on_train_batch_start", 6)])
+
+
+def test_metrics_made_anew_are_no_layers():
+    module = LightningModule()
+    module.net, module.tracker = nn.Linear(2, 2), MetricTracker(MeanMetric(), maximize=True)
+    replicas = Replicas(module, [torch.device("cpu")] * 2)
+    module.tracker.increment()
+    assert not replicas.is_outgrown()
+    module.net = nn.Linear(2, 2)
+    assert replicas.is_outgrown()

@@ -1,5 +1,7 @@
 """What else the Trainer offers: tuning, limits, several runs on one Trainer, Lightning's own demo modules."""
 
+import copy
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
@@ -236,3 +238,9 @@ def test_trainer_can_be_pickled(make_trainer, engine, tmp_path):
     torch.save(trainer, tmp_path / "trainer.pt")
     strategy = torch.load(tmp_path / "trainer.pt", weights_only=False).strategy
     assert [wrapper.optimizer for wrapper in strategy._lightning_optimizers] == strategy.optimizers
+
+
+def test_a_trainer_is_copied_after_a_run(Regression, make_trainer, make_loader, engine):
+    trainer = make_trainer(devices=2, strategy=engine, max_steps=2)
+    trainer.fit(Regression(), make_loader())
+    assert copy.deepcopy(trainer).global_step == 2

@@ -1,0 +1,153 @@
+"""What hooks and steps keep on the module: all replicas see it, and what they add to it is put together."""
+
+import copy
+from collections import defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+
+class Settings:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
+def test_objects_and_dicts_set_in_hooks(Regression, assert_parity, hook):
+    def set_all(self, *_):
+        step = self.global_step
+        self.by_name = {"factor": 1 + step / 10, "more": {"shift": [step]}}
+        self.settings, self.pair, self.names = Settings(1.5), (2, 3), {"loss"}
+        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        factor = self.by_name["factor"] * self.settings.factor * self.pair[1] * len(self.names)
+        X, y = batch
+        return ((self.net(X) - y).square() * self.weights).mean() * factor + self.by_name["more"]["shift"][0]
+
+    assert_parity(type("Module", (Regression,), {hook: set_all, "training_step": training_step}))
+
+
+def test_dicts_changed_in_place(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.schedule = {"factors": [1.0], "of": {"loss": 1.0}}
+
+        def on_train_batch_start(self, *_):
+            self.schedule["factors"][0] *= 1.1
+            self.schedule["of"]["loss"] += 0.5
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * self.schedule["factors"][0] * self.schedule["of"]["loss"]
+
+    assert_parity(Module)
+
+
+class Collected:
+    """Everything a step puts somewhere, in every kind of container."""
+
+    def on_train_epoch_start(self) -> None:
+        self.by_name: dict[str, list] = {"X": []}
+        self.by_key: Any = defaultdict(list)
+        self.by_loader: list[list] = [[], []]
+        self.queue: deque = deque()
+        self.labels: set[float] = set()
+        self.by_sample: dict[float, Any] = {}
+        self.same = self.by_name  # under two names
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y = batch
+        self.same["X"].append(X)
+        self.by_key[batch_idx % 2].append(X)
+        self.by_loader[1].append(X)
+        self.queue.extend(X)
+        self.labels |= set(y[:, 0].tolist())
+        self.by_sample |= {float(label): x for label, x in zip(y[:, 0], X)}
+        return self.loss(batch)  # type: ignore[attr-defined]
+
+    def on_train_epoch_end(self) -> None:
+        lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1])
+        self.all = [*map(torch.cat, lists), torch.stack(list(self.queue)), torch.stack([*self.by_sample.values()])]
+        self.all += [torch.tensor(sorted(self.labels))]
+
+
+def test_what_steps_collect(Regression, train):
+    one, *others = (train(type("Module", (Collected, Regression), {}), k, check=False).all for k in (1, 2, 3))
+    assert len(one) == 7
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_layers_added_in_hooks(Regression, assert_parity, hook, manual):
+    """A teacher, which is a copy of the net as it is then."""
+
+    def add(self):
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def drop(self):
+        del self.teacher
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+        if manual:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+    def make():
+        module = type("Module", (Regression,), {hook: add, "training_step": training_step, "on_train_end": drop})()
+        module.automatic_optimization = not manual
+        return module
+
+    assert_parity(make)
+
+
+def test_optimizers_kept_on_the_module(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 3))
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            self.own = optim.SGD(self.parameters(), 0.1, momentum=0.9)
+            self.by_name = {"schedule": optim.lr_scheduler.StepLR(self.own, 1, 0.9)}
+            return [self.own], [self.by_name["schedule"]]
+
+        def training_step(self, batch, batch_idx):
+            assert self.own is self.optimizers().optimizer
+            assert self.by_name["schedule"] is self.lr_schedulers()
+            self.manual_backward(self.loss(batch))
+            self.own.step()
+            self.own.zero_grad()
+            self.by_name["schedule"].step()
+
+    assert_parity(Module)
+
+
+def test_automatic_optimization_shows_the_optimizer(Regression, make_loader, make_trainer, engine):
+    class Module(Regression):
+        def configure_optimizers(self):
+            optimizer = optim.SGD(self.parameters(), 0.1)
+            schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        def training_step(self, batch, batch_idx):
+            self.log("rate", self.optimizers().param_groups[0]["lr"])
+            self.log("same", self.lr_schedulers().get_last_lr()[0])
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("rate_then", self.trainer.optimizers[0].param_groups[0]["lr"])
+            self.optimizers()
+
+    trainer = make_trainer(devices=2, strategy=engine, max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(Module(), make_loader(), make_loader())
+    rates = trainer.callback_metrics
+    assert rates["rate"] == rates["same"] == pytest.approx(0.1 * 0.5**3)
+    assert rates["rate_then"] == pytest.approx(0.1 * 0.5**4)
