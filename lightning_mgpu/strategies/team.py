@@ -182,6 +182,10 @@ class _Meeting:
             self._await_turn(i)
         try:
             yield
+        except BaseException as error:
+            if not isinstance(error, _Released):
+                self.fail(i, error)  # before the others see that it has ended
+            raise
         finally:
             with self.changed:
                 self.finished.add(i)

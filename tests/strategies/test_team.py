@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
-from lightning_mgpu.strategies.team import Team, generator_states, new_generator_states
+from lightning_mgpu.strategies.team import Team, _Meeting, generator_states, new_generator_states
 
 CPU = torch.device("cpu")
 
@@ -127,6 +127,25 @@ def test_a_failure_releases_those_who_wait(team: Team, failing: int, in_turns: b
     assert team.run(lambda i: team.exchange(i), [0, 1, 2]) == [[0, 1, 2]] * 3  # and the next step works
     if not in_turns:
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_failure_counts_before_others_see_its_end(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its thread gets no time between the two: else the others' complaint would hide it."""
+    fail = _Meeting.fail
+
+    def slowly(self: _Meeting, i: int, error: BaseException) -> None:
+        if isinstance(error, LookupError):
+            time.sleep(0.3)
+        fail(self, i, error)
+
+    def step(i: int) -> None:
+        if i == 2:
+            raise LookupError("lost")
+        team.exchange()
+
+    monkeypatch.setattr(_Meeting, "fail", slowly)
+    with pytest.raises(LookupError, match="lost"):
+        team.run(step, [0, 1, 2])
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
