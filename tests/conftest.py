@@ -40,6 +40,13 @@ def write_idx(path: Path, values: Tensor) -> IdxFile:
     return IdxFile(path.name, len(content), hashlib.md5(content).hexdigest())
 
 
+@pytest.fixture
+def run_files() -> set[str]:
+    """What a run of `fit` leaves in its directory without W&B."""
+    pictures = ("curve.png", "predictions.png", "confusion.png")
+    return {"config.yaml", "model.txt", "hparams.yaml", "metrics.csv", *pictures, "checkpoints"}
+
+
 @pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[IdxFile, ...]]:
     """`data.root` of a dataset of 503 and 107 images, and its files' sizes and checksums."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
@@ -57,8 +56,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         """The original's structure has changed: somebody has pruned, replaced or added layers."""
         self._combine_batch_norms()
         self._remove_forwards()
-        with torch.inference_mode(False):  # in an evaluation: or they could not train
-            self._make_replicas()
+        self._make_replicas()
 
     @property
     @override
