@@ -3,6 +3,7 @@
 --data.batch_size=512            # global: split over the devices, whatever the strategy
 --data.val_size=0                # validate on the test set after every epoch, as the book does
 --data.augment=true              # random crop and horizontal flip
+--data.cutout=8                  # and a square of 8 pixels a side cut out
 --data.device_resident=true      # all images on the device, as bytes; batches are gathered and augmented there
 --data.source=synthetic          # a stand-in made of noise, for demonstrations and tests
 """
@@ -36,6 +37,7 @@ class FashionMNIST(LightningDataModule):
         normalize: Subtract the training set's mean and divide by its standard deviation. The book does not.
         augment: Random crop after padding, and horizontal flip, of the training images.
         crop_padding: Pixels of that padding; 0 for flips alone.
+        cutout: Pixels of the side of a square that is cut out of every augmented image, too.
         seed: Of the validation split, the order of the batches and the augmentation. Left out: `seed_everything`'s.
         num_workers: Processes that load batches. 0 is fastest: the images are in memory.
         pin_memory: Copy batches to page-locked memory, for faster transfers. Left out: where there is a CUDA device.
@@ -58,6 +60,7 @@ class FashionMNIST(LightningDataModule):
         normalize: bool = False,
         augment: bool = False,
         crop_padding: int = 2,
+        cutout: int = 0,
         seed: int | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
@@ -72,6 +75,10 @@ class FashionMNIST(LightningDataModule):
             raise ValueError(f"data.num_workers={num_workers}: choose 0 (no processes) or a number of processes.")
         if crop_padding < 0:
             raise ValueError(f"data.crop_padding={crop_padding}: choose 0 (no crop) or a number of pixels.")
+        if cutout < 0:
+            raise ValueError(f"data.cutout={cutout}: choose 0 (none) or a number of pixels.")
+        if cutout and not augment:
+            raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
         if device_resident and (num_workers or pin_memory):
             raise ValueError("data.device_resident makes batches on the device: leave num_workers and pin_memory out.")
         self.batch_size = batch_size
@@ -81,6 +88,7 @@ class FashionMNIST(LightningDataModule):
         self.normalize = normalize
         self.augment = augment
         self.crop_padding = crop_padding
+        self.cutout = cutout
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed  # where seed_everything puts it
         self.num_workers = num_workers
         self.pin_memory = torch.cuda.is_available() and not device_resident if pin_memory is None else pin_memory
@@ -139,8 +147,8 @@ class FashionMNIST(LightningDataModule):
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
-        padding = self.crop_padding if augment else 0
-        return InMemoryImages(images, labels, mean, std, crop_padding=padding, flip=augment, seed=self.seed)
+        padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
+        return InMemoryImages(images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed)
 
     def _share(self) -> tuple[int, int]:
         """The number of processes that share a global batch, and this one's rank."""

@@ -22,6 +22,7 @@ class InMemoryImages(Dataset):
         mean, std: Normalisation of the pixels, which are scaled to [0, 1] first, as `torchvision.transforms.ToTensor`
             does.
         crop_padding, flip: Augmentation, see `augment`; 0 and False for none.
+        cutout: Augmentation, see `cut_out`: pixels of the square's side; 0 for none.
         seed: Of the augmentation, which depends on the seed, the epoch and the sample alone: not on how samples are
             grouped into batches or spread over devices.
     """
@@ -34,12 +35,13 @@ class InMemoryImages(Dataset):
         std: float = 1.0,
         crop_padding: int = 0,
         flip: bool = False,
+        cutout: int = 0,
         seed: int = 0,
     ) -> None:
         self.images, self.labels = images, labels
         self.mean, self.std = mean, std
-        self.crop_padding, self.flip, self.seed = crop_padding, flip, seed
-        self._draws: tuple[int, Tensor] | None = None  # the epoch, and its (N, 3) random numbers
+        self.crop_padding, self.flip, self.cutout, self.seed = crop_padding, flip, cutout, seed
+        self._draws: tuple[int, Tensor] | None = None  # the epoch, and its (N, 5) random numbers
 
     def __len__(self) -> int:
         return len(self.images)
@@ -49,17 +51,20 @@ class InMemoryImages(Dataset):
         indices = indices.to(self.images.device, non_blocking=True)
         X = self.images.index_select(0, indices)  # (B, C, H, W) uint8; far faster than `images[indices]`
         if self.crop_padding or self.flip:
-            X = augment(X, self._draw(epoch)[indices], self.crop_padding, self.flip)
+            X = augment(X, self._draw(epoch)[indices, :3], self.crop_padding, self.flip)
         X = X.to(torch.float32).div_(255)
         if (self.mean, self.std) != (0.0, 1.0):
             X = X.sub_(self.mean).div_(self.std)
+        if self.cutout:
+            X = cut_out(X, self._draw(epoch)[indices, 3:], self.cutout)
         return X, self.labels.index_select(0, indices)
 
     def _draw(self, epoch: int) -> Tensor:
         if self._draws is None or self._draws[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            draws = torch.rand(len(self), 3, generator=generator)  # on the CPU: the same on every device
-            self._draws = epoch, draws.to(self.images.device)
+            # for `augment` and for `cut_out`; on the CPU: the same on every device
+            draws = [torch.rand(len(self), n, generator=generator) for n in (3, 2)]
+            self._draws = epoch, torch.cat(draws, 1).to(self.images.device)
         return self._draws[1]
 
 
@@ -83,3 +88,18 @@ def augment(X: Tensor, draws: Tensor, padding: int, flip: bool) -> Tensor:
     batch = torch.arange(B, device=device)[:, None, None]
     # the channels' dimension comes last when the others are indexed with tensors: move it back
     return X[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def cut_out(X: Tensor, draws: Tensor, size: int) -> Tensor:
+    """Set a square of every image to zero, in place (Cutout: DeVries and Taylor, 2017).
+
+    Args:
+        X: Images (B, C, H, W), normalised: zero is the mean.
+        draws: Uniform numbers in [0, 1) (B, 2): the row and column the square is centred on; it may leave the image.
+        size: Pixels of the square's side.
+    """
+    inside = []  # (B, H), (B, W)
+    for n, draw in zip(X.shape[2:], draws.split(1, dim=1)):
+        offset = torch.arange(n, device=X.device) - ((draw * n).long() - size // 2)  # from the square's first pixel
+        inside.append((offset >= 0) & (offset < size))
+    return X.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

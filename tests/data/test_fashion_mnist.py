@@ -49,6 +49,9 @@ def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
         ({"val_size": -1}, r"data\.val_size=-1"),
         ({"val_size": 503}, r"data\.val_size=503 leaves none of the 503 images"),
         ({"num_workers": -1}, r"data\.num_workers=-1"),
+        ({"crop_padding": -1}, r"data\.crop_padding=-1"),
+        ({"augment": True, "cutout": -1}, r"data\.cutout=-1"),
+        ({"cutout": 8}, r"data\.cutout=8 is an augmentation: add data\.augment=true"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make_data: Callable, kwargs: dict, message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import Normalize, ToTensor
 
 from lightning_mgpu.data.fashion_mnist import MEAN, STD
-from lightning_mgpu.data.images import InMemoryImages, augment
+from lightning_mgpu.data.images import InMemoryImages, augment, cut_out
 
 
 @pytest.fixture
@@ -26,6 +26,14 @@ def crop_and_flip(image: Tensor, draw: Tensor, padding: int) -> Tensor:
     top, left = (int(d * (2 * padding + 1)) for d in draw[:2])
     window = padded[:, top : top + H, left : left + W]
     return window.flip(2) if draw[2] < 0.5 else window
+
+
+def with_a_hole(image: Tensor, draw: Tensor, size: int) -> Tensor:
+    _, H, W = image.shape
+    top, left = int(draw[0] * H) - size // 2, int(draw[1] * W) - size // 2
+    image = image.clone()
+    image[:, max(0, top) : top + size, max(0, left) : left + size] = 0
+    return image
 
 
 def test_every_byte_becomes_the_float_of_torchvision() -> None:
@@ -55,6 +63,24 @@ def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: in
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize(("H", "W", "size"), [(28, 28, 8), (28, 20, 7), (6, 6, 1), (6, 6, 20)])
+def test_cutting_out_of_a_batch_equals_sample_by_sample(H: int, W: int, size: int) -> None:
+    X = torch.rand(200, 2, H, W) + 0.5
+    draws = torch.cat([torch.rand(198, 2), torch.tensor([[0.0, 0.0], [1 - 2**-24, 0.0]])])  # two corners
+    wanted = torch.stack([with_a_hole(x, draw, size) for x, draw in zip(X, draws)])
+    assert torch.equal(cut_out(X, draws, size), wanted) and (wanted == 0).any((1, 2, 3)).all()
+
+
+def test_what_is_cut_out_is_the_mean_and_nothing_else_changes(images: Tensor) -> None:
+    indices, labels = torch.arange(40), torch.zeros(40)
+    options = {"mean": MEAN, "std": STD, "crop_padding": 2, "flip": True, "seed": 3}
+    whole, cut = (InMemoryImages(images, labels, **options, cutout=size)[4, indices][0] for size in (0, 8))
+    hole = whole != cut
+    assert (cut[hole] == 0).all() and hole.any((1, 2, 3)).all() and int(hole.sum((1, 2, 3)).max()) == 64
+    again = InMemoryImages(images, labels, **options, cutout=8)[4, indices[[7, 3]]][0]
+    assert torch.equal(again, cut[[7, 3]])  # whatever the batch
+
+
 def test_augmentation_draws_every_shift_and_both_sides(images: Tensor) -> None:
     draws = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
     offsets = (draws[:, :2] * 5).long()
@@ -78,4 +104,6 @@ def test_evaluation_is_not_augmented(make_data: Callable) -> None:
     data = make_data(augment=True)
     assert data.train_set.flip and data.train_set.crop_padding == 2
     assert not data.val_set.flip and not data.test_set.crop_padding
-    assert make_data(augment=True, crop_padding=1).train_set.crop_padding == 1
+    data = make_data(augment=True, crop_padding=1, cutout=5)
+    assert (data.train_set.crop_padding, data.train_set.cutout) == (1, 5)
+    assert not data.val_set.cutout and not data.test_set.cutout
