@@ -1,5 +1,6 @@
 """A tiny dataset in the real file format, one thread a process, and the two ways to run the command line."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -115,6 +116,9 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         yield run
 
 
+PROGRAM = ("-m", "lightning_mgpu")
+
+
 class Command:
     """`python -m lightning_mgpu` in processes of its own; none of them may outlive it."""
 
@@ -122,15 +126,17 @@ class Command:
         self.cwd = cwd
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         self.env = {**os.environ, "HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
+        self.env["PYTHONFAULTHANDLER"] = "1"
         for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
             self.env.pop(name, None)
+        self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *args: str, launcher: tuple[str, ...] = ("-m", "lightning_mgpu")) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        command = [sys.executable, *launcher, *args]
-        return subprocess.Popen(
-            command, cwd=self.cwd, env=self.env, stdin=-3, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
+    def start(self, *args: str, launcher: tuple[str, ...] = PROGRAM, **env: str) -> subprocess.Popen[str]:
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        line, env = [sys.executable, *launcher, *args], {**self.env, **env}
+        process = subprocess.Popen(line, cwd=self.cwd, env=env, text=True, start_new_session=True, **files)
+        self._started.append(process)
+        return process
 
     def finish(self, process: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
         try:
@@ -140,15 +146,30 @@ class Command:
                     break
                 time.sleep(0.1)
             assert not self._group_lives(process.pid), f"processes left behind\n{out}\n{err}"
+        except subprocess.TimeoutExpired:
+            for pid in reversed(family(process.pid)):
+                send(pid, signal.SIGABRT)  # which makes it say where it hangs: PYTHONFAULTHANDLER
+            out, err = process.communicate(timeout=10)
+            pytest.fail(f"{process.args} was not done after {timeout} s\n{out}\n{err}")
         finally:
-            if self._group_lives(process.pid):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            self._end(process)
         return process.returncode, out, err
 
     def __call__(self, *args: str, timeout: float = 120) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         return self.finish(self.start(*args), timeout)
+
+    def end(self) -> None:
+        """Kill what a failed test has not waited for."""
+        for process in self._started:
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        for pid in family(process.pid) if process.poll() is None else []:  # torchrun's have groups of their own
+            send(pid, signal.SIGKILL)
+        if self._group_lives(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     @staticmethod
     def _group_lives(group: int) -> bool:
@@ -159,9 +180,26 @@ class Command:
         return True
 
 
+def family(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, row.split())) for row in table.splitlines()]
+    pids = [pid]
+    for parent in pids:  # grows
+        pids += [child for child, its_parent in pairs if its_parent == parent]
+    return pids
+
+
+def send(pid: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Command:
-    return Command(tmp_path)
+def command(tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path)
+    yield command
+    command.end()
 
 
 @pytest.fixture(scope="session")

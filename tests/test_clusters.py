@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,33 +44,27 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start(command: Any, env: dict[str, str], *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    line = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "lightning_mgpu", *args]
-    return subprocess.Popen(
-        line, cwd=command.cwd, env={**command.env, **env}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
-
-
 def by_torchrun(command: Any, *args: str) -> list[subprocess.Popen[str]]:
     port = str(free_port())
-    common = ("torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", "--master_port")
-    return [start(command, {}, *args, launcher=(*common, port, f"--node_rank={rank}")) for rank in (0, 1)]
+    common = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
+    common = (*common, "--master_port", port)
+    launchers = [(*common, f"--node_rank={rank}", "-m", "lightning_mgpu") for rank in (0, 1)]
+    return [command.start(*args, launcher=launcher) for launcher in launchers]
 
 
 def by_hand(command: Any, *args: str) -> list[subprocess.Popen[str]]:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     two = ("--trainer.num_nodes=2", "--trainer.devices=1")
-    return [start(command, {**env, "NODE_RANK": str(rank)}, *args, *two) for rank in (0, 1)]
+    return [command.start(*args, *two, **env, NODE_RANK=str(rank)) for rank in (0, 1)]
 
 
 def by_srun(command: Any, *args: str, **env: str) -> list[subprocess.Popen[str]]:
     env = {**SLURM, "MASTER_PORT": str(free_port()), **env}
-    return [start(command, {**env, "SLURM_PROCID": f"{rank}", "SLURM_NODEID": f"{rank}"}, *args) for rank in (0, 1)]
+    return [command.start(*args, **env, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank)) for rank in (0, 1)]
 
 
 def finish(command: Any, nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    return [command.finish(node, timeout=120) for node in nodes]
+    return [command.finish(node, timeout=240) for node in nodes]
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -84,6 +77,7 @@ def metrics(run: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_nodes_train_what_one_device_does(command: Any, tmp_path: Path) -> None:
     code, _, err = command("fit", *BRIEF, "--trainer.devices=1", "--run_dir=one")
     assert code == 0, err
@@ -102,6 +96,7 @@ def test_two_nodes_train_what_one_device_does(command: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_slurm_job_is_queued_again_and_goes_on(command: Any, tmp_path: Path) -> None:
     fit = ("fit", *CPU, "--data.batch_size=64", "--data.val_size=101", "--trainer.limit_test_batches=2")
     fit = (*fit, "--trainer.max_epochs=2", "--trainer.limit_train_batches=150")
