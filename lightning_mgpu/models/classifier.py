@@ -66,6 +66,8 @@ class Classifier(LightningModule):
         num_classes: Width of the logits.
         label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
             is the smoothed one, `val_loss` and `test_loss` are not.
+        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image (test-time
+            augmentation): twice the time.
     """
 
     net: nn.Module
@@ -77,6 +79,7 @@ class Classifier(LightningModule):
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
         label_smoothing: float = 0.0,
+        flip_tta: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
@@ -88,11 +91,14 @@ class Classifier(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
+        self.flip_tta = flip_tta
         for stage in ("train", "val", "test"):
             setattr(self, f"{stage}_loss", MeanLoss())
             setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
 
     def forward(self, X: Tensor) -> Tensor:
+        if self.flip_tta and not self.training:
+            return (self.net(X) + self.net(X.flip(-1))) / 2
         return self.net(X)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

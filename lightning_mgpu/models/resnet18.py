@@ -33,8 +33,9 @@ class ResNet18(Classifier):
         in_channels: int = 1,
         label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
+        flip_tta: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta)
         self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),  # (N, 64, 28, 28)

@@ -1,6 +1,7 @@
 """What is logged equals a computation by hand; every optimizer and scheduler steps as it should; checkpoints reload."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Rates(Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def by_hand(model: LeNet, data: Any, stage: str) -> tuple[float, float]:
+def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
     """Mean loss and accuracy over a stage's samples, all at once."""
     indices = getattr(data, f"{stage}_indices")
     X, y = getattr(data, f"{stage}_set")[0, indices]
@@ -65,6 +66,33 @@ def test_label_smoothing_is_of_the_training_loss_alone(make_data: Callable, make
     wanted = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(wanted, rel=1e-5)
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(by_hand(model, data, "val")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "manual_allreduce"])
+def test_mirror_images_are_asked_in_evaluation_alone(
+    make_data: Callable, make_trainer: Callable, strategy: str
+) -> None:
+    torch.manual_seed(0)
+    data = make_data(batch_size=150)
+    model = spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0), flip_tta=True))
+    trainer = make_trainer(strategy=strategy, devices=1 if strategy == "auto" else 2)
+    trainer.fit(model, data)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (tested,) = trainer.test(model, data, verbose=False)
+    net = deepcopy(model.net)
+    assert logged["train_loss"] == pytest.approx(by_hand(net, data, "train")[0], rel=1e-5)
+    both = partial(mean_of_mirror_images, net)
+    for stage, values in (("val", logged), ("test", tested)):
+        loss, acc = by_hand(both, data, stage)
+        assert abs(loss - by_hand(net, data, stage)[0]) > 0.1
+        assert (values[f"{stage}_loss"], values[f"{stage}_acc"]) == pytest.approx((loss, acc), rel=1e-5)
+    predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
+    X, _ = data.test_set[0, data.test_indices]
+    torch.testing.assert_close(predictions, both(X).softmax(1))
+
+
+def mean_of_mirror_images(net: Callable, X: torch.Tensor) -> torch.Tensor:
+    return torch.stack([net(X), net(torch.from_numpy(X.numpy()[..., ::-1].copy()))]).mean(0)
 
 
 def test_mean_loss_keeps_the_digits_of_float64() -> None:
