@@ -1,0 +1,95 @@
+"""The layer alone: replicas' outputs, gradients, and gradients of gradients are those of torch's on the whole batch."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
+from lightning_mgpu.strategies.team import Team
+
+LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+SHAPES = [(7, 5), (7, 5, 9), (7, 5, 4, 3), (7, 5, 2, 3, 2)]
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    team = Team([torch.device("cpu")] * 2)
+    yield team
+    team.close()
+
+
+def synchronised(layer: nn.Module, team: Team, X: Tensor) -> tuple[Tensor, list[nn.Module]]:
+    """The layer's output for a batch split 2 : 5, and the replicas' layers."""
+    layers = [deepcopy(layer) for _ in range(2)]
+    synchronize_batch_norm(layers, team)
+    parts = X.split([2, 5])
+    return torch.cat(team.run(lambda i: layers[i](parts[i]), [0, 1])), layers
+
+
+def a_batch(shape: tuple[int, ...], dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    return (torch.randn(shape, dtype=torch.float64) * 2 + offset).to(dtype).requires_grad_()
+
+
+def a_layer(shape: tuple[int, ...], dtype: torch.dtype, affine: bool) -> nn.Module:
+    layer = LAYERS[len(shape)](5, affine=affine, dtype=dtype)
+    if affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_and_their_gradients(shape: tuple[int, ...], affine: bool, team: Team) -> None:
+    torch.manual_seed(0)
+    layer, X = a_layer(shape, torch.float64, affine), a_batch(shape, torch.float64, offset=3)
+    v, w = torch.randn(2, *shape, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(layer(X), X, v, create_graph=True)
+    (wanted2,) = torch.autograd.grad(wanted, X, w)
+    for create_graph in (False, True):
+        Y, _ = synchronised(layer, team, X)
+        (found,) = torch.autograd.grad(Y, X, v, create_graph=create_graph)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    (found2,) = torch.autograd.grad(found, X, w)
+    torch.testing.assert_close(found2, wanted2, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_get_their_parts_of_the_gradient(shape: tuple[int, ...], create_graph: bool, team: Team) -> None:
+    torch.manual_seed(0)
+    layer, X = a_layer(shape, torch.float64, affine=True), a_batch(shape, torch.float64, offset=3)
+    v = torch.randn(shape, dtype=torch.float64)
+    wanted = torch.autograd.grad(layer(X), list(layer.parameters()), v)
+    Y, layers = synchronised(layer, team, X)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    found = torch.autograd.grad(Y, parameters, v, create_graph=create_graph)
+    for one, other, whole in zip(found[:2], found[2:], wanted, strict=True):
+        torch.testing.assert_close(one + other, whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_lower_precisions(dtype: torch.dtype, atol: float, memory_format: torch.memory_format, team: Team) -> None:
+    """Images in half precision, the layer in single, as autocast leaves them; far from zero, no digit is lost."""
+    torch.manual_seed(0)
+    shape = (7, 5, 6, 6)
+    layer = a_layer(shape, torch.float32, affine=True)
+    for offset in (0.0, 50.0):
+        X = a_batch(shape, dtype, offset).detach().to(memory_format=memory_format).requires_grad_()
+        v = torch.randn(shape)
+        exact, X64 = deepcopy(layer).double(), X.detach().double().requires_grad_()
+        wanted = exact(X64)
+        Y, layers = synchronised(layer, team, X)
+        assert Y.dtype == dtype and Y.is_contiguous(memory_format=memory_format)
+        torch.testing.assert_close(Y.double(), wanted, rtol=0, atol=5 * atol)
+        (found,) = torch.autograd.grad(Y, X, v.to(dtype))
+        (gradient,) = torch.autograd.grad(wanted, X64, v.double())
+        torch.testing.assert_close(found.double(), gradient, rtol=0, atol=5 * atol)
+        for one in layers:
+            assert one.running_mean.dtype == torch.float32
+            torch.testing.assert_close(one.running_mean.double(), exact.running_mean, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one.running_var.double(), exact.running_var, rtol=1e-4, atol=1e-4)
