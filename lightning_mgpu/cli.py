@@ -161,8 +161,10 @@ class CLI(LightningCLI):
     def _resume(self, run_dir: Path, config: Namespace) -> None:
         """Find the checkpoint to go on from; the configuration is that of the run, `--resume` no part of it."""
         config.resume = None
-        dumped = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
-        self.changes = changes(run_dir, dumped, config.ckpt_path)
+        parser = self._parser("fit")
+        saved = parser.parse_path(str(run_dir / "config.yaml"))  # with the defaults of options that came after it
+        before, after = (yaml.safe_load(parser.dump(given, skip_none=False)) for given in (saved, config))
+        self.changes = changes(run_dir, before, after, config.ckpt_path)
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.lock = claim(run_dir)
         self.checkpoint = choose_checkpoint(run_dir, config.checkpoint.dirpath, config.trainer.max_epochs)

@@ -13,7 +13,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
@@ -117,16 +116,15 @@ def choose_checkpoint(run_dir: Path, directory: str | None = None, max_epochs: i
     )
 
 
-def changes(run_dir: Path, config: dict[str, Any], ckpt_path: str | None = None) -> list[str]:
-    """What the given flags change, as 'trainer.max_epochs 10 -> 20'.
+def changes(run_dir: Path, before: dict[str, Any], after: dict[str, Any], ckpt_path: str | None = None) -> list[str]:
+    """What the given flags change of the run's configuration, as 'trainer.max_epochs 10 -> 20'.
 
     Raises:
         UsageError: If something else than `MAY_CHANGE` is changed: it would be another run.
     """
     if ckpt_path is not None:
         raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
-    before = flatten(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    after = flatten(config)
+    before, after = flatten(before), flatten(after)
     changed = []
     for key in sorted({*before, *after} - {"resume", "traceback", "config"}):
         old, new = before.get(key), after.get(key)

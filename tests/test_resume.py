@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from lightning_mgpu.checkpoint_io import AtomicCheckpointIO, keep_previous, read_checkpoint
-from lightning_mgpu.resume import changes, choose_checkpoint, claim, find_run, with_resumed_run
+from lightning_mgpu.resume import changes, claim, find_run, with_resumed_run
 
 MODEL = '''
 import torch
@@ -176,6 +176,23 @@ def test_a_longer_run_under_another_strategy(
     assert [bool(row["test_acc"]) for row in metrics(moved)].count(True) == 1
 
 
+@pytest.mark.slow
+def test_a_run_older_than_an_option(run: Path, fit_again: Callable, capfd: pytest.CaptureFixture) -> None:
+    """It goes on with the option's default; another value would be another run."""
+    path = run / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    assert config["data"]["init_args"].pop("cutout") == 0 and config.pop("fast")
+    path.write_text(yaml.safe_dump(config))
+    before = path.read_bytes()
+    assert fit_again("--resume=run", "--data.augment=true", "--data.cutout=3") == 2
+    assert "--data.cutout=3 would make run another run, it has 0" in capfd.readouterr().err
+    assert fit_again("--resume=run", "--fast.memory_format=channels_last") == 2
+    assert "would make run another run, it has null" in capfd.readouterr().err and path.read_bytes() == before
+    assert fit_again("--resume=run", "--trainer.max_epochs=3") == 0
+    assert "trainer.max_epochs 2 -> 3\n" in capfd.readouterr().out
+    assert yaml.safe_load(path.read_text())["data"]["init_args"]["cutout"] == 0
+
+
 MISTAKES = {
     "fit --resume=nowhere": ("--resume=nowhere: no such run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
@@ -231,58 +248,10 @@ def test_last_is_the_run_worked_on_last(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_resumed_run(["fit", *rest]) == ["fit", *rest]
 
 
-def test_changes(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 1, devices: 2}\nmodel: {class_path: A}\n")
+def test_changes() -> None:
     same = {"trainer": {"max_epochs": 1, "devices": 2}, "model": {"class_path": "A"}}
-    assert changes(tmp_path, same) == []
-    assert changes(tmp_path, {**same, "trainer": {"max_epochs": 3, "devices": 2}}) == ["trainer.max_epochs 1 -> 3"]
-    with pytest.raises(Exception, match="--model=B would make"):
-        changes(tmp_path, {**same, "model": {"class_path": "B"}})
-
-
-def test_a_scaled_run_keeps_its_devices(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 1, devices: 2}\nscale_by_devices: true\n")
-    scaled = {"scale_by_devices": True}
-    assert changes(tmp_path, {"trainer": {"max_epochs": 2, "devices": 2}, **scaled}) == ["trainer.max_epochs 1 -> 2"]
-    with pytest.raises(Exception, match=r"devices=3: with --scale_by_devices=true other"):
-        changes(tmp_path, {"trainer": {"max_epochs": 1, "devices": 3}, **scaled})
-
-
-@pytest.mark.parametrize("moment", ["writing", "renaming"])
-def test_a_checkpoint_cut_short_replaces_nothing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
-    plugin.save_checkpoint({"state_dict": {}, "global_step": 1}, path)
-
-    def killed(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    keep_previous(path)
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.save" if moment == "writing" else "os.replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            plugin.save_checkpoint({"state_dict": {}, "global_step": 2}, path)
-    for name in ("last.ckpt", "previous.ckpt"):
-        checkpoint = read_checkpoint(tmp_path / name)
-        assert checkpoint is not None and checkpoint["global_step"] == 1
-
-
-def test_every_damage_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.arange(1000.0)}, "global_step": 1}, path)
-    whole = path.read_bytes()
-    assert read_checkpoint(path) is not None
-    for size in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert read_checkpoint(path) is None, size
-    path.write_bytes(whole.replace(torch.arange(500.0, 502.0).numpy().tobytes(), b"\1" * 8))
-    assert torch.load(path, weights_only=True) and read_checkpoint(path) is None  # torch alone would take it
-
-
-def test_checkpoints_ahead_are_removed(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    loops = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}
-    state = {"state_dict": {}, "optimizer_states": [], "global_step": 30, "loops": loops}
-    for name in ("last.ckpt", "epoch=0-step=30.ckpt", "epoch=1-step=60.ckpt"):
-        AtomicCheckpointIO().save_checkpoint(state, checkpoints / name)
-    assert choose_checkpoint(tmp_path) == checkpoints / "last.ckpt"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["epoch=0-step=30.ckpt", "last.ckpt"]
+    longer = {**same, "trainer": {"max_epochs": 3, "devices": 2}}
+    assert changes(Path("run"), same, same) == []
+    assert changes(Path("run"), same, longer) == ["trainer.max_epochs 1 -> 3"]
+    with pytest.raises(Exception, match="--model=B would make run another run, it has A"):
+        changes(Path("run"), same, {**same, "model": {"class_path": "B"}})
