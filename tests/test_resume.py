@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_mgpu.resume import changes, claim, find_run, with_resumed_run
+from lightning_mgpu.checkpoint_io import AtomicCheckpointIO, keep_previous, read_checkpoint
+from lightning_mgpu.resume import changes, choose_checkpoint, claim, find_run, with_resumed_run
 
 MODEL = '''
 import torch
@@ -255,3 +256,54 @@ def test_changes() -> None:
     assert changes(Path("run"), same, longer) == ["trainer.max_epochs 1 -> 3"]
     with pytest.raises(Exception, match="--model=B would make run another run, it has A"):
         changes(Path("run"), same, {**same, "model": {"class_path": "B"}})
+
+
+def test_a_scaled_run_keeps_its_devices() -> None:
+    run, scaled = Path("run"), {"scale_by_devices": True}
+    before, longer, wider = (
+        {"trainer": {"max_epochs": max_epochs, "devices": devices}, **scaled}
+        for max_epochs, devices in ((1, 2), (2, 2), (1, 3))
+    )
+    assert changes(run, before, longer) == ["trainer.max_epochs 1 -> 2"]
+    with pytest.raises(Exception, match=r"devices=3: with --scale_by_devices=true other"):
+        changes(run, before, wider)
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+def test_a_checkpoint_cut_short_replaces_nothing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
+    plugin.save_checkpoint({"state_dict": {}, "global_step": 1}, path)
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    keep_previous(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save" if moment == "writing" else "os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            plugin.save_checkpoint({"state_dict": {}, "global_step": 2}, path)
+    for name in ("last.ckpt", "previous.ckpt"):
+        checkpoint = read_checkpoint(tmp_path / name)
+        assert checkpoint is not None and checkpoint["global_step"] == 1
+
+
+def test_every_damage_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.arange(1000.0)}, "global_step": 1}, path)
+    whole = path.read_bytes()
+    assert read_checkpoint(path) is not None
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert read_checkpoint(path) is None, size
+    path.write_bytes(whole.replace(torch.arange(500.0, 502.0).numpy().tobytes(), b"\1" * 8))
+    assert torch.load(path, weights_only=True) and read_checkpoint(path) is None  # torch alone would take it
+
+
+def test_checkpoints_ahead_are_removed(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    loops = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}
+    state = {"state_dict": {}, "optimizer_states": [], "global_step": 30, "loops": loops}
+    for name in ("last.ckpt", "epoch=0-step=30.ckpt", "epoch=1-step=60.ckpt"):
+        AtomicCheckpointIO().save_checkpoint(state, checkpoints / name)
+    assert choose_checkpoint(tmp_path) == checkpoints / "last.ckpt"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["epoch=0-step=30.ckpt", "last.ckpt"]
