@@ -5,6 +5,8 @@
 
 import contextlib
 import os
+import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -12,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import strip_protocol  # type: ignore[import-untyped]
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
+
+from lightning_mgpu.errors import UsageError
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 
@@ -23,14 +29,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes local checkpoints atomically and loads plain types and tensors only (`weights_only=True`).
 
     Lightning's own renames too, but does not wait for the disk, and keeps the whole file in memory meanwhile.
+    The first one is read back, to warn early of what could not be.
     """
+
+    _tried = False
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if not is_local(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = Path(path)
+        path = Path(strip_protocol(path))  # of file:///...
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         try:
@@ -45,13 +54,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise error.__context__ from None  # a full disk, of which torch's zip writer says 'unexpected pos'
             raise
         sync_directory(path.parent)
+        if not self._tried:
+            self._tried = True
+            try:
+                read_plain(path)
+            except UsageError as error:
+                rank_zero_warn(str(error))
 
     @override
     def load_checkpoint(
         self, path: Any, map_location: Callable | None = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if not is_local(path) or not Path(path).is_file():
-            return super().load_checkpoint(path, map_location)
+            return super().load_checkpoint(path, map_location, weights_only)
         return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
 
 
@@ -68,13 +83,38 @@ def keep_previous(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
-    """The contents of a checkpoint, None if the file is cut short or altered: every part's checksum is compared."""
+    """The contents of a checkpoint, None if the file is cut short or altered: every part's checksum is compared.
+
+    Raises:
+        UsageError: If it is whole, but holds an object of some class.
+    """
     try:
-        check_sums(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = read_plain(path)
+    except UsageError:
+        raise
     except Exception:  # whatever the zip reader and the unpickler make of noise
         return None
     return checkpoint if isinstance(checkpoint, dict) and "state_dict" in checkpoint else None
+
+
+def read_plain(path: str | Path) -> Any:
+    """What is in a file of `torch.save`'s: tensors and plain values.
+
+    Raises:
+        UsageError: If the file is whole, but holds an object of some class.
+        Exception: Of many kinds, if it is damaged.
+    """
+    check_sums(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if not found or not zipfile.is_zipfile(path):
+            raise
+        raise UsageError(
+            f"{path} cannot be read: it holds a {found[1]}; what is no tensor, number, str, list or dict could be code: "
+            "change the on_save_checkpoint, state_dict or hyperparameter it comes from"
+        ) from error
 
 
 def check_sums(path: str | Path) -> None:

@@ -15,9 +15,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.version import InvalidVersion, Version
 
-from lightning_mgpu.checkpoint_io import check_sums
+from lightning_mgpu.checkpoint_io import read_plain
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
+from lightning_mgpu.redact import HIDDEN
+from lightning_mgpu.tracking.flat import flatten
 
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max  # what torch counts and computes with
 LEAST = {  # of the Trainer's numbers, those it takes whatever they are: then it divides by them, or ignores them
@@ -77,6 +79,20 @@ def check_given(args: list[str], config: Namespace) -> None:
             raise UsageError(f"--{name}={value}: would be read as the number {found}; write it in digits")
         if arg.startswith("--") and found is None and value and not value.partition("#")[0].strip("\ufeff \t\n"):
             raise UsageError(f"--{name}={value}: would be read as null; write null, or another value")
+
+
+def check_secrets(config: Namespace) -> None:
+    """Hold a configuration that was saved to what it was: secrets were left out of it.
+
+    Raises:
+        UsageError: If one of them is not given again.
+    """
+    for key, value in flatten(config.as_dict()).items():
+        if isinstance(value, str) and HIDDEN in value:
+            name = key.replace("init_args.", "")
+            raise UsageError(
+                f"--{name}={value}: a secret, which is written to no file; give it on the command line again"
+            )
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -158,19 +174,22 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
     """Look into the checkpoint: is it one, and is it of the class of model that was asked for.
 
     Args:
-        path: As given; what Lightning itself resolves (`best`, `last`, a URL) is left alone.
+        path: As given; what Lightning itself resolves (`hpc`, `registry`, a URL) is left alone.
         model: Dotted path of the model's class, None where nobody asked for one.
 
     Raises:
         UsageError: If the file is not there, not readable, no checkpoint, or of another class.
     """
-    if path is None or path in ("best", "last", "hpc", "registry") or "://" in path:
+    if path in ("best", "last"):
+        raise UsageError(f"--ckpt_path={path}: name the file; a run's are in its checkpoints/ directory")
+    if path is None or path in ("hpc", "registry") or "://" in path:
         return
     if not Path(path).is_file():
         raise UsageError(f"--ckpt_path={path}: no such file; a run's are in its checkpoints/ directory")
     try:
-        check_sums(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = read_plain(path)
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"--ckpt_path={path} cannot be read: it is damaged, or no checkpoint of a Trainer's"

@@ -54,6 +54,7 @@ from lightning_mgpu.checks import (
     check_devices,
     check_given,
     check_numbers,
+    check_secrets,
     check_shares,
     find_strategy,
     only_weights,
@@ -65,6 +66,7 @@ from lightning_mgpu.explain import TOOLS, explain, parameters
 from lightning_mgpu.from_checkpoint import SECTIONS, disagreements, with_checkpoint_config
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
+from lightning_mgpu.parser import Parser
 from lightning_mgpu.processes import exit_on_sigterm
 from lightning_mgpu.redact import redact
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume, with_resumed_run
@@ -120,6 +122,7 @@ class CLI(LightningCLI):
                     **{name: {**one, "usage": f"{PROG} {name} [--config FILE] [options]"} for name in SUBCOMMANDS},
                 },
                 args=args,
+                parser_class=Parser,
             )
         except Exception as error:
             if self.run_dir is not None and is_mistake(error):
@@ -149,12 +152,12 @@ class CLI(LightningCLI):
         config = self.config[self.config.subcommand]
         check_numbers(config)
         check_given(self.given[1:], config)
+        check_secrets(config)
         only_weights(config)
         asked = config.model.class_path if any(arg.startswith("--model=") for arg in self.given) else None
         check_checkpoint(config.ckpt_path, asked)
         if config.ckpt_path and Path(config.ckpt_path).is_file():
-            dumped = yaml.safe_load(self._parser(self.config.subcommand).dump(config, skip_none=False))
-            self.changes = disagreements(config.ckpt_path, dumped)
+            self.changes = disagreements(config.ckpt_path, as_saved(self._parser(self.config.subcommand), config))
         if config.get("resume"):
             self._resume(Path(config.resume), config)
 
@@ -163,8 +166,7 @@ class CLI(LightningCLI):
         config.resume = None
         parser = self._parser("fit")
         saved = parser.parse_path(str(run_dir / "config.yaml"))  # with the defaults of options that came after it
-        before, after = (yaml.safe_load(parser.dump(given, skip_none=False)) for given in (saved, config))
-        self.changes = changes(run_dir, before, after, config.ckpt_path)
+        self.changes = changes(run_dir, as_saved(parser, saved), as_saved(parser, config), config.ckpt_path)
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.lock = claim(run_dir)
         self.checkpoint = choose_checkpoint(run_dir, config.checkpoint.dirpath, config.trainer.max_epochs)
@@ -235,7 +237,8 @@ class CLI(LightningCLI):
             callbacks.append(PredictionWriter())
         if (tracking := self.config[self.subcommand].wandb).watch:
             callbacks.append(Watch(tracking.watch, tracking.watch_freq))
-        has_progress_bar = any(isinstance(callback, ProgressBar) for callback in objects.callbacks or [])
+        given = objects.callbacks if isinstance(objects.callbacks, list) else [objects.callbacks]
+        has_progress_bar = any(isinstance(callback, ProgressBar) for callback in given)
         if config.enable_progress_bar is not False and not has_progress_bar:
             callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
         self.trainer_defaults["callbacks"] = callbacks
@@ -279,6 +282,11 @@ class CLI(LightningCLI):
             print(closing_line(metrics, self.timer.seconds_per_epoch, str(devices(self.trainer))), flush=True)
 
 
+def as_saved(parser: LightningArgumentParser, config: Namespace) -> dict[str, Any]:
+    """A configuration as `config.yaml` has it: plain values, secrets left out."""
+    return yaml.safe_load(redact(parser.dump(config, skip_none=False)))
+
+
 def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
     """The line both chapters of the book end with: `test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`."""
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
@@ -289,6 +297,7 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
 def main() -> None:
     """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
     quieten()
+    sys.path.insert(0, os.getcwd())  # models of one's own are found here; `python -m` does the same
     with one_line_errors(SWITCH in sys.argv):
         set_rank()
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]

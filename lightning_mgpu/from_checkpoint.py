@@ -3,7 +3,7 @@
     python -m lightning_mgpu test --ckpt_path=runs/NAME/checkpoints/last.ckpt
 
 Flags of the model that disagree with it are refused, for the checkpoint's weights and optimizer would win over them in
-silence; flags of the data win, and are reported.
+silence; flags of the data win, and are reported. So does how a model is evaluated.
 """
 
 import json
@@ -18,6 +18,7 @@ from lightning_mgpu.tracking.flat import flatten
 FLAG = "--ckpt_path"
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
+OF_EVALUATION = ("model.init_args.flip_tta",)  # what a model does with its weights, whatever they were trained with
 KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
 
 
@@ -62,7 +63,7 @@ def disagreements(path: str, config: dict[str, Any]) -> list[str]:
     different = [key for key, value in saved.items() if key in given and given[key] != value]
     different += [key for key in given if key not in saved and _is_new(key, given, saved)]
     for key in different:
-        if key.startswith("model"):
+        if key.startswith("model") and key not in OF_EVALUATION:
             raise UsageError(
                 f"{as_flag(key)}={shown(given[key])} disagrees with {path}, which has {shown(saved.get(key))} and goes "
                 "on with it, optimizer included: leave the flag out"

@@ -102,6 +102,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Run a command line in this process and an empty directory; returns the exit status."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
 
     def run(*args: str) -> int:
         monkeypatch.setattr(sys, "argv", ["lightning-mgpu", *args])

@@ -85,3 +85,36 @@ def test_settings_of_a_machine_stay_there(tmp_path: Path) -> None:
     data = {"class_path": "D", "init_args": {"root": "/scratch/me", "num_workers": 3, "pin_memory": True, "size": 1}}
     torch.save({"state_dict": {}, "lightning_mgpu": {"config": {"data": data}}}, path)
     assert saved_config(path)["data"] == {"class_path": "D", "init_args": {"size": 1}}
+
+
+@pytest.mark.slow
+def test_how_a_model_is_evaluated_may_change(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
+    assert trained("test", CPU, f"--data.root={root}", "--ckpt_path", LAST, "--model.flip_tta=true") == 0
+    assert f"ckpt:     {LAST}; model.flip_tta False -> True\n" in capfd.readouterr().out
+
+
+SECRET = "https://me:hunter2@host/x"
+WITH_URL = """
+from lightning_mgpu.data import FashionMNIST
+
+class Remote(FashionMNIST):
+    def __init__(self, url: str, root: str) -> None:
+        super().__init__(root=root, batch_size=50, val_size=9)
+        assert "hunter2" in url
+"""
+
+
+@pytest.mark.slow
+def test_a_secret_is_given_again(
+    main: Callable[..., int], root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "remote_data.py").write_text(WITH_URL)
+    monkeypatch.syspath_prepend(tmp_path)
+    data, url = ("--data=remote_data.Remote", f"--data.root={root}"), f"--data.url={SECRET}"
+    assert main("fit", CPU, *BRIEF, *data, url, "--run_dir=run") == 0
+    for args in (("fit", "--resume=run"), ("test", CPU, f"--data.root={root}", "--ckpt_path", LAST)):
+        assert main(*args, url) == 0
+        out = capfd.readouterr().out
+        assert f"ckpt:     {LAST}\n" in out and "hunter2" not in out
+        assert main(*args) == 2
+        assert "--data.url=https://***@host/x: a secret, which is written to no file" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from lightning_mgpu.checkpoint_io import AtomicCheckpointIO, keep_previous, read_checkpoint
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, find_run, with_resumed_run
 
 MODEL = '''
@@ -297,6 +299,25 @@ def test_every_damage_is_seen(tmp_path: Path) -> None:
         assert read_checkpoint(path) is None, size
     path.write_bytes(whole.replace(torch.arange(500.0, 502.0).numpy().tobytes(), b"\1" * 8))
     assert torch.load(path, weights_only=True) and read_checkpoint(path) is None  # torch alone would take it
+
+
+def test_what_is_whole_but_no_plain_value_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    told = r"last\.ckpt cannot be read: it holds a pathlib\.PosixPath"
+    with pytest.warns(UserWarning, match=told):  # at once, not when the run is to go on
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "best": Path("x")}, path)
+    with pytest.raises(UsageError, match=told):
+        read_checkpoint(path)
+
+
+def test_a_checkpoint_is_found_where_its_url_says(tmp_path: Path) -> None:
+    io, url = AtomicCheckpointIO(), f"file://{tmp_path}/a/last.ckpt"
+    io.save_checkpoint({"state_dict": {}}, url)
+    assert read_checkpoint(tmp_path / "a" / "last.ckpt") == io.load_checkpoint(url) == {"state_dict": {}}
+    io.save_checkpoint({"x": Path("x")}, "memory://last.ckpt")
+    assert io.load_checkpoint("memory://last.ckpt", weights_only=False) == {"x": Path("x")}
+    with pytest.raises(pickle.UnpicklingError):
+        io.load_checkpoint("memory://last.ckpt", weights_only=True)
 
 
 def test_checkpoints_ahead_are_removed(tmp_path: Path) -> None:

@@ -119,14 +119,14 @@ class FashionMNIST(LightningDataModule):
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
-        self.train_set = self._dataset(images, labels, augment=self.augment)
+        self.train_set = self._dataset(images, labels, augment=self.augment and not self._overfits())
         self.test_set = self._dataset(test_images, test_labels)
         self.val_set = self.test_set if self.validates_on_test_set else self._dataset(images, labels)
         if self.validates_on_test_set:
             self.val_indices = self.test_indices
 
     def train_dataloader(self) -> BatchLoader:
-        if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+        if self._overfits():
             return self._loader(self.train_set, SequentialBatches(self.train_indices, self.batch_size, *self._share()))
         batches = GlobalBatches(self.train_indices, self.batch_size, True, self.seed, *self._share())
         return self._loader(self.train_set, batches)
@@ -149,6 +149,10 @@ class FashionMNIST(LightningDataModule):
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
         padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
         return InMemoryImages(images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed)
+
+    def _overfits(self) -> bool:
+        """Whether the same few images are trained on again and again: in order, and as they are."""
+        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
 
     def _share(self) -> tuple[int, int]:
         """The number of processes that share a global batch, and this one's rank."""

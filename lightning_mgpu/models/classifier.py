@@ -10,6 +10,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -122,6 +123,7 @@ class Classifier(LightningModule):
     # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
     # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
     def on_train_start(self) -> None:
+        self._check_schedule()
         self._log_epoch("train")  # a run resumed in the middle of an epoch calls no on_train_epoch_start
 
     def on_train_epoch_start(self) -> None:
@@ -161,6 +163,17 @@ class Classifier(LightningModule):
     def _log_epoch(self, stage: str) -> None:
         for name in (f"{stage}_loss", f"{stage}_acc"):
             self.log(name, getattr(self, name), prog_bar=stage == "val")
+
+    def _check_schedule(self) -> None:
+        """Refuse a run longer than its OneCycleLR, which would end it in an error then: one that goes on, mostly."""
+        for config in self.trainer.lr_scheduler_configs:
+            steps = self.trainer.estimated_stepping_batches if config.interval == "step" else self.trainer.max_epochs
+            has_end = isinstance(config.scheduler, OneCycleLR) and steps is not None and isfinite(steps)
+            if has_end and config.scheduler.total_steps < steps:
+                raise ValueError(
+                    f"model.lr_scheduler=OneCycleLR is over after {config.scheduler.total_steps} {config.interval}s and "
+                    f"cannot be prolonged to {steps}: leave trainer.max_epochs as it was, or start a new run"
+                )
 
     def _run_length(self) -> dict[str, int]:
         """The scheduler's missing `total_steps`: OneCycleLR needs the number of batches in the whole run."""

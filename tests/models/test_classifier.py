@@ -150,6 +150,21 @@ def test_one_cycle_steps_every_batch_of_the_whole_run(make_data: Callable, make_
     assert found == pytest.approx(wanted)
 
 
+def test_one_cycle_is_not_prolonged(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+    make = partial(LeNet, lr_scheduler=partial(OneCycleLR, max_lr=0.4))
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(make(), make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    steps = 2 * trainer.num_training_batches
+    with pytest.raises(
+        ValueError, match=rf"OneCycleLR is over after {steps} steps and cannot be prolonged to {2 * steps}"
+    ):
+        make_trainer(max_epochs=4).fit(make(), make_data(), ckpt_path=tmp_path / "x.ckpt")
+    epochs = partial(OneCycleLR, max_lr=0.4, total_steps=1)
+    with pytest.raises(ValueError, match="is over after 1 epochs and cannot be prolonged to 2"):
+        make_trainer(max_epochs=2).fit(LeNet(lr_scheduler=epochs, lr_interval="epoch"), make_data())
+
+
 def test_interval_can_be_chosen(make_data: Callable, make_trainer: Callable) -> None:
     scheduler = partial(CosineAnnealingLR, T_max=8)
     found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="step")

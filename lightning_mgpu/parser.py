@@ -1,0 +1,51 @@
+"""Lightning's argument parser, in which a class named on the command line starts from its own defaults."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace, dict_to_namespace
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+
+class Parser(LightningArgumentParser):
+    """Drops the arguments of a default class where another class is named.
+
+    jsonargparse keeps those whose names both classes have: LeNet's learning rate for ResNet-18, and its SGD's
+    `weight_decay: 0` for an AdamW. What a file or a flag says is kept so, too: it was said.
+    """
+
+    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+
+    @override
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Called for the arguments of every class."""
+        before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))  # its older name
+        given = {name: value for part in (before, obj) if part for name, value in _as_dict(part).items()}
+        self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
+        try:
+            return super().parse_object(obj, *args, **kwargs)
+        finally:
+            del self._named
+
+    @override
+    def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
+        """The defaults, less what the classes of the `default_config_files` have as their own."""
+        defaults = super().get_defaults(*args, **kwargs)
+        for file in self.default_config_files:
+            for name, value in (yaml.safe_load(Path(file).read_text()) or {}).items():
+                if _names_class(value):
+                    defaults[name] = dict_to_namespace(value)
+        for name, class_path in self._named.items():
+            if _names_class(default := defaults.get(name)) and default["class_path"] != class_path:
+                defaults[name] = Namespace(class_path=class_path)
+        return defaults
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return config if isinstance(config, dict) else vars(config)
+
+
+def _names_class(value: Any) -> bool:
+    return isinstance(value, (dict, Namespace)) and "class_path" in value
