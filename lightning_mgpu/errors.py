@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
 
 from lightning_mgpu.redact import redact
 
@@ -25,6 +27,14 @@ OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins whe
 
 class UsageError(Exception):
     """Something the user gave is wrong; the message is the whole story."""
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser whose errors are UsageErrors."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('python -m lightning_mgpu ')}: {message}")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, NoReturn
 
 STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
 
@@ -41,5 +41,12 @@ def kill_group(process: subprocess.Popen) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """SIGTERM ends this process by an exception, as Ctrl-C does, so that it leaves none behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """SIGTERM, and a closed terminal's SIGHUP, end this process by an exception, so that it leaves none behind."""
+    signal.signal(signal.SIGTERM, _exit)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup asks for
+        signal.signal(signal.SIGHUP, _exit)
+
+
+def _exit(signum: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal and of its shell: the second must not disturb the end
+    sys.exit(128 + signum)

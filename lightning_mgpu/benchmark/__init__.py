@@ -12,7 +12,7 @@
 | `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL    |
 | `time_to_accuracy.py` | seconds until a test accuracy                                      |
 | `timing.py`     | the book's `Timer` and `Benchmark`                                       |
-| `data_path.py`, `fit_overhead.py` | two ratios by themselves                               |
+| `data_path.py`  | this package's data path against torchvision's, by itself                |
 """
 
 from lightning_mgpu.benchmark.timing import Benchmark, Timer

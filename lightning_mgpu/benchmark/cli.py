@@ -17,7 +17,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
@@ -42,19 +42,14 @@ from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expecte
 from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
 
 PROG = "python -m lightning_mgpu benchmark"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"benchmark: {message}")
-
-
 def parser() -> argparse.ArgumentParser:
-    result = _Parser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     result.add_argument("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"])
     result.add_argument("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
     result.add_argument("--devices", nargs="+", type=int, default=[2])

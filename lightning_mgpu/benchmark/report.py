@@ -57,19 +57,18 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
     head = ["", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"]
     head += ["efficiency", "memory, MB", "threads"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    one = _one_device(results)
     for result in results:
         configuration, summary = result["configuration"], summarise(result)
         cells = [name_of(configuration), f"{configuration['batch_size']}"]
         if summary is None:
             lines.append(f"| {' | '.join(cells + [''] * (len(head) - 2))} |")
             continue
-        alone = _find(results, "auto", configuration, devices=1)
         ratios = [
             _ratio(result, _find(results, "loop", configuration, devices=1)),
-            _ratio(result, alone),
+            _ratio(result, _find(results, "auto", configuration, devices=1)),
             _ratio(result, _find(results, "ddp", configuration)),
         ]
-        one = summarise(alone) if alone else None
         cells += [
             f"{summary.rate:,.0f}",
             f"{summary.step * 1e3:.1f} ({summary.low * 1e3:.1f} to {summary.high * 1e3:.1f})",
@@ -92,6 +91,12 @@ def _find(results: list[dict[str, Any]], engine: str, like: dict[str, Any], devi
     return next(iter(same or found), None)
 
 
+def _one_device(results: list[dict[str, Any]]) -> Summary | None:
+    """What scaling is compared with: one device at `--batch_size`, the smallest batch of all, weak scaling's too."""
+    alone = [result for result in results if result["configuration"]["engine"] == "auto"]
+    return summarise(min(alone, key=lambda r: r["configuration"]["batch_size"])) if alone else None
+
+
 def _ratio(result: dict[str, Any], other: dict[str, Any] | None) -> float | None:
     return ratio(result["repeats"], other["repeats"]) if other else None
 
@@ -110,19 +115,16 @@ def plot(report: Report, directory: Path) -> list[Path]:
         name = model.rpartition(".")[2]
         paths.append(directory / f"parts_{name}.png")
         _plot_parts(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
-        if len({summary.configuration["devices"] for summary in summaries}) > 2:
+        if (one := _one_device(own)) and len({summary.configuration["devices"] for summary in summaries}) > 2:
             paths.append(directory / f"scaling_{name}.png")
-            _plot_scaling(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
+            _plot_scaling(model, summaries, one, report["machine"]).savefig(paths[-1], dpi=110)
     return paths
 
 
-def _plot_scaling(model: str, summaries: list[Summary], machine: dict[str, Any]) -> Figure:
+def _plot_scaling(model: str, summaries: list[Summary], one: Summary, machine: dict[str, Any]) -> Figure:
     """Samples a second against the number of devices; dashed, k times one device."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    one = min(
-        (s for s in summaries if s.configuration["engine"] == "auto"), key=lambda s: s.configuration["batch_size"]
-    )
     engines = dict.fromkeys(s.configuration["engine"] for s in summaries if s.configuration["devices"] > 1)
     counts = sorted({s.configuration["devices"] for s in summaries})
     axes.plot(counts, [k * one.rate for k in counts], "k--", label="k times one device")

@@ -14,18 +14,18 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_mgpu.benchmark.runner import machine
-from lightning_mgpu.callbacks.epoch_timer import own_devices, synchronize
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.callbacks.epoch_timer import EpochTimer, own_devices, synchronize
+from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.processes import run_in_group
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
@@ -36,48 +36,30 @@ class AccuracyClock(Callback):
     """Writes accuracy and time of every epoch to a JSON file; validation runs on the test set.
 
     Args:
-        path: The file: a list of epochs, each with `epoch` (from 1), `accuracy` (fraction), `seconds` (of training)
-            and `seconds_with_validation` (of everything since the first batch, checkpoints and pictures too).
-        clock: Seconds since whenever.
+        path: The file: a list of validations, each with `epoch` (from 1), `accuracy` (fraction), `seconds` (of
+            training, by the run's `EpochTimer`) and `seconds_with_validation` (of everything since the first batch,
+            checkpoints and pictures too).
     """
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.clock = clock
         self.epochs: list[dict[str, float]] = []
-        self._started = 0.0  # the run
-        self._resumed: float | None = None  # the running stretch of training
-        self._trained = 0.0  # in the stretches before it
+        self._started = 0.0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started = self._now(trainer)
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resumed = self._now(trainer)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed is not None:  # not in the sanity check
-            self._trained += self._now(trainer) - self._resumed
-            self._resumed = None
+        self._started = _now(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        now = self._now(trainer)
-        times = {"seconds": self._trained, "seconds_with_validation": now - self._started}
+        timer = next(c for c in trainer.callbacks if isinstance(c, EpochTimer))  # type: ignore[attr-defined]
+        times = {"seconds": timer.seconds_so_far, "seconds_with_validation": _now(trainer) - self._started}
         accuracy = float(trainer.callback_metrics["val_acc"])
         self.epochs.append({"epoch": trainer.current_epoch + 1, "accuracy": accuracy, **times})
-        self._resumed = self._now(trainer)  # the epoch may go on
         if trainer.is_global_zero:
             self.path.write_text(json.dumps(self.epochs))
-
-    def _now(self, trainer: Trainer) -> float:
-        synchronize(own_devices(trainer))
-        return self.clock()
 
 
 def first_reached(epochs: Sequence[dict[str, float]], target: float) -> dict[str, float] | None:
@@ -111,18 +93,13 @@ def to_line(summary: dict[str, Any], target: float) -> str:
     return f"test accuracy {target}: {', '.join(times)} over {num_seeds} seeds; {end}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"benchmark time_to_accuracy: {message}")
-
-
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`.
 
     Raises:
         UsageError: For a target that is no fraction, and for options that it sets itself.
     """
-    parser = _Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--run_dir", type=Path, help="must be new")
@@ -175,6 +152,11 @@ def _train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, fl
         sys.exit(status)
     epochs: list[dict[str, float]] = json.loads(path.read_text())
     return epochs
+
+
+def _now(trainer: Trainer) -> float:
+    synchronize(own_devices(trainer))
+    return time.perf_counter()
 
 
 def _mean_and_spread(values: Sequence[float]) -> dict[str, float]:

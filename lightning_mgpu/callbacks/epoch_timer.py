@@ -24,6 +24,11 @@ class EpochTimer(Callback):
         """The mean over the epochs of this run; NaN before the first."""
         return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
 
+    @property
+    def seconds_so_far(self) -> float:
+        """Of training up to a validation, over all epochs; asked during it."""
+        return sum(self.seconds) + self._elapsed
+
     @override
     def state_dict(self) -> dict[str, Any]:
         running = time.perf_counter() - self._started if self._started is not None else 0.0

@@ -56,7 +56,7 @@ class LearningCurve(Callback):
     def _draw(self, trainer: Trainer, path: Path) -> None:
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
         figure = Figure(figsize=(5, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="epoch", xlim=(1, max(trainer.max_epochs or 0, 2)))
+        axes = figure.add_subplot(xlabel="epoch", xlim=(1, max(trainer.max_epochs or 0, trainer.current_epoch + 1, 2)))
         axes.grid()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for name, style in LINES.items():

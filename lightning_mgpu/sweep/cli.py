@@ -20,11 +20,12 @@ import time
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_mgpu.arguments import with_shipped_configs, with_strategy_class
 from lightning_mgpu.cli import CLI
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.resume import claim, replace_text
 from lightning_mgpu.sweep.bayes import propose
 from lightning_mgpu.sweep.plan import Plan, Values, read_plan
 from lightning_mgpu.sweep.report import Result, metric_of, ranked, write_report
@@ -33,13 +34,8 @@ from lightning_mgpu.sweep.trial import divergence, read_metrics, run_trial
 PROG = "python -m lightning_mgpu sweep"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"sweep: {message}")
-
-
 def parser() -> argparse.ArgumentParser:
-    result = _Parser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
     result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
     result.add_argument("--seed", type=int, default=0, help="of the draws; that of training is --seed_everything")
@@ -64,15 +60,27 @@ def main(arguments: Sequence[str]) -> None:
             raise UsageError(f"--{name}: {own[name]}; leave it out")
     fit = [*plan.arguments, *(f"--config={config}" for config in args.config[1:]), *others]
     sweep = Sweep(plan, fit, args.seed, sweep_dir, shlex.join(["python", "-m", "lightning_mgpu", "sweep", *arguments]))
-    if args.retry:
-        sweep.results = [result for result in sweep.results if metric_of(plan, result) is not None]
+    lock = None
     try:
+        sweep.check_arguments()  # before anything is made
+        try:
+            sweep_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
+        lock = claim(sweep_dir)
+        sweep.load()  # once more: another process may have gone on until now
+        if args.retry:
+            sweep.results = [result for result in sweep.results if metric_of(plan, result) is not None]
         sweep.run()
     except (KeyboardInterrupt, SystemExit) as end:
         print(f"\ninterrupted: the same command goes on with trial {len(sweep.results)}\n")
         sweep.show()
         sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
-    sweep.show()
+    else:
+        sweep.show()
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 class Sweep:
@@ -81,9 +89,6 @@ class Sweep:
     Args:
         fit: Arguments of `fit` for all trials.
         command: As it was given, for the report.
-
-    Raises:
-        UsageError: If the directory holds something else, or a sweep that was told something else.
     """
 
     def __init__(self, plan: Plan, fit: list[str], seed: int, sweep_dir: Path, command: str) -> None:
@@ -93,21 +98,29 @@ class Sweep:
         parameters = {p.name: {"distribution": p.distribution, **p.options} for p in plan.parameters}
         settings = {"method": plan.method, "seed": seed, "arguments": fit, "parameters": parameters}
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
-        saved = sweep_dir / "sweep.json"
+        self.load()
+
+    def load(self) -> None:
+        """Take over what was found before.
+
+        Raises:
+            UsageError: If the directory holds something else, or a sweep that was told something else.
+        """
+        saved = self.dir / "sweep.json"
         if saved.exists():
             try:
                 before = json.loads(saved.read_text())
                 self.results = before["results"]
-                different = [key for key in settings if before["settings"][key] != self.settings[key]]
+                different = [key for key in self.settings if before["settings"][key] != self.settings[key]]
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{saved} cannot be read: {error}; name a new --sweep_dir") from error
             if different:
                 raise UsageError(
-                    f"{sweep_dir} holds a sweep of other {different[0]}: {before['settings'][different[0]]}; "
+                    f"{self.dir} holds a sweep of other {different[0]}: {before['settings'][different[0]]}; "
                     "name a new one with --sweep_dir, or repeat the command that began it"
                 )
-        elif sweep_dir.exists() and (sweep_dir.is_file() or any(sweep_dir.iterdir())):
-            raise UsageError(f"{sweep_dir} exists and is no sweep's: name a new directory with --sweep_dir")
+        elif self.dir.exists() and (self.dir.is_file() or any(self.dir.iterdir())):
+            raise UsageError(f"{self.dir} exists and is no sweep's: name a new directory with --sweep_dir")
 
     def check_arguments(self) -> None:
         """Let `fit` parse the arguments of the first trials; wrong values of single trials are their own affair.
@@ -120,8 +133,11 @@ class Sweep:
             sys.argv[1:] = ["fit", *self.arguments(index, self.values(index)), "--print_config"]
             try:
                 sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:]))
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                with contextlib.redirect_stdout(io.StringIO()):
                     CLI()
+            except SystemExit as end:
+                if end.code:  # SIGTERM
+                    raise
                 return
             except UsageError as error:
                 mistakes.append(error)
@@ -142,25 +158,22 @@ class Sweep:
         """Run the trials that have no result yet.
 
         Raises:
-            UsageError: If `fit` does not take the arguments, or logs no such metric.
+            UsageError: If `fit` logs no such metric.
         """
         total = self.plan.num_trials or 0
         missing = [index for index in range(total) if index not in {result["trial"] for result in self.results}]
         for note in self.plan.notes:
             print(f"note: {note}")
-        if missing:
-            self.check_arguments()
         print(f"{len(missing)} of {total} trials to run, in {self.dir}; Ctrl-C keeps what is done", flush=True)
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--sweep_dir={self.dir} cannot be made: {error.strerror}") from error
+        self._save()  # an interrupted first trial leaves a sweep, too
         for num_done, index in enumerate(missing, start=1):
             values = self.values(index)
             varied = [f"{p.name}={values[p.name]}" for p in self.plan.parameters if len(p.choices()) != 1]
             print(f"{index + 1}/{total}  {' '.join(varied)}  ", end="", flush=True)
             result = self._run(index, values)
-            self._keep(result)
+            self.results.append(result)
+            self._save()
+            write_report(self.plan, self.results, self.dir, self.command)
             metric = metric_of(self.plan, result)
             if metric is None and not result["error"]:
                 print()
@@ -180,17 +193,14 @@ class Sweep:
         error = run_trial([*self.arguments(index, values), f"--run_dir={run_dir}"], log)
         metrics = read_metrics(run_dir)
         error = error or divergence(metrics)
-        extremes = {} if error else {name: [min(seen), max(seen)] for name, seen in metrics.items() if seen}
+        logged = {} if error else {name: [value for _, value in points] for name, points in metrics.items() if points}
+        extremes = {name: [min(seen), max(seen)] for name, seen in logged.items()}
         seconds = time.monotonic() - start
         return {"trial": index, "values": values, "seconds": seconds, "error": error, "metrics": extremes}
 
-    def _keep(self, result: Result) -> None:
-        """Bring the result to disk, and the report up to date."""
-        self.results.append(result)
-        part = self.dir / ".sweep.json"
-        part.write_text(json.dumps({"settings": self.settings, "results": self.results}, indent=1))
-        os.replace(part, self.dir / "sweep.json")
-        write_report(self.plan, self.results, self.dir, self.command)
+    def _save(self) -> None:
+        saved = {"settings": self.settings, "results": self.results}
+        replace_text(self.dir / "sweep.json", json.dumps(saved, indent=1))
 
     def show(self) -> None:
         """Print the table and the best trial."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from lightning_mgpu.processes import run_in_group
 
+Metrics = dict[str, list[tuple[int, float]]]
+"""(epoch from 1, value), by name."""
 EXCEPTION = re.compile(r"([\w.]+\.)?\w*(Error|Exception)\b.*")  # as the last line of a traceback
 
 
@@ -40,7 +42,7 @@ def why_it_ended(output: str, status: int) -> str:
     return next((found[-1] for found in (told, raised) if found), f"ended with status {status}")
 
 
-def read_metrics(run_dir: Path) -> dict[str, list[float]]:
+def read_metrics(run_dir: Path) -> Metrics:
     """What a run has logged, by name in the order of time; nothing if it has logged nothing."""
     path = run_dir / "metrics.csv"
     if not path.exists():
@@ -48,13 +50,21 @@ def read_metrics(run_dir: Path) -> dict[str, list[float]]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = rows[0].keys() - {"epoch", "step"} if rows else set()
-    return {name: [float(row[name]) for row in rows if row[name]] for name in sorted(names)}
+    metrics: Metrics = {name: [] for name in sorted(names)}
+    epoch = 1
+    for row in rows:
+        if row.get("epoch"):  # some of Lightning's callbacks log without one
+            epoch = int(float(row["epoch"])) + 1
+        for name, points in metrics.items():
+            if row[name]:
+                points.append((epoch, float(row[name])))
+    return metrics
 
 
-def divergence(metrics: dict[str, list[float]]) -> str | None:
+def divergence(metrics: Metrics) -> str | None:
     """The first metric that is no number any more, in words."""
-    for name, values in metrics.items():
-        for epoch, value in enumerate(values, start=1):
-            if not math.isfinite(value):
-                return f"diverged: {name} is {value} in epoch {epoch}"
-    return None
+    wrong = [(epoch, name, x) for name, points in metrics.items() for epoch, x in points if not math.isfinite(x)]
+    if not wrong:
+        return None
+    epoch, name, x = min(wrong)
+    return f"diverged: {name} is {x}" + ("" if name.startswith("test_") else f" in epoch {epoch}")

@@ -14,7 +14,7 @@ from lightning_mgpu.benchmark.compare import compare, load
 from lightning_mgpu.benchmark.parts import PARTS, Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
 from lightning_mgpu.benchmark.references import book_step, loop_step, run_steps
-from lightning_mgpu.benchmark.report import plot, to_markdown
+from lightning_mgpu.benchmark.report import _one_device, _plot_scaling, plot, to_markdown
 from lightning_mgpu.benchmark.runner import MeasurementError, environment, expected_seconds, run_plan
 from lightning_mgpu.benchmark.summary import efficiency, ratio, summarise
 from lightning_mgpu.errors import UsageError
@@ -223,6 +223,27 @@ def test_table() -> None:
     text = to_markdown(report(result("auto", [0.2, 0.4], 1), result("ddp", [0.1, 0.2]), result("dp", [0.05, 0.1])))
     [row] = [line for line in text.splitlines() if line.startswith("| dp")]
     assert row == "| dp (2 devices) | 256 | 3,413 | 75.0 (50.0 to 100.0) |  | 4.00 | 2.00 | 2.00 | 1 | 2 |"
+
+
+@pytest.mark.parametrize(("scaling", "efficiencies"), [("strong", ["0.50", "0.25"]), ("weak", ["1.00", "1.00"])])
+def test_table_and_picture_agree_on_efficiency(scaling: str, efficiencies: list[str]) -> None:
+    """A step of the given batch takes one device 0.1 s, of twice as many samples 0.15 s, and several 0.1 s."""
+    plan = configurations(["dp"], ["LeNet"], [2, 4], 100, "cpu", scaling)
+    steps = [0.1 if each.devices > 1 or each.batch_size == 100 else 0.15 for each in plan]
+    results = [result(each.engine, [step], each.devices, each.batch_size) for each, step in zip(plan, steps)]
+    rows = [line.split(" | ") for line in to_markdown(report(*results)).splitlines() if line.startswith("| dp")]
+    assert [row[7] for row in rows] == efficiencies
+    one = _one_device(results)
+    assert one is not None
+    summaries = [summary for each in results if (summary := summarise(each))]
+    [axes] = _plot_scaling("LeNet", summaries, one, report()["machine"]).axes
+    ideal, dp = axes.lines[0].get_ydata(), next(line for line in axes.lines if line.get_label() == "dp").get_ydata()
+    assert [f"{a / b:.2f}" for a, b in zip(dp, ideal)] == ["1.00", *efficiencies]
+
+
+def test_no_picture_of_scaling_without_one_device(tmp_path: Path) -> None:
+    several = [result("dp", [0.1], devices) for devices in (2, 3, 4)]
+    assert [path.name for path in plot(report(result("auto", [None], 1), *several), tmp_path)] == ["parts_LeNet.png"]
 
 
 def test_table_of_the_allreduce_alone() -> None:

@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
+from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.time_to_accuracy import AccuracyClock, first_reached, summarise, to_line
+from lightning_mgpu.callbacks import EpochTimer, epoch_timer
+from lightning_mgpu.models import LeNet
 
 
 def epochs(*rows: tuple[float, float, float]) -> list[dict[str, float]]:
@@ -19,36 +23,53 @@ def epochs(*rows: tuple[float, float, float]) -> list[dict[str, float]]:
     return [{"epoch": n, **dict(zip(names, row))} for n, row in enumerate(rows, start=1)]
 
 
-def test_clock_stops_for_validation(tmp_path: Path) -> None:
-    """Train 10 s, validate 3 s, write 1 s; and again, with a validation in the middle of the epoch."""
+@pytest.mark.parametrize(
+    ("validations", "epochs", "seconds"),
+    [
+        ({}, [1, 2], [7, 14]),
+        ({"val_check_interval": 3}, [1, 1, 2, 2], [3, 6, 10, 13]),  # in the middle of an epoch of 7 batches
+        ({"check_val_every_n_epoch": 2}, [2], [14]),
+    ],
+)
+def test_clock_stops_for_validation(
+    validations: dict[str, int],
+    epochs: list[int],
+    seconds: list[int],
+    make_data: Callable,
+    make_trainer: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes 1 s, a validation 200 s, and what others do after it 1000 s."""
     now = 0.0
-    clock = AccuracyClock(str(tmp_path / "clock.json"), lambda: now)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), parallel_devices=None)
-    trainer: Any = SimpleNamespace(strategy=strategy, num_nodes=1, is_global_zero=True, sanity_checking=True)
 
-    def validate(accuracy: float, seconds: float) -> None:
-        nonlocal now
-        trainer.callback_metrics = {"val_acc": torch.tensor(accuracy)}
-        clock.on_validation_start(trainer, None)
-        now += seconds
-        clock.on_validation_end(trainer, None)
+    class Steps(LeNet):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            nonlocal now
+            now += 1
+            return super().training_step(batch, batch_idx)
 
-    validate(0.99, 100)  # the sanity check
-    trainer.sanity_checking = False
-    clock.on_train_start(trainer, None)
-    for epoch, stretches in enumerate(([10.0], [4.0, 6.0])):
-        trainer.current_epoch = epoch
-        clock.on_train_epoch_start(trainer, None)
-        for seconds in stretches:
-            now += seconds
-            validate(0.5 + epoch / 4, 3)
-        now += 1
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            nonlocal now
+            now += 100
+            return super().validation_step(batch, batch_idx)
+
+    class Other(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            nonlocal now
+            now += 1000
+
+    for module in (epoch_timer, time_to_accuracy):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    clock = AccuracyClock(str(tmp_path / "clock.json"))
+    callbacks = [clock, EpochTimer(), Other()]
+    make_trainer(max_epochs=2, num_sanity_val_steps=2, callbacks=callbacks, **validations).fit(Steps(), make_data())
     rows = json.loads((tmp_path / "clock.json").read_text())
-    assert rows == clock.epochs
-    assert [row["epoch"] for row in rows] == [1, 2, 2]
-    assert [row["accuracy"] for row in rows] == [0.5, 0.75, 0.75]
-    assert [row["seconds"] for row in rows] == [10, 14, 20]
-    assert [row["seconds_with_validation"] for row in rows] == [13, 21, 30]
+    assert rows == clock.epochs and [row["epoch"] for row in rows] == epochs
+    assert [row["seconds"] for row in rows] == seconds
+    others = [200 + 1200 * i for i in range(len(rows))]
+    assert [row["seconds_with_validation"] for row in rows] == [a + b for a, b in zip(seconds, others)]
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
 
 
 def test_first_epoch_that_reaches_the_target() -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from lightning_mgpu.sweep import cli as sweep_cli
 
 COMMAND = ["python", "-m", "lightning_mgpu", "fit", "--data.source=synthetic", "${args}"]
 SHORT = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.limit_train_batches=1")
@@ -36,7 +39,7 @@ def test_interrupted_sweep_goes_on_and_failures_end_nothing(command: Any, tmp_pa
     threading.Timer(150, process.kill).start()
     sweep_dir = tmp_path / "sweeps" / "rates"
     for _ in iter(process.stdout.readline, ""):
-        if (sweep_dir / "sweep.json").exists():  # a line is complete: the first trial's is the second
+        if (sweep_dir / "sweep.png").exists():  # a line is complete: the first trial's is the second
             break
     os.kill(process.pid, signal.SIGINT)
     code, out, err = command.finish(process, timeout=60)
@@ -104,6 +107,52 @@ def test_more_trials_and_failed_ones_again(
     )
     assert main("sweep", "--config=rates.yaml") == 0 and len(trials) == 5  # another goal, the same trials
     assert "best:   sweeps/rates/trial_003" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_the_first_trial(
+    trials: list[str], main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "rates.yaml", parameters={"model.optimizer.lr": {"values": [0.1, 0.3]}})
+
+    def stop(arguments: Sequence[str], log: Path) -> str | None:
+        log.with_suffix("").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_mgpu.sweep.cli.run_trial", stop)
+        assert main("sweep", "--config=rates.yaml") == 130
+    assert main("sweep", "--config=rates.yaml") == 0 and trials == ["0.1", "0.3"]
+
+
+def test_a_sweep_is_left_alone_while_it_runs(
+    trials: list[str],
+    main: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """The same command in a second terminal, in the middle of a trial."""
+    write(tmp_path / "rates.yaml", parameters={"model.optimizer.lr": {"values": [0.1, 0.3]}})
+    run_trial = sweep_cli.run_trial
+
+    def fake(arguments: Sequence[str], log: Path) -> str | None:
+        run_trial(arguments, log)
+        monkeypatch.setattr(sweep_cli, "run_trial", run_trial)
+        assert main("sweep", "--config=rates.yaml") == 2 and (log.with_suffix("") / "metrics.csv").exists()
+        return None
+
+    monkeypatch.setattr(sweep_cli, "run_trial", fake)
+    assert main("sweep", "--config=rates.yaml") == 0 and trials == ["0.1", "0.3"]
+    line = "error: sweeps/rates is still running in another process: stop that one first (--traceback shows where)"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_sigterm_while_the_arguments_are_checked(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "rates.yaml")
+    monkeypatch.setattr(sweep_cli, "CLI", lambda: sys.exit(143))
+    assert main("sweep", "--config=rates.yaml") == 143 and not (tmp_path / "sweeps").exists()
 
 
 def test_a_metric_nobody_logs_ends_the_sweep_with_the_first_trial(

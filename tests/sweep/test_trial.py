@@ -1,7 +1,9 @@
 """How a trial went, in one line."""
 
+import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +27,35 @@ def test_why_it_ended(output: str, status: int, line: str) -> None:
     assert why_it_ended(output, status) == line
 
 
+SLEEPER = """
+import signal, sys
+from lightning_mgpu.processes import exit_on_sigterm, run_in_group
+signal.signal(signal.SIGHUP, signal.{before})
+exit_on_sigterm()
+sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+sys.exit(run_in_group([sys.executable, "-c", sleep]))
+"""
+
+
+@pytest.mark.parametrize(("before", "status"), [("SIG_DFL", 128 + signal.SIGHUP), ("SIG_IGN", 128 + signal.SIGTERM)])
+def test_a_closed_terminal_ends_the_trial_unless_under_nohup(before: str, status: int, command: Any) -> None:
+    process = command.start(launcher=("-c", SLEEPER.format(before=before)))
+    trial = int(process.stdout.readline())
+    for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)[: 2 if before == "SIG_DFL" else 3]:
+        process.send_signal(signum)
+    code, _, err = command.finish(process, 20)
+    assert code == status, err
+    with pytest.raises(ProcessLookupError):
+        os.kill(trial, 0)
+
+
 def test_metrics_and_where_they_diverge(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == {}
-    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,val_acc\n0,1,,0.5\n0,1,2.5,\n1,2,,0.25\n1,2,nan,\n")
+    rows = ("epoch,step,lr,test_loss,train_loss,val_acc", "0,1,,,,0.5", "0,1,,,2.5,", "0,2,,,2.0,", ",2,0.1,,,")
+    (tmp_path / "metrics.csv").write_text("\n".join((*rows, "1,3,,,,0.25", "1,3,,,nan,", "2,3,,nan,,")))
     metrics = read_metrics(tmp_path)
-    assert metrics["val_acc"] == [0.5, 0.25] and set(metrics) == {"train_loss", "val_acc"}
+    assert set(metrics) == {"lr", "test_loss", "train_loss", "val_acc"}
+    assert metrics["val_acc"] == [(1, 0.5), (2, 0.25)] and metrics["lr"] == [(1, 0.1)]
     assert divergence(metrics) == "diverged: train_loss is nan in epoch 2"
-    assert divergence({"val_acc": [0.5, 0.25]}) is None
+    assert divergence({"test_loss": metrics["test_loss"]}) == "diverged: test_loss is nan"  # of no epoch
+    assert divergence({"val_acc": metrics["val_acc"]}) is None
