@@ -112,8 +112,8 @@ def read_plain(path: str | Path) -> Any:
         if not found or not zipfile.is_zipfile(path):
             raise
         raise UsageError(
-            f"{path} cannot be read: it holds a {found[1]}; what is no tensor, number, str, list or dict could be code: "
-            "change the on_save_checkpoint, state_dict or hyperparameter it comes from"
+            f"{path} cannot be read: it holds a {found[1]}, and only tensors and plain values are read, never "
+            "code: change the on_save_checkpoint, state_dict or hyperparameter it comes from"
         ) from error
 
 

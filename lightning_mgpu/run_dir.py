@@ -5,13 +5,17 @@ import os
 import shutil
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.slurm import job_name
 
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+OURS = ("config.yaml", "model.txt", "hparams.yaml", "wandb")  # what a run leaves before it trains
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes `ddp` starts where their run is
 
 
@@ -25,8 +29,9 @@ class RunDir:
         UsageError: If `--run_dir` exists and is not empty, or the directory cannot be created.
     """
 
-    def __init__(self, config: Namespace, resumed: Path | None = None) -> None:
-        self._made: list[Path] = []  # what `discard` may remove, innermost first
+    def __init__(self, config: "Namespace", resumed: Path | None = None) -> None:
+        self._is_new = False
+        self._made: list[Path] = []  # directories that `discard` may remove, innermost first
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             self.path = Path(os.environ.get(RUN_DIR, "runs"))
             return
@@ -42,7 +47,7 @@ class RunDir:
                 )
         else:
             self.path = Path(config.trainer.default_root_dir or "runs") / (job_name() or run_name(config))
-        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        existed = [path for path in (self.path, *self.path.parents) if path.exists()]
         try:
             if config.run_dir is not None:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -52,21 +57,28 @@ class RunDir:
             raise UsageError(
                 f"the run directory {self.path} cannot be made: {error.strerror}; choose another with --run_dir"
             ) from error
-        self._made = [self.path, *(path for path in missing if path in self.path.parents)]
+        self._is_new = True
+        self._made = [path for path in (self.path, *self.path.parents) if path not in existed]
         os.environ[RUN_DIR] = str(self.path.absolute())
 
     def discard(self) -> None:
-        """Remove the directory, unless training or evaluation has left results in it."""
-        results = ("metrics.csv", "checkpoints", "predictions.csv")
-        if not self._made or any((self.path / name).exists() for name in results):
+        """Remove what this run has made, unless there are results in the directory, or files of the user's."""
+        if not self._is_new:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
-        for parent in self._made[1:]:
-            with contextlib.suppress(OSError):  # another run has moved in
-                parent.rmdir()
+        with contextlib.suppress(OSError):  # another run has moved in, or the disk is read-only
+            found = list(self.path.iterdir())
+            if any(path.name.removeprefix(".").removesuffix(".part") not in OURS for path in found):
+                return
+            for path in found:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            for directory in self._made:
+                directory.rmdir()
 
 
-def run_name(config: Namespace) -> str:
+def run_name(config: "Namespace") -> str:
     """When, what and how, as a directory's name: `2026-11-21_09-30-00_LeNet_ddp_2`."""
     model = config.model.class_path.rpartition(".")[2]
     strategy = config.trainer.strategy

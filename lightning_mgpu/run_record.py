@@ -3,7 +3,7 @@
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader, run_directory
@@ -24,11 +24,14 @@ class RunRecord(SaveConfigCallback):
         """Called in the first process only."""
         header = next(c for c in trainer.callbacks if isinstance(c, RunHeader))  # type: ignore[attr-defined]
         facts = {**run_facts(trainer, pl_module), **header.scaled, **code_version(type(pl_module))}
-        config = redact(self.parser.dump(self.config, skip_none=False))
+        given = self.config.clone()
+        given.run_dir = None  # whoever repeats the run has another
+        config = redact(self.parser.dump(given, skip_none=False))
         if run_dir := run_directory(trainer):
             replace_text(run_dir / self.config_filename, config)
-        if run_dir and any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
             (run_dir / "model.txt").write_text(model_table(pl_module) + "\n")
+        # nothing to log with `--trainer.logger=false`, and a W&B logger of one's own has its run
+        if run_dir and trainer.loggers and not any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             resolved = yaml.safe_load(config)
             tracking = Tracking(**{**resolved["wandb"], **({"mode": "disabled"} if resolved["no_wandb"] else {})})
             run, where = start_run(tracking, run_dir, stage, resolved)

@@ -9,8 +9,13 @@ would save in the middle of a batch, and train on beyond what it saved until SLU
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from lightning_mgpu.arguments import find_config
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS
+from lightning_mgpu.tracking.flat import flatten
 
 
 def is_slurm_job() -> bool:
@@ -28,14 +33,23 @@ def job_name() -> str | None:
 def with_requeued_job(args: list[str]) -> list[str]:
     """The arguments, or for a `fit` that SLURM starts again those that resume it where it has saved a checkpoint."""
     is_restart = is_slurm_job() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if not is_restart or args[:1] != ["fit"] or _value(args, "--resume"):
+    if not is_restart or args[:1] != ["fit"]:
         return args
-    if given := _value(args, "--run_dir"):
-        candidates = [Path(given)]
+    given = _given(args)
+    if given.get("resume"):
+        return args
+    if given.get("run_dir"):
+        candidates = [Path(given["run_dir"])]
     else:  # restarts before there was a checkpoint have a number after the name
-        candidates = list(Path(_value(args, "--trainer.default_root_dir") or "runs").glob(f"{job_name()}*"))
-    saved = {path.stat().st_mtime: run for run in candidates for path in _last(run) if (run / "config.yaml").is_file()}
-    return ["fit", f"--resume={saved[max(saved)]}"] if saved else args
+        runs = Path(given.get("trainer.default_root_dir") or "runs")
+        candidates = [runs / str(job_name()), *runs.glob(f"{job_name()}_*")]
+    saved = [
+        (path.stat().st_mtime, config.stat().st_mtime, run)
+        for run in candidates
+        for path in _last(Path(given.get("checkpoint.dirpath") or run / "checkpoints"))
+        if (config := run / "config.yaml").is_file()
+    ]
+    return ["fit", f"--resume={max(saved)[-1]}"] if saved else args
 
 
 def requeue() -> str:
@@ -50,8 +64,8 @@ def requeue() -> str:
     return f"SLURM job {_job_id()} is queued again"
 
 
-def _last(run: Path) -> list[Path]:
-    return [path for name in (LAST, PREVIOUS) if (path := run / "checkpoints" / name).is_file()]
+def _last(checkpoints: Path) -> list[Path]:
+    return [path for name in (LAST, PREVIOUS) if (path := checkpoints / name).is_file()]
 
 
 def _job_id() -> str:
@@ -60,11 +74,18 @@ def _job_id() -> str:
     return os.environ["SLURM_JOB_ID"]
 
 
-def _value(args: list[str], option: str) -> str | None:
-    """What an option was given, as `--option=value` or `--option value`."""
+def _given(args: list[str]) -> dict[str, Any]:
+    """What options were given, by name: as flags, and in `--config` files; of two the later one counts."""
+    given: dict[str, Any] = {}
     for i, arg in enumerate(args):
-        if arg.startswith(f"{option}="):
-            return arg.partition("=")[2]
-        if arg == option and i + 1 < len(args):
-            return args[i + 1]
-    return None
+        if not arg.startswith("-"):
+            continue
+        name, has_value, value = arg.partition("=")
+        if not has_value:
+            value = args[i + 1] if i + 1 < len(args) else ""
+        if name in ("--config", "-c"):
+            config = find_config(value)
+            given |= flatten(yaml.safe_load(config if config.startswith("{") else Path(config).read_text()) or {})
+        else:
+            given[name.removeprefix("--")] = value
+    return given

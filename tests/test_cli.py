@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_mgpu import __version__
 from lightning_mgpu.cli import CONFIGS, closing_line
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import did_you_mean
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
@@ -65,6 +66,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --run_dir=a_file/x": ("a_file/x cannot be made: Not a directory", "--run_dir"),
     "test --ckpt_path nope.ckpt": ("--ckpt_path=nope.ckpt: no such file",),
+    "test --ckpt_path=last": ("--ckpt_path=last: name the file",),
+    "fit --run_dir=***": ("--run_dir=***: a secret, which is written to no file",),
     "fit --ckpt_path corrupt.ckpt": ("--ckpt_path=corrupt.ckpt cannot be read: it is damaged",),
     "test --ckpt_path other.ckpt": ("--ckpt_path=other.ckpt is no checkpoint of a Trainer's",),
 }
@@ -108,6 +111,12 @@ def test_mistake_ends_in_one_line(args: str, here: Path, main: Callable, capfd: 
         assert part in err
     assert not [word for word in JARGON if word in err]
     assert sorted(here.rglob("*")) == before
+
+
+def test_one_callback_needs_no_list(main: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
+    callback = "--trainer.callbacks=TQDMProgressBar"  # a progress bar of one's own is taken for ours
+    assert main("fit", CPU, f"--data.root={root}", "--data.val_size=9", "--trainer.fast_dev_run=1", callback) == 0
+    assert "epoch 1/1" not in capfd.readouterr().out
 
 
 def test_traceback_shows_where(main: Callable) -> None:
@@ -158,6 +167,51 @@ def test_checkpoint_of_another_model(
     err = capfd.readouterr().err
     assert err.startswith("error: the checkpoint is not one of ResNet18: their parameters differ, first in net.")
     assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("run_dir", ["new/run", "mine"])
+@pytest.mark.parametrize("left", ["", "out.csv", "out/part.csv"])
+def test_a_mistake_takes_no_file_of_the_users(
+    run_dir: str, left: str, main: Callable, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / run_dir
+    (tmp_path / "mine").mkdir()
+
+    def write_and_fail(module: LightningModule) -> None:
+        assert {file.name for file in path.iterdir()} == {"config.yaml", "model.txt", "hparams.yaml"}
+        if left:
+            (path / left).parent.mkdir(exist_ok=True)
+            (path / left).touch()
+        raise UsageError("wrong")
+
+    monkeypatch.setattr("lightning_mgpu.models.LeNet.on_predict_start", write_and_fail, raising=False)
+    assert main("predict", f"--data.root={root}", "--data.val_size=9", CPU, f"--run_dir={run_dir}") == 2
+    if left:
+        assert (path / left).is_file() and (path / "config.yaml").is_file()
+    else:
+        assert sorted(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+def test_a_logger_of_ones_own_writes_where_it_says(
+    main: Callable, root: Path, tmp_path: Path, run_files: set[str], capfd: pytest.CaptureFixture
+) -> None:
+    data = (f"--data.root={root}", "--data.val_size=101", CPU, "--trainer.max_epochs=1")
+    logger = ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs")
+    assert main("fit", *data, *logger, "--run_dir=run") == 0
+    theirs = {"metrics.csv", "hparams.yaml"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == run_files - theirs
+    assert {path.name for path in (tmp_path / "logs").rglob("*.*")} == theirs
+    assert main("fit", "--resume=run", "--trainer.max_epochs=2") == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == run_files - theirs
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["epoch"] == 2
+    assert main("fit", *data, *logger, "--trainer.fast_dev_run=1") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "logs"}
+    for other, has_wandb in (("lightning.pytorch.loggers.logger.DummyLogger", True), ("false", False)):
+        capfd.readouterr()
+        assert main("fit", *data, f"--trainer.logger={other}", f"--run_dir={has_wandb}") == 0
+        assert {path.name for path in (tmp_path / str(has_wandb)).iterdir()} == run_files - theirs
+        assert ("\nwandb:    off" in capfd.readouterr().out) == has_wandb
 
 
 def test_fit_ends_with_the_books_line(
@@ -213,6 +267,50 @@ def test_configurations_compose(main: Callable, capfd: pytest.CaptureFixture, tm
     assert config["model"]["class_path"].endswith("ResNet18")
     assert config["trainer"]["max_epochs"] == 3 and config["trainer"]["devices"] == 1  # the later file wins
     assert config["data"]["init_args"]["batch_size"] == 32 and config["seed_everything"] == 42
+
+
+DEFAULTS = {
+    ("--model=ResNet18",): {"lr": 0.1, "weight_decay": 0},
+    ("--config=experiment/resnet18_book.yaml",): {"lr": 0.1, "weight_decay": 0},
+    ("--model=ResNet18", "--model.optimizer.momentum=0.9"): {"lr": 0.1, "momentum": 0.9},
+    ("--model.optimizer.momentum=0.9",): {"lr": 0.2, "momentum": 0.9},
+    ("--model.optimizer=AdamW",): {"lr": 0.001, "weight_decay": 0.01},
+    ("--model.optimizer.weight_decay=0.1", "--model.optimizer=AdamW"): {"lr": 0.001, "weight_decay": 0.1},
+    ("--model=ResNet18", "--model.optimizer=AdamW", "--model.optimizer.lr=0.1"): {"lr": 0.1, "weight_decay": 0.01},
+}
+
+
+@pytest.mark.parametrize("args", DEFAULTS, ids=" ".join)
+def test_a_class_that_is_named_has_its_own_defaults(
+    args: tuple[str, ...], main: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    assert main("fit", *args, "--print_config") == 0
+    optimizer = yaml.safe_load(capfd.readouterr().out)["model"]["init_args"]["optimizer"]["init_args"]
+    assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
+
+
+OWN = """
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.models import LeNet
+
+class Letters(LeNet):
+    def __init__(self, num_classes: int = 26) -> None:
+        super().__init__(num_classes=num_classes)
+
+class Small(FashionMNIST):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__(batch_size)
+"""
+
+
+def test_classes_of_ones_own_have_their_own_defaults(
+    main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_classes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main("fit", "--model=own_classes.Letters", "--data=own_classes.Small", "--print_config") == 0
+    config = yaml.safe_load(capfd.readouterr().out)
+    assert config["model"]["init_args"] == {"num_classes": 26} and config["data"]["init_args"] == {"batch_size": 16}
 
 
 def test_a_strategy_class_can_be_named(main: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:

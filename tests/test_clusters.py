@@ -178,6 +178,22 @@ def test_a_job_that_was_not_saved_begins_anew(tmp_path: Path, monkeypatch: pytes
     assert with_requeued_job(args) == ["fit", "--resume=runs/slurm_4242.0_2"]
     assert with_requeued_job(["test"]) == ["test"]
     assert with_requeued_job(["fit", "--run_dir", "elsewhere"]) == ["fit", "--run_dir", "elsewhere"]
+    elsewhere = tmp_path / "elsewhere" / "slurm_4242.0"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "config.yaml").touch()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "last.ckpt").touch()
+    (tmp_path / "root.yaml").write_text("trainer: {default_root_dir: elsewhere}\ncheckpoint: {dirpath: kept}\n")
+    (tmp_path / "run.yaml").write_text("run_dir: runs/slurm_4242.0_2\ncheckpoint.dirpath: null\n")
+    there, here = "--resume=elsewhere/slurm_4242.0", "--resume=runs/slurm_4242.0_2"
+    for given, expected in (
+        ("--config root.yaml", there),
+        ("--config=root.yaml --config=experiment/lenet_book.yaml", there),  # shipped
+        ("--config=root.yaml -c run.yaml", here),
+        ("--trainer.default_root_dir=elsewhere --checkpoint.dirpath kept", there),
+        ("--config=root.yaml --trainer.default_root_dir runs --checkpoint.dirpath=", here),
+    ):
+        assert with_requeued_job(["fit", *given.split()]) == ["fit", expected], given
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert job_name() == "slurm_77_3.0"

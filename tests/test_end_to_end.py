@@ -16,6 +16,33 @@ pytestmark = pytest.mark.slow
 
 CPU = ("--data.source=synthetic", "--trainer.accelerator=cpu")
 BRIEF = ("--trainer.max_epochs=1", "--trainer.limit_val_batches=2", "--trainer.limit_test_batches=2")
+OWN_DATA = """
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning_mgpu.models import Classifier
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+class Net(Classifier):
+    def __init__(self):
+        super().__init__(num_classes=3)
+        self.net = torch.nn.Linear(1, 3)
+
+
+class Data(LightningDataModule):
+    def predict_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(83.0)[:, None], torch.arange(83)), batch_size=41)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(1), torch.tensor(0))] * 4)
+
+
+class StreamData(LightningDataModule):
+    def predict_dataloader(self):
+        return DataLoader(Stream(), batch_size=2)
+"""
 LOUD = "warning: data.source=synthetic: training on made-up images; no accuracy below means anything.\n"
 
 
@@ -70,6 +97,21 @@ def test_fit_test_predict_and_resume_through_checkpoints(command: Any, tmp_path:
     longer = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=5", "--run_dir=resumed", "--data.batch_size=64")
     code, out, err = command("fit", *CPU, *BRIEF, *longer, "--ckpt_path", checkpoint)
     assert code == 0 and "epoch 2/2" in out and "epoch 1/" not in out, err
+
+
+def test_predictions_of_a_loader_of_ones_own(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    args = ("predict", "--model=own.Net", CPU[1])
+    for devices in (1, 2):  # Lightning deals the samples out one by one: 42 and 41, two batches and one
+        run = (f"--trainer.devices={devices}", f"--run_dir=on{devices}")
+        code, _, err = command(*args, "--data=own.Data", "--trainer.strategy=ddp", *run)
+        assert code == 0, err
+    alone, shared = (rows(tmp_path / f"on{devices}" / "predictions.csv") for devices in (1, 2))
+    assert [row[:2] for row in shared[1:]] == [[str(i), str(i)] for i in range(83)]
+    assert [row[:3] for row in shared] == [row[:3] for row in alone]
+    code, _, err = command(*args, "--data=own.StreamData", "--trainer.strategy=ddp", *run[:1], "--run_dir=stream")
+    assert code == 2 and err.count("error: ") == 1 and not (tmp_path / "stream").exists(), err
+    assert "error: predict in 2 processes must know which samples are in a batch" in err
 
 
 def test_ddp_equals_one_device_in_float64(command: Any, tmp_path: Path) -> None:

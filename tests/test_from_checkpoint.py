@@ -63,6 +63,12 @@ def test_flags_of_the_model_are_refused(
 
 
 @pytest.mark.slow
+def test_a_runs_configuration_repeats_it(trained: Callable, root: Path, tmp_path: Path) -> None:
+    assert trained("fit", "--config=run/config.yaml", "--run_dir=again") == 0
+    assert (tmp_path / "again" / "config.yaml").read_text() == (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.slow
 def test_training_on(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
     more = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=2", "--run_dir=more")
     assert trained("fit", CPU, f"--data.root={root}", f"--ckpt_path={LAST}", *more) == 0

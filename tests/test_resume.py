@@ -204,7 +204,7 @@ MISTAKES = {
     "test --resume=run": ("--resume goes on with training",),
     "fit --resume=run --model.optimizer.lr=0.3": ("--model.optimizer.lr=0.3 would make run another run", "--ckpt_path"),
     "fit --resume=run --data.batch_size=3": ("--data.batch_size=3 would make run another run, it has 256",),
-    "fit --resume=run --run_dir=other": ("--run_dir=other would make run another run, it has run",),
+    "fit --resume=run --run_dir=other": ("--run_dir=other would make run another run",),
     "fit --resume=run --ckpt_path=run/checkpoints/last.ckpt": ("leave --ckpt_path out",),
     "fit --resume=run --trainer.max_epochs=1": ("--trainer.max_epochs=1: run has trained 2 epochs already",),
 }

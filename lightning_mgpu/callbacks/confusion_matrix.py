@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from torchmetrics.utilities.plot import plot_confusion_matrix
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.predictions import gather_objects
+from lightning_mgpu.callbacks.predictions import class_names, gather_objects, logits_and_labels
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.tracking.in_time import in_time
 
@@ -41,10 +41,8 @@ class ConfusionMatrix(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not isinstance(outputs, dict) or "logits" not in outputs:
-            return
-        logits, y = outputs["logits"], batch[1]
-        if logits.ndim == 2 and y.shape == logits.shape[:1] and not y.is_floating_point():
+        if found := logits_and_labels(outputs, batch):
+            logits, y = found
             options: dict[str, Any] = {"ignore_index": -100, "validate_args": False}  # -100: cross-entropy's
             counts = multiclass_confusion_matrix(logits.detach(), y, logits.shape[1], **options)
             self.counts = counts if self.counts is None else self.counts + counts
@@ -57,9 +55,7 @@ class ConfusionMatrix(Callback):
             return
         self.counts = torch.stack(parts).sum(0)
         if directory := run_directory(trainer):
-            names = [str(name) for name in getattr(trainer.datamodule, "classes", None) or ()]  # type: ignore[attr-defined]
-            if len(names) != len(self.counts):  # a model may have more outputs than there are classes
-                names = [str(i) for i in range(len(self.counts))]
+            names = class_names(trainer, len(self.counts))
             path = directory / "confusion.png"
             draw(self.counts, names).savefig(path, dpi=100)
             for logger in trainer.loggers:

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import unsaved_state
+from lightning_mgpu.callbacks.run_directory import is_run_dir
 from lightning_mgpu.checkpoint_io import LAST, AtomicCheckpointIO, keep_previous
 from lightning_mgpu.from_checkpoint import KEY
 
@@ -60,6 +61,8 @@ class RunCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if self.dirpath is None and is_run_dir(trainer.default_root_dir):
+            self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # whatever the logger
         super().setup(trainer, pl_module, stage)
 
     @override

@@ -10,7 +10,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import isfinite
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -167,12 +167,12 @@ class Classifier(LightningModule):
     def _check_schedule(self) -> None:
         """Refuse a run longer than its OneCycleLR, which would end it in an error then: one that goes on, mostly."""
         for config in self.trainer.lr_scheduler_configs:
-            steps = self.trainer.estimated_stepping_batches if config.interval == "step" else self.trainer.max_epochs
-            has_end = isinstance(config.scheduler, OneCycleLR) and steps is not None and isfinite(steps)
-            if has_end and config.scheduler.total_steps < steps:
+            scheduler, interval = config.scheduler, config.interval
+            run = self.trainer.estimated_stepping_batches if interval == "step" else self.trainer.max_epochs or inf
+            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < run < inf:
                 raise ValueError(
-                    f"model.lr_scheduler=OneCycleLR is over after {config.scheduler.total_steps} {config.interval}s and "
-                    f"cannot be prolonged to {steps}: leave trainer.max_epochs as it was, or start a new run"
+                    f"model.lr_scheduler=OneCycleLR is over after {scheduler.total_steps} {interval}s and cannot be "
+                    f"prolonged to {run}: leave trainer.max_epochs as it was, or start a new run"
                 )
 
     def _run_length(self) -> dict[str, int]:

@@ -12,21 +12,25 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.callbacks import (
+    ConfusionMatrix,
     EpochLines,
     EpochTimer,
     LearningCurve,
     LossBar,
     PredictionGrid,
     PredictionWriter,
+    RunCheckpoint,
     RunHeader,
     epoch_timer,
     run_directory,
 )
 from lightning_mgpu.callbacks.console import per_device
-from lightning_mgpu.models import LeNet
+from lightning_mgpu.models import Classifier, LeNet
+from lightning_mgpu.run_dir import RUN_DIR
 
 
 def files(directory: Path) -> set[str]:
@@ -72,6 +76,21 @@ def test_curve_says_what_was_validated_on(
     monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda self: None)
     make_trainer(callbacks=[LearningCurve()]).fit(LeNet(), make_data(val_size=val_size))
     assert labels == ["train loss", "train acc", label]
+
+
+@pytest.mark.parametrize(("limits", "last"), [({"max_epochs": -1, "max_steps": 3}, 3), ({"max_epochs": 4}, 4)])
+def test_curve_shows_all_epochs(
+    limits: dict[str, int],
+    last: int,
+    make_data: Callable,
+    make_trainer: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The axis ends with the last epoch there is, or there will be."""
+    seen: list[tuple[float, float]] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda self: seen.append(self.get_xlim()))
+    make_trainer(callbacks=[LearningCurve()], limit_train_batches=1, **limits).fit(LeNet(), make_data())
+    assert seen[-1] == (1, last)
 
 
 def test_timer_leaves_validation_out(
@@ -138,6 +157,49 @@ def test_prediction_grid(make_data: Callable, make_trainer: Callable, tmp_path: 
         assert picture.format == "PNG" and picture.size[0] > picture.size[1] > 100
 
 
+class VectorNet(Classifier):
+    """Of vectors (N, 4), which are no images."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=3)
+        self.net = nn.Linear(4, 3)
+
+
+def test_other_models_get_no_grid(make_trainer: Callable, tmp_path: Path) -> None:
+    class OfDicts(VectorNet):
+        def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+            return super().test_step((batch["X"], batch["y"]), batch_idx)
+
+    class OfPixels(VectorNet):
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"logits": batch[0]}
+
+    X, y = torch.zeros(6, 4), torch.arange(6) % 3
+    sparse = [{"X": row, "y": label} for row, label in zip(X, y)]
+    images = torch.zeros(6, 3, 5, 5)
+    for model, samples, has_matrix in (
+        (VectorNet(), TensorDataset(X, y), True),
+        (OfDicts(), sparse, False),
+        (OfPixels(), TensorDataset(images, images[:, 0].long()), False),  # a class for every pixel
+    ):
+        trainer = make_trainer(callbacks=[PredictionGrid(), ConfusionMatrix()])
+        trainer.test(model, DataLoader(samples, 4), verbose=False)  # type: ignore[arg-type]
+        assert files(tmp_path) == ({"confusion.png"} if has_matrix else set())
+        (tmp_path / "confusion.png").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("label", [-100, 9])
+def test_a_grid_names_what_has_a_name(label: int, make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+    class Wide(LeNet):
+        def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+            logits = torch.arange(12.0).expand(len(batch[1]), 12)  # the last class, which has no name
+            batch[1].fill_(label)
+            return {"logits": logits}
+
+    make_trainer(callbacks=[PredictionGrid()]).test(Wide(), make_data(), verbose=False)
+    assert files(tmp_path) == ({"predictions.png"} if label == 9 else set())
+
+
 def test_predictions_in_dataset_order(
     make_data: Callable, make_trainer: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -159,13 +221,32 @@ def test_predictions_in_dataset_order(
     assert torch.allclose(torch.tensor([[float(p) for p in row[3:]] for row in rows]), probabilities, atol=1e-5)
 
 
-def test_a_model_without_probabilities_is_told_so(make_data: Callable, make_trainer: Callable) -> None:
+def test_predictions_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
+    samples = TensorDataset(torch.randn(23, 4), torch.arange(23))
+    trainer = make_trainer(callbacks=[PredictionWriter()])
+    trainer.predict(VectorNet(), DataLoader(samples, 5, shuffle=True))
+    written = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert written[0] == "index,label,prediction,p(0),p(1),p(2)"
+    assert [line.split(",")[:2] for line in written[1:]] == [[str(i), str(i)] for i in range(23)]
+    trainer.predict(VectorNet(), DataLoader([samples[7:12]], batch_size=None))  # of which nothing is known
+    written = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in written[1:]] == [[str(i), str(7 + i)] for i in range(5)]
+
+
+@pytest.mark.parametrize("returned", ["tensor", "half", "sum"])
+def test_a_model_without_a_row_a_sample_is_told_so(
+    returned: str, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
     class Bare(LeNet):
         def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-            return self(batch[0])
+            table = super().predict_step(batch, batch_idx)
+            if returned == "half":
+                return {key: value[::2] for key, value in table.items()}
+            return {**table, "label": batch[1].sum()} if returned == "sum" else table["probabilities"]
 
-    with pytest.raises(ValueError, match=r"predict needs a Bare\.predict_step that returns a dict"):
-        make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
+    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: it needs .* a Bare\.predict_step that"):
+        predictions = make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
+    assert len(predictions) == 2 and files(tmp_path) == set()
 
 
 def test_fast_dev_run_writes_nothing(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
@@ -181,6 +262,26 @@ def test_fast_dev_run_writes_nothing(make_data: Callable, make_trainer: Callable
 def test_run_directory_is_the_loggers(make_trainer: Callable, tmp_path: Path) -> None:
     trainer = make_trainer(logger=CSVLogger(tmp_path / "logs", name="", version=""))
     assert run_directory(trainer) == tmp_path / "logs" and (tmp_path / "logs").is_dir()
+
+
+def test_run_directory_is_the_command_lines_whatever_the_logger(
+    make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit() -> tuple[Path | None, str | None]:
+        checkpoint = RunCheckpoint()
+        trainer = make_trainer(
+            logger=CSVLogger(tmp_path / "logs", name="", version=""),
+            callbacks=[checkpoint],
+            default_root_dir=tmp_path / "run",
+            enable_checkpointing=True,
+        )
+        trainer.fit(LeNet(), make_data())
+        return run_directory(trainer), checkpoint.dirpath
+
+    assert fit() == (tmp_path / "logs", str(tmp_path / "logs" / "checkpoints"))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
+    assert fit() == (tmp_path / "run", str(tmp_path / "run" / "checkpoints"))
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file() and (tmp_path / "logs" / "metrics.csv").is_file()
 
 
 def test_a_process_waits_for_its_own_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
