@@ -10,6 +10,7 @@
 | `replicated.py`       | replicas made once and kept like the original, which others see and edit           |
 | `replicas.py`         | copies of a module, kept like the original                                         |
 | `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
+| `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |
 | `optimizers.py`       | copies of its optimizers, which make the same update                               |
 | `team.py`             | threads that run replicas side by side                                             |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |

@@ -2,12 +2,12 @@
 
 Numbers, texts and flags are given as they are. Lists, dicts and sets are copied with all lists, dicts and sets in them,
 and what a replica adds to its copies in the step is added to the original's afterwards: values of new keys, items of
-lists. Other objects are the replica's own copies, or shared where a hook has set them since the replica was made.
+lists. What else there is of a replica's own, and what forward hooks become, `twins.py` says. Other objects are the
+replica's own copies, or shared where they are in a list or a hook has set them since the replica was made.
 """
 
-import copy
-from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,80 +16,68 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-CONTAINERS = (list, dict, set, deque)
+from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
+
 OWN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
-FEW = 100  # longer lists are collected outputs: what is in those stays as it is
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 class Attributes:
-    """Attributes of a module's and its replica's layers.
+    """Attributes and forward hooks of a module's and its replica's layers.
 
     Args:
         pairs: A layer, its copy, and whether its class is a user's.
-        twins: The replica's own, by the `id` of what it is a copy of: parameters and layers.
+        twins: The replica's own.
     """
 
-    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module, bool]], twins: dict[int, Any]) -> None:
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module, bool]], twins: Twins) -> None:
         self.pairs, self.twins = pairs, twins
-        self._seen = {(id(original), name): v for original, _, _ in pairs for name, v in vars(original).items()}
-        self._copied: dict[int, tuple[Any, Any, int]] = {}  # by id: an original, its copy, its length when copied
+        self._hooks: list[tuple[dict, dict, dict]] = []  # the original's, the replica's, the original's when given
+        for original, replica, _ in pairs:
+            for name in HOOKS:
+                if name in vars(original):
+                    vars(replica)[name] = type(vars(original)[name])()
+                    self._hooks.append((vars(original)[name], vars(replica)[name], {}))
+        visited: dict[int, bool] = {}
+        for replica, name, value in self._users():
+            copied = vars(replica).get(name)
+            is_object = not isinstance(value, (*CONTAINERS, tuple, torch.Generator))
+            if not twins.find(value, copied, visited) and is_object and copied is not value:
+                twins.add(value, copied)
 
     def give(self) -> None:
         """Give the replica what the original has."""
-        self._copied = {}
+        self.twins.refresh()
         for original, replica, is_users in self.pairs:
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
                 elif is_users and name not in OWN and not isinstance(value, Tensor):
-                    self._give(original, replica, name, value)
+                    vars(replica)[name] = self.twins.own(value)
+        for hooks, own, given in self._hooks:
+            is_same = hooks == given and hooks.keys() == own.keys()  # then compiled code need not look at them again
+            if not is_same or any(isinstance(hook, partial) for hook in hooks.values()):
+                own.clear()
+                own.update({key: self.twins.own(hook) for key, hook in hooks.items()})
+                given.clear()
+                given.update(hooks)
 
     def collect(self, device: torch.device) -> None:
         """Add to the original's lists and dicts what the replica added to its copies, in order."""
-        copies = {id(copied) for _, copied, _ in self._copied.values()}
-        for original, copied, length in self._copied.values():
+        self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
+        given = self.twins.copied.values()
+        copies = {id(copied) for _, copied, _ in given}
+        for original, copied, length in given:
             _add(original, copied, length, copies, device)
-        self._copied = {}
+        self.twins.copied = {}
 
-    def _give(self, original: nn.Module, replica: nn.Module, name: str, value: Any) -> None:
-        if isinstance(value, CONTAINERS):
-            if not _holds(value, self.twins):
-                vars(replica)[name] = self._copy(value)
-        elif id(value) in self.twins:
-            vars(replica)[name] = self.twins[id(value)]
-        elif self._seen.get((id(original), name)) is not value:
-            vars(replica)[name] = self._seen[id(original), name] = value
-
-    def _copy(self, value: Any) -> Any:
-        if id(value) in self._copied:  # under two names
-            return self._copied[id(value)][1]
-        copied = copy.copy(value)
-        self._copied[id(value)] = value, copied, len(value)
-        for key, item in _items(value):
-            if isinstance(item, CONTAINERS):
-                copied[key] = self._copy(item)
-            elif id(item) in self.twins:
-                copied[key] = self.twins[id(item)]
-        return copied
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Keys and values of a container, as far as there may be containers among them."""
-    if isinstance(value, dict):
-        yield from value.items()
-    elif not isinstance(value, set) and len(value) <= FEW:
-        yield from enumerate(value)
-
-
-def _holds(value: Any, twins: dict[int, Any]) -> bool:
-    """Whether there are modules in a container that the replica has its own copies of, unknown here."""
-    for _, item in _items(value):
-        if isinstance(item, (nn.Module, nn.Parameter)) and id(item) not in twins:
-            return True
-        if isinstance(item, (*CONTAINERS, tuple)) and item is not value and _holds(item, twins):
-            return True
-    return False
+    def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """A replica's layer of the user's own, and name and value of an attribute that is more than a number."""
+        for original, replica, is_users in self.pairs:
+            if is_users:
+                for name, value in vars(original).items():
+                    if name not in OWN and not isinstance(value, (Tensor, *PLAIN)):
+                        yield replica, name, value
 
 
 def _add(original: Any, copied: Any, length: int, copies: set[int], device: torch.device) -> None:

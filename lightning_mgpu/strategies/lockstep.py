@@ -55,15 +55,15 @@ class Lockstep:
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
             elif is_first:
                 total = sum(part.to(loss.device) for part in losses)
-                plugin.backward(total, module, optimizer, *args, **kwargs)
+                strategy.run_backward(total, optimizer, *args, **kwargs)
             self.team.exchange()
-            if is_first:
+            if is_first and not strategy.gradients.are_reduced:
                 strategy.reduce_gradients()
         if is_first:
             strategy.gradients.mark()
             loss = plugin.post_backward(loss, original)
             strategy.post_backward(loss)
-            strategy.gradients.give()
+            strategy.gradients.give(everything=strategy.overrides_backward)
         self.team.exchange()
         return loss.detach()
 

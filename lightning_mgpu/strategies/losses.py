@@ -90,6 +90,24 @@ class _Junction(torch.autograd.Function):
         return torch.zeros_like(gradient), None, None, None
 
 
+def watch_backward(loss: Tensor, begin: Callable[[], Any], end: Callable[[], Any]) -> Tensor:
+    """The loss; `begin` is called when a backward pass of it begins, `end` when all gradients are where they belong."""
+    return _Watch.apply(loss, begin, end)  # type: ignore[no-any-return]
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, begin: Callable[[], Any], end: Callable[[], Any]) -> Tensor:
+        ctx.begin, ctx.end = begin, end
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.end)  # type: ignore[attr-defined]
+        return gradient, None, None
+
+
 _FORK = threading.RLock()
 
 

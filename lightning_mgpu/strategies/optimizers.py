@@ -21,6 +21,7 @@ class ReplicaOptimizers:
         self.copies = [[copy_optimizer(opt, originals, copies) for opt in self.originals] for copies in others]
         self._mappings = [dict(zip(map(id, originals), copies)) for copies in others]
         is_mixed = len({device.type for device in replicas.devices}) > 1  # a CPU and a GPU round differently
+        self._first_states = [_first_state(opt) for opt in self.originals]
         self.repeats = [False if is_mixed or not _is_repeatable(opt) else None for opt in self.originals]
 
     def follow(self) -> None:
@@ -39,17 +40,32 @@ class ReplicaOptimizers:
         if self.repeats[n] is False:
             self.replicas.broadcast_parameters()
             return
+        before, self._first_states[n] = self._first_states[n], _first_state(self.originals[n])
+        if before is not None and before is not self._first_states[n]:  # somebody has cleared or loaded its state
+            self._copy_again(n)
+            self.replicas.broadcast_parameters()
+            return
         is_first = self.repeats[n] is None
         gpus = {device for device in self.replicas.devices if device.type == "cuda"}
         with torch.random.fork_rng(gpus, enabled=is_first):
-            for copies, mapping in zip(self.copies, self._mappings):
+            for copies, mapping, device in zip(self.copies, self._mappings, self.replicas.devices[1:]):
                 follow(self.originals[n], copies[n], mapping)
-                copies[n].step(closure)
+                with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one
+                    copies[n].step(closure)
         if is_first:
             self.repeats[n] = self.replicas.agree()
             if not self.repeats[n]:
                 self.replicas.broadcast_parameters()
         self.replicas.mark_equal()
+
+    def try_again(self) -> None:
+        """Find out in the next update whether copies still make the originals': callbacks may have edited states."""
+        self.repeats = [None if repeat else repeat for repeat in self.repeats]
+
+    def _copy_again(self, n: int) -> None:
+        originals = [original for original, *_ in self.replicas.parameters]
+        for copies, mapping in zip(self.copies, self._mappings):
+            vars(copies[n]).update(vars(copy_optimizer(self.originals[n], originals, list(mapping.values()))))
 
 
 def copy_optimizer(
@@ -65,7 +81,8 @@ def copy_optimizer(
     replica = object.__new__(type(optimizer))
     vars(replica).update(copy.deepcopy(own, memo))
     for parameter, state in replica.state.items():
-        for name, value in state.items():  # but a step counter on the CPU stays where the optimizer keeps it
+        for name, value in state.items() if isinstance(state, dict) else ():
+            # but a step counter on the CPU stays where the optimizer keeps it
             if isinstance(value, Tensor) and (value.shape == parameter.shape or not value.is_cpu):
                 state[name] = value.to(parameter.device)
     return replica
@@ -79,6 +96,11 @@ def follow(optimizer: Optimizer, replica: Optimizer, mapping: dict[int, nn.Param
             replica.add_param_group({**group, "params": parameters})
         else:
             replica.param_groups[i].update({key: value for key, value in group.items() if key != "params"})
+
+
+def _first_state(optimizer: Optimizer) -> Any:
+    """The first parameter's state, which is another object after `state.clear()` or `load_state_dict`."""
+    return next((state for state in optimizer.state.values() if isinstance(state, dict)), None)
 
 
 def _is_repeatable(optimizer: Optimizer) -> bool:

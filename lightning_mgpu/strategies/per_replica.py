@@ -34,9 +34,9 @@ class PerReplica(ParallelStrategy):
         self._wrapped[1:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in own] for own in copies]
         self._views = {id(config.scheduler): SchedulerView(config.scheduler) for config in self._schedulers}
         for attributes, wrappers in zip(self._replicas.attributes, self._wrapped[1:]):
-            attributes.twins |= self._views
+            attributes.twins.of |= self._views
             for original, wrapper in zip(self._wrapped[0], wrappers):
-                attributes.twins |= {id(original): wrapper, id(original._optimizer): wrapper._optimizer}
+                attributes.twins.of |= {id(original): wrapper, id(original._optimizer): wrapper._optimizer}
 
     @override
     def __getstate__(self) -> dict[str, Any]:

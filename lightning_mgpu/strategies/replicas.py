@@ -5,7 +5,6 @@ numbers, lists to append to, `requires_grad`) is given to it before every step.
 """
 
 import copy
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,27 +19,27 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.strategies.attributes import Attributes
+from lightning_mgpu.strategies.twins import Twins, version_of
 
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 def get_params(module: LightningModule, device: torch.device) -> LightningModule:
     """Copy a module's parameters, buffers and structure to a device (d2l.ai, 'Training on Multiple GPUs').
 
-    Tied parameters stay tied; storage is never shared, also on the same device. The trainer, data and forward hooks
+    Tied parameters stay tied; storage is never shared, also on the same device. The trainer and data
     are shared with the original.
     """
     trainer = module._trainer
     shared = [trainer, *(v for m in module.modules() for v in vars(m).values() if isinstance(v, SHARED))]
     memo = {id(value): value for value in shared if value is not None}
-    try:
-        replica = copy.deepcopy(module, dict(memo))
-    except Exception:  # a lock, a generator, an open file: what cannot be copied is shared as well
-        memo.update({id(value): value for value in _uncopyable(module, memo)})
-        replica = copy.deepcopy(module, memo)
-    for original, copied in zip(module.modules(), replica.modules()):
-        vars(copied).update({name: vars(original)[name] for name in HOOKS if name in vars(original)})
+    with torch.no_grad():  # copies of scripted layers would have a graph that leads to the originals
+        try:
+            replica = copy.deepcopy(module, dict(memo))
+        except Exception:  # a lock, a generator, an open file: what cannot be copied is shared as well
+            memo.update({id(value): value for value in _uncopyable(module, memo)})
+            replica = copy.deepcopy(module, memo)
+    for copied in replica.modules():
         if isinstance(copied, LightningModule):
             copied._trainer = trainer  # a deepcopy drops it
     for parameter in replica.parameters():
@@ -77,8 +76,11 @@ class Replicas:
         self._structure = list(map(_structure, self._parts))
         inside = [[*m.modules(), *m.parameters()] for m in self.modules]
         self.attributes = [
-            Attributes(list(_stateful_pairs(module, replica)), dict(zip(map(id, inside[0]), parts)))
-            for replica, parts in zip(self.modules[1:], inside[1:])
+            Attributes(
+                list(_stateful_pairs(module, self.modules[i])),
+                Twins(dict(zip(map(id, inside[0]), inside[i])), self.devices[i], index=i),
+            )
+            for i in range(1, len(self.modules))
         ]
         self._versions: tuple[int, ...] | None = None
         self._seen: dict[tuple[int, str], tuple[Tensor | None, int]] = {}  # the original's tensors after a step
@@ -92,7 +94,7 @@ class Replicas:
         self.broadcast_parameters()
         with torch.no_grad():
             for owners, is_norm in self._owners:
-                for name in owners[0]._buffers if norms or not is_norm else ():
+                for name in owners[0]._buffers.keys() if norms or not is_norm else ():
                     self._copy_buffer(owners, name)
 
     def broadcast_parameters(self) -> None:
@@ -141,19 +143,19 @@ class Replicas:
         """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two."""
         if trained:
             self._is_combined = False
-        self._seen = {
-            (id(owners[0]), name): _version(tensor)
-            for owners, _ in self._owners
-            for name, tensor in itertools.chain(owners[0]._buffers.items(), _tensors(owners[0]))
-        }
+        for owners, is_norm in self._owners:
+            buffers = owners[0]._buffers.items() if is_norm or not trained else ()  # others are the original's
+            for name, tensor in (*buffers, *_tensors(owners[0])):
+                self._seen[id(owners[0]), name] = _version(tensor)
 
     def give_tensors(self) -> None:
         """Give the replicas the buffers and other tensors that were set on the original since the last step."""
         with torch.no_grad():
             for owners, _ in self._owners:
-                for name in owners[0]._buffers:
+                for name in owners[0]._buffers.keys():  # noqa: SIM118 (TorchScript's is no dict)
                     if self._is_set(owners[0], name):
                         self._copy_buffer(owners, name)
+                        self._seen[id(owners[0]), name] = _version(owners[0]._buffers[name])
                 for name, tensor in _tensors(owners[0]):
                     if not _is_same(_version(tensor), self._seen.get((id(owners[0]), name), (None, -1))):
                         for owner, device in zip(owners[1:], self.devices[1:]):
@@ -165,7 +167,7 @@ class Replicas:
     def _copy_buffer(self, owners: Sequence[nn.Module], name: str) -> None:
         original = owners[0]._buffers[name]  # looked up, as `self.steps = self.steps + 1` makes a new one
         for owner, device in zip(owners[1:], self.devices[1:]):
-            copied = owner._buffers.get(name)
+            copied = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
             if original is None:
                 owner._buffers[name] = None
             elif copied is None or copied.shape != original.shape or copied.is_inference():
@@ -216,7 +218,7 @@ def _is_users(module: nn.Module) -> bool:
 
 def _structure(module: nn.Module) -> list[Any]:
     """Names and identities of what is directly inside a module; buffers of users' own are looked up in every step."""
-    buffers = () if _is_users(module) else module._buffers
+    buffers = () if _is_users(module) else module._buffers.keys()
     parts = (*module._parameters.items(), *module._modules.items())
     return [*buffers, *((name, id(part)) for name, part in parts)]
 
@@ -227,7 +229,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    return tensor, -1 if tensor is None or tensor.is_inference() else tensor._version
+    return tensor, version_of(tensor)
 
 
 def _is_same(now: tuple[Tensor | None, int], then: tuple[Tensor | None, int]) -> bool:

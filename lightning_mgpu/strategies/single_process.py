@@ -19,6 +19,7 @@ from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
 from lightning_mgpu.strategies.team import Streams, Team, generator_states, new_generator_states, set_generator_states
+from lightning_mgpu.strategies.twins import PLAIN
 
 Versions = list[tuple[Any, int]]
 
@@ -145,7 +146,7 @@ class SingleProcessStrategy(ParallelStrategy):
         )
         self._sent = None
         if len(self.devices) > 1 and find_batch_size(whole) is None:
-            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves(whole)):
+            if any(not isinstance(leaf, PLAIN) and getattr(leaf, "ndim", 1) for leaf in leaves(whole)):
                 rank_zero_warn(
                     "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, "
                     f"is not split: {self.devices[0]} computes it alone."

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +26,7 @@ from lightning_mgpu.strategies.losses import (
     find_loss,
     find_refused,
     one_fork_at_a_time,
+    watch_backward,
     without_graph,
 )
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
@@ -45,12 +47,14 @@ class TrainBatchStrategy(ReplicatedStrategy):
         super().__init__(*args, **kwargs)
         self.gradients = Gradients([])
         self._own: ReplicaOptimizers | None = None
+        self._attached: list[Optimizer] = []  # the optimizers it was made of
         self._trains = False  # between the start of training and the teardown
         self._lockstep = None
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
         self._edits_in_step = self._shows_gradients = False  # whether users' hooks edit weights, or look at gradients
+        self.overrides_backward = False
         self._handles: list[Any] = []
 
     def reduce_gradients(self) -> None:
@@ -68,13 +72,15 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._attach()
         if len(self.devices) == 1:
             return
-        self._edits_in_step = overrides(self.original, HOOKS_IN_STEP)
+        self.overrides_backward = is_overridden("backward", self.original)
+        self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
-        self._shows_gradients = overrides(self.original, ("on_after_backward",))
+        self._shows_gradients = self.overrides_backward or overrides(self.original, ("on_after_backward",))
 
     def _attach(self) -> None:
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
+        self._attached = list(self._optimizers)
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.give_tensors()
@@ -102,6 +108,10 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._num_closures = 0
         self._is_stale |= batch_idx == 0  # hooks around an epoch
+        if [*map(id, self._attached)] != [*map(id, self._optimizers)]:  # they were set up again
+            self.renew_replicas()
+        if self._own is not None and (batch_idx == 0 or self._is_evaluated):
+            self._own.try_again()
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,9 +150,11 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def _is_joint(self) -> bool:
         """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
 
-        With synchronised BatchNorm the replicas' graphs are one.
+        With synchronised BatchNorm the replicas' graphs are one; a `backward` of the user's own looks at the gradients
+        when it is over.
         """
-        return self._syncs_batch_norm or any(device.type != "cpu" for device in self.devices)
+        is_on_cpus = all(device.type == "cpu" for device in self.devices)
+        return self._syncs_batch_norm or self.overrides_backward or not is_on_cpus
 
     def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
         """The backward pass of every replica's loss from its gradient, in the replica's thread."""
@@ -151,8 +163,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             if losses[i].requires_grad:
                 losses[i].backward(gradients[i], retain_graph=keep_graph, create_graph=torch.is_grad_enabled())
 
-        with one_fork_at_a_time():
-            self._run("backward", backward, list(losses))
+        self._run("backward", backward, list(losses))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -165,18 +176,25 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.original)
         if self._edits_in_step:
-            self._replicas.broadcast()
+            self._replicas.broadcast_parameters()  # not buffers, which the backward pass may need as they are
         with ExitStack() as stack:
             if len(self.devices) > 1:
                 stack.enter_context(deferred_gradient_hooks(self.original.parameters()))
-            self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
-            if not is_blocked:
+            self.run_backward(loss, optimizer, *args, **kwargs)
+            if not is_blocked and not self.gradients.are_reduced:
                 self.reduce_gradients()
         if not is_blocked:
             self.gradients.mark()
         loss = self.precision_plugin.post_backward(loss, self.original)
         self.post_backward(loss)
         return loss
+
+    def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
+        if self.overrides_backward:
+            loss = watch_backward(loss, self.gradients.begin, self.reduce_gradients)
+        with one_fork_at_a_time():
+            self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
 
     @property
     def _is_blocked(self) -> bool:
@@ -233,7 +251,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def teardown(self) -> None:
         self._remove_hooks()
         self._trains = False
-        self._loss, self._own = None, None
+        self._loss, self._own, self._attached = None, None, []
         self._wrapped[1:], self._views = [], {}
         self.gradients = Gradients([])
         super().teardown()

@@ -2,11 +2,14 @@
 
 import copy
 from collections import defaultdict, deque
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn import functional as F
 
 
 class Settings:
@@ -151,3 +154,98 @@ def test_automatic_optimization_shows_the_optimizer(Regression, make_loader, mak
     rates = trainer.callback_metrics
     assert rates["rate"] == rates["same"] == pytest.approx(0.1 * 0.5**3)
     assert rates["rate_then"] == pytest.approx(0.1 * 0.5**4)
+
+
+class Stage:
+    """Layers in a plain object, and a number hooks change."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.layers, self.factor = layers, 1.0
+
+
+def test_layers_in_tuples_and_objects(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.pairs = [(self.net[0], self.net[1])]
+            self.stages = {"last": Stage(self.net[2])}
+            self.folder = Path("runs")  # an object without a `__dict__`
+
+        def on_train_batch_start(self, *_):
+            self.stages["last"].factor *= 1.1
+
+        def training_step(self, batch, batch_idx):
+            assert self.pairs[0][0] is self.net[0]
+            assert self.stages["last"].layers[0] is self.net[2]
+            return self.loss(batch) * self.stages["last"].factor
+
+    assert_parity(Module)
+
+
+def local_function(module):
+    return lambda X, power=1: module.predict(X, power)
+
+
+LOSSES = {
+    "method": lambda module: module.predict,
+    "partial": lambda module: partial(module.predict, power=2),
+    "local function": local_function,
+}
+
+
+@pytest.mark.parametrize("hook", ["__init__", "on_fit_start"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_methods_kept_on_the_module(Regression, assert_parity, name, hook):
+    """They read what the step has set: on this replica, not on the original."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            if hook == "__init__":
+                self.keep()
+
+        def on_fit_start(self):
+            if hook == "on_fit_start":
+                self.keep()
+
+        def keep(self):
+            self.alone = LOSSES[name](self)
+            self.by_name = {"predict": self.alone}
+
+        def predict(self, X, power=1):
+            return self.net(X) * self.scale**power
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            self.scale = X[:, :1].sigmoid()  # one for every sample of the shard
+            return F.mse_loss(self.alone(X), y) + F.mse_loss(self.by_name["predict"](X), y)
+
+    assert_parity(Module)
+
+
+KINDS = {
+    "tensor": lambda h: h,
+    "tuple": lambda h: (h, 1),
+    "list": lambda h: [h],
+    "tuples in a dict": lambda h: {"h": (h, h + 1)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_kept_from_step_to_step(Regression, assert_parity, make_loader, kind):
+    """Every replica goes on with that of its own samples, until a hook sets another."""
+
+    class Module(Regression):
+        def on_train_epoch_start(self):
+            self.state = KINDS[kind](torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64))
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            h = self.state
+            while not isinstance(h, torch.Tensor):
+                h = h["h"] if isinstance(h, dict) else h[0]
+            Z = self.net(X) + h
+            self.state = KINDS[kind](Z.detach())
+            return F.mse_loss(Z, y)
+
+    assert_parity(Module, (2, 4), loader=make_loader(num_samples=24))

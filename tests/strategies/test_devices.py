@@ -15,6 +15,7 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.optimizers import copy_optimizer
 from lightning_mgpu.strategies.recording import Record, Recorder
 from lightning_mgpu.strategies.replay import replay
+from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.shards import gather
 
 CPU, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
@@ -121,3 +122,17 @@ def test_copies_to_the_cpu_are_waited_for(Regression: Any, train: Any) -> None:
     with Unwaited() as unwaited:
         train(make, 2, val=True, limit_train_batches=3)
     assert unwaited.num == 0
+
+
+def test_tensors_in_lists_come_to_the_replicas_device() -> None:
+    module = LightningModule()
+    module.net, module.anchors = nn.Linear(2, 2), [torch.ones(2)]  # type: ignore[assignment]
+    replicas = Replicas(module, [CPU, torch.device("meta")])
+    module.pair, module.by_name = (torch.ones(2), 1), {"boxes": [torch.ones(2)]}  # type: ignore[assignment]
+    for _ in range(2):
+        replicas.refresh()
+        replica: Any = replicas.modules[1]
+        tensors = [replica.anchors[0], replica.pair[0], replica.by_name["boxes"][0]]
+        assert [tensor.device.type for tensor in tensors] == ["meta"] * 3
+        replicas.collect()
+    assert module.anchors[0].device == CPU  # type: ignore[index]

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,3 +110,59 @@ def test_random_numbers_in_parallel_backward_passes(Regression, train, monkeypat
     assert len(most) > 4
     assert max(most) == 1
     assert torch.random.fork_rng is slow  # put back
+
+
+@pytest.mark.parametrize("hook", ["in an object", "__init__", "on_fit_start", "on_train_epoch_start"])
+def test_generators_of_the_modules_own(Regression, train, hook):
+    """Replica 0 draws from it, the others from streams of their own; a hook that seeds it begins those again, too."""
+
+    class Noisy(Regression):
+        def __init__(self):
+            super().__init__()
+            self.drawn, self.generator = [], torch.Generator().manual_seed(3)
+            self.source = SimpleNamespace(generator=self.generator)
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            generator = self.source.generator if hook == "in an object" else self.generator
+            noise = torch.randn(X.shape, generator=generator, dtype=X.dtype)
+            self.drawn.append(noise)
+            return self.loss([X + noise, y])
+
+    def seed(self):
+        self.generator.manual_seed(3)
+
+    make = type("Module", (Noisy,), {hook: seed} if hook.startswith("on_") else {})
+    first, second = (train(make, 2, limit_train_batches=3).drawn for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert torch.equal(first[0], torch.randn((4, 6), generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    noises = [noise.sum().item() for noise in first]  # of 3 steps of 2 replicas, twice
+    assert len(set(noises[:6])) == 6
+    assert (noises[:6] == noises[6:]) == (hook == "on_train_epoch_start")
+
+
+def test_random_numbers_in_one_backward_pass_for_all(Regression, train):
+    """Autograd runs several GPUs' parts of it side by side; with synchronised BatchNorm there is one on CPUs, too."""
+    locked, fork_rng = [], torch.random.fork_rng
+
+    class Module(Regression):
+        def __init__(self, manual):
+            super().__init__(net(norm=True))
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            X = checkpoint(self.scale, batch[0].requires_grad_(), use_reentrant=False)
+            loss = self.loss([X, batch[1]])
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+            return loss
+
+        def scale(self, X):
+            if torch._C._current_graph_task_id() != -1:
+                locked.append(torch.random.fork_rng is not fork_rng)
+            return X.sin()
+
+    for manual in (False, True):
+        train(lambda manual=manual: Module(manual), 2, sync_batchnorm=True, max_epochs=1, limit_train_batches=3)
+    assert len(locked) == 12
+    assert all(locked)

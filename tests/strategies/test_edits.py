@@ -119,3 +119,22 @@ def test_weight_averaging(Regression, assert_parity, kind, use_buffers):
     )
     losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
     torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+def test_buffers_the_backward_pass_needs(Regression, assert_parity, hook):
+    """Between the passes replicas get the weights a hook may have edited, and no buffers: autograd has kept those."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+        def loss(self, batch):
+            return self.criterion(self.net(batch[0]), (batch[1] > 0).double())
+
+    def clamp(self, *_):
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+    assert_parity(type("Edits", (Module,), {hook: clamp}))

@@ -153,3 +153,18 @@ def test_second_order_gradients(Regression, assert_parity):
             return self.loss(batch) + gradient.square().mean()
 
     assert_parity(Module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_backward_of_ones_own(Regression, assert_parity, num_passes, accumulate):
+    """It finds the whole batch's gradient when `loss.backward()` is over."""
+
+    class Module(Regression):
+        def backward(self, loss):
+            for n in range(num_passes):
+                loss.backward(retain_graph=n == 0)
+                for parameter in self.parameters():
+                    parameter.grad.data.clamp_(-0.01, 0.02)
+
+    assert_parity(Module, accumulate_grad_batches=accumulate)

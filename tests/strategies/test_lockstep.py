@@ -291,3 +291,20 @@ def test_every_replica_is_given_the_result_of_a_step(Manual, train):
 
     one, several = (train(Module, k).trainer.callback_metrics["loss_epoch"] for k in (1, 3))
     torch.testing.assert_close(several, one, rtol=1e-5, atol=0)
+
+
+def test_backward_of_ones_own(Manual, assert_parity):
+    class Module(Manual):
+        def backward(self, loss):
+            loss.backward()
+            for parameter in self.parameters():
+                parameter.grad.clamp_(-0.01, 0.02)
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            assert all(parameter.grad.max() <= 0.02 for parameter in self.parameters())
+            optimizer.step()
+
+    assert_parity(Module)

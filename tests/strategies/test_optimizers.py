@@ -4,9 +4,12 @@ from unittest.mock import ANY, MagicMock, call, patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn, optim
 from torch.nn import functional as F
+
+from lightning_mgpu.strategies.optimizers import copy_optimizer
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +214,25 @@ def test_buffers_updated_in_the_step(Regression, assert_parity, make_loader):
     assert_parity(Module, (3, 4), loader=make_loader(2))  # most replicas see no sample, and others need their buffers
 
 
+def test_buffers_that_follow_the_data(Regression, train):
+    """All replicas begin a step with the first one's, as in `DistributedDataParallel` and under `dp`."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            loss = F.mse_loss(self.net(X) - self.center, y)
+            self.center.lerp_(y.mean(0), 0.5)
+            return loss
+
+    dp, manual = (train(Module, 2, strategy=strategy) for strategy in ("dp", "manual_allreduce"))
+    for a, b in zip(dp.state_dict().values(), manual.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_spectral_norm(Regression, assert_parity):
     """Its buffers follow from the weights; those of a replica without samples must not lag behind."""
 
@@ -269,3 +291,56 @@ def test_a_mocked_step_is_called_once(Regression, train):
     with patch("torch.optim.SGD.step", step):
         train(Module, 2, max_epochs=1, check=False)
     assert step.mock_calls == [call(closure=ANY)] * 4
+
+
+STATES = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "loaded": lambda optimizer: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
+    "edited": lambda optimizer: [state["momentum_buffer"].zero_() for state in optimizer.state.values()],
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_validation_end"])
+@pytest.mark.parametrize("name", STATES)
+def test_state_reset_on_the_way(Regression, assert_parity, make_loader, name, hook):
+    """A warm restart: the replicas' optimizers forget what they had as well."""
+
+    class Reset(Callback):
+        def reset(self, trainer, module):
+            if trainer.global_step in (3, 6):  # in mid-epoch
+                STATES[name](trainer.optimizers[0])
+
+    setattr(Reset, hook, Reset.reset)
+    is_edited = name == "edited"  # seen when the next update is tried: from then on the result is copied
+    validation = {"val": True, "val_check_interval": 3}
+    loader = make_loader(num_samples=48)
+    assert_parity(Regression, callbacks=lambda: [Reset()], own_updates=not is_edited, loader=loader, **validation)
+
+
+def test_optimizers_set_up_again(Regression, assert_parity):
+    class Again(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.strategy.setup_optimizers(trainer)
+
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(self.loss(batch))
+                self.optimizers().step()
+
+    for make in (Regression, Manual):
+        assert_parity(make, callbacks=lambda: [Again()], own_updates=True)
+
+
+def test_a_tensor_beside_the_parameters_states(Regression):
+    """As MADGRAD keeps its step counter."""
+    module, replica = Regression(), Regression()
+    optimizer = optim.SGD(module.parameters(), 0.1)
+    optimizer.state["k"] = torch.tensor([3])
+    copied = copy_optimizer(optimizer, list(module.parameters()), list(replica.parameters()))
+    assert copied.state["k"] == 3
+    assert copied.state["k"] is not optimizer.state["k"]

@@ -1,5 +1,7 @@
 """Callbacks that change what a model is made of in the middle of a run: pruned weights, layers replaced by others."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -70,3 +72,21 @@ def test_metrics_made_anew_are_no_layers():
     assert not replicas.is_outgrown()
     module.net = nn.Linear(2, 2)
     assert replicas.is_outgrown()
+
+
+@pytest.mark.filterwarnings("error:The .grad attribute of a Tensor that is not a leaf")
+def test_a_scripted_layer(Regression, assert_parity):
+    """TorchScript keeps parameters and buffers in mappings that are no dicts."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double().eval()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit is deprecated
+                self.scripted = torch.jit.script(layers)
+
+        def training_step(self, batch, batch_idx):
+            return self.loss([self.scripted(batch[0]), batch[1]])
+
+    assert_parity(Module, (2,))

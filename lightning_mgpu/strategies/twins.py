@@ -1,0 +1,187 @@
+"""What a replica has in the place of something of the original's: its own layers, and what is made of them.
+
+Lists, dicts, sets and tuples are copied, with what is in them. Methods of layers become methods of the replica's, also
+inside `functools.partial`, and so do functions inside a method that use `self`. An object that holds layers gives way
+to the copy that was made with the replica. Tensors come to the replica's device; one its own step has put in the same
+place stays, until somebody else changes the original's. A random generator has a stream of its own in every replica.
+Everything else is the thing itself.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+CONTAINERS = (list, dict, set, deque)
+FEW = 100  # longer lists are collected outputs: what is in those stays as it is
+
+
+class Twins:
+    """The replica's own of what the original has.
+
+    Args:
+        layers: Parameters and layers of the replica, by the `id` of what they are copies of.
+        device: The replica's.
+        index: Its number, by which its random generators are seeded.
+    """
+
+    def __init__(self, layers: dict[int, Any], device: torch.device, index: int) -> None:
+        self.of, self.device, self.index = layers, device, index
+        self.copied: dict[int, tuple[Any, Any, int]] = {}  # by id: an original, its copy, its length when copied
+        self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
+        self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
+
+    def find(self, value: Any, copied: Any, visited: dict[int, bool]) -> bool:
+        """Whether there are layers in a value; objects in which there are get a twin, the copy in the replica.
+
+        Args:
+            value: The original's.
+            copied: What was made of it with the replica.
+            visited: The answer for what was looked at already, by `id`.
+        """
+        if id(value) in self.of:
+            return True
+        if value is copied or type(value) is not type(copied) or id(value) in visited:
+            return visited.get(id(value), False)
+        visited[id(value)] = False  # for cycles
+        if isinstance(value, torch.Generator):
+            copied.manual_seed(value.initial_seed() + self.index)
+        holds = isinstance(value, (nn.Module, nn.Parameter))
+        for part, its_copy in _parts(value, copied):
+            holds |= self.find(part, its_copy, visited)
+        visited[id(value)] = holds
+        if holds and not isinstance(value, (*CONTAINERS, tuple)):
+            self.add(value, copied)
+        return holds
+
+    def add(self, value: Any, copied: Any) -> None:
+        self.of[id(value)] = copied
+        self._objects.append((value, copied))
+
+    def refresh(self) -> None:
+        """Give objects their originals' numbers, texts and flags; begin a new step."""
+        self.copied = {}
+        for value, copied in self._objects:
+            for name, part in getattr(value, "__dict__", {}).items():
+                if isinstance(part, PLAIN):
+                    vars(copied)[name] = part
+
+    def own(self, value: Any) -> Any:
+        """The replica's own; the value itself, where nothing in it is the replica's."""
+        if isinstance(value, PLAIN):
+            return value
+        if id(value) in self.of:
+            return self.of[id(value)]
+        if isinstance(value, CONTAINERS):
+            return self._copy(value)
+        if isinstance(value, (Tensor, torch.Generator)):
+            known, version, own = self._kept.get(id(value), (None, 0, None))
+            if isinstance(value, torch.Generator):
+                return self._stream(value, own)
+            return own if known is value and version == version_of(value) else value.to(self.device)
+        if isinstance(value, tuple) and _is_looked_into(value):
+            items = [self.own(item) for item in value]
+            if all(own is item for own, item in zip(items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, MethodType):
+            owner = self.own(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+            if (own := self.own(parts)) is parts:
+                return value
+            function, *rest = own
+            args, keywords = rest[: len(value.args)], dict(zip(value.keywords, rest[len(value.args) :]))
+            return partial(function, *args, **keywords)
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._rebound(value, value.__closure__)
+        return value
+
+    def keep(self, places: Iterable[tuple[Any, Any]]) -> None:
+        """Remember which tensors and generators the replica has at the end of a step where the original has others.
+
+        Args:
+            places: Values of the original, and the replica's own.
+        """
+        self._kept = {}
+        visited: set[int] = set()
+        todo = list(places)
+        while todo:
+            value, own = todo.pop()
+            if value is own or type(value) is not type(own) or id(value) in visited:
+                continue
+            visited.add(id(value))
+            if isinstance(value, (Tensor, torch.Generator)):
+                self._kept[id(value)] = value, version_of(value), own
+            elif isinstance(value, dict) and len(value) <= FEW:
+                todo += [(item, own[key]) for key, item in value.items() if key in own]
+            elif isinstance(value, (list, tuple, deque)) and len(value) <= FEW:
+                _, copied, length = self.copied.get(id(value), (None, None, FEW))
+                todo += list(zip(value, own))[: length if copied is own else FEW]  # what was added has no place yet
+
+    def _copy(self, value: Any) -> Any:
+        if id(value) in self.copied:  # under two names
+            return self.copied[id(value)][1]
+        copied = copy.copy(value)
+        self.copied[id(value)] = value, copied, len(value)
+        for key, item in _items(value):
+            if (own := self.own(item)) is not item:
+                copied[key] = own
+        return copied
+
+    def _stream(self, original: torch.Generator, own: torch.Generator | None) -> torch.Generator:
+        """A generator seeded with the original's seed and the replica's number, anew whenever the original is."""
+        seed = original.initial_seed()
+        fresh = torch.Generator(original.device).manual_seed(seed)
+        if own is None:
+            own = torch.Generator(original.device if original.device.type == "cpu" else self.device)
+            own.manual_seed(seed + self.index)
+        elif torch.equal(original.get_state(), fresh.get_state()):
+            own.manual_seed(seed + self.index)
+        return own
+
+    def _rebound(self, function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
+        """The function, with the replica's layers among the variables it has taken from around it."""
+        twins = [None if cell == CellType() else self.of.get(id(cell.cell_contents)) for cell in cells]
+        if all(twin is None for twin in twins):
+            return function
+        closure = tuple(cell if twin is None else CellType(twin) for cell, twin in zip(cells, twins))
+        own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+        own.__kwdefaults__ = function.__kwdefaults__
+        vars(own).update(vars(function))
+        return own
+
+
+def version_of(value: Any) -> int:
+    """How often a tensor was changed in place; -1 where that is not counted."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Keys and values of a container, as far as there may be something of the replica's among them."""
+    if isinstance(value, dict):
+        yield from (pair for pair in value.items() if len(value) <= FEW or not isinstance(pair[1], Tensor))
+    elif not isinstance(value, set) and _is_looked_into(value):
+        yield from enumerate(value)
+
+
+def _is_looked_into(items: Sequence[Any]) -> bool:
+    return len(items) <= FEW or isinstance(items[0], nn.Module)
+
+
+def _parts(value: Any, copied: Any) -> Iterable[tuple[Any, Any]]:
+    """What is in a value, and the same in its copy."""
+    if isinstance(value, dict):
+        return zip(value.values(), copied.values())
+    if isinstance(value, (list, tuple, deque)):
+        return zip(value, copied)
+    if isinstance(value, MethodType):
+        return [(value.__self__, copied.__self__)]
+    return [(part, vars(copied).get(name)) for name, part in getattr(value, "__dict__", {}).items()]
