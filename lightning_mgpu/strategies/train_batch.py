@@ -252,6 +252,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._remove_hooks()
         self._trains = False
         self._loss, self._own, self._attached = None, None, []
+        self.overrides_backward = self._edits_in_step = self._shows_gradients = False
         self._wrapped[1:], self._views = [], {}
         self.gradients = Gradients([])
         super().teardown()

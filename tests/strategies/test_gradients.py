@@ -168,3 +168,17 @@ def test_backward_of_ones_own(Regression, assert_parity, num_passes, accumulate)
                     parameter.grad.data.clamp_(-0.01, 0.02)
 
     assert_parity(Module, accumulate_grad_batches=accumulate)
+
+
+def test_hooks_in_the_step_of_a_run_that_is_over(Regression, train, make_loader):
+    class Module(Regression):
+        def backward(self, loss):
+            loss.backward()
+
+        def on_before_backward(self, loss):
+            pass
+
+    module = train(Module, k=2)
+    module.zero_grad()
+    module.trainer.strategy.backward(module.loss(next(iter(make_loader()))), None)
+    assert module.net[0].bias.grad.count_nonzero()
