@@ -23,11 +23,12 @@ class Parser(LightningArgumentParser):
         """Called for the arguments of every class."""
         before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))  # its older name
         given = {name: value for part in (before, obj) if part for name, value in _as_dict(part).items()}
+        outer = self._named  # of the same class, around this one
         self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
         try:
             return super().parse_object(obj, *args, **kwargs)
         finally:
-            del self._named
+            self._named = outer
 
     @override
     def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:

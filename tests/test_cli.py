@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 
 from lightning_mgpu import __version__
+from lightning_mgpu.checks import check_secrets
 from lightning_mgpu.cli import CONFIGS, closing_line
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import did_you_mean
@@ -300,17 +302,30 @@ class Letters(LeNet):
 class Small(FashionMNIST):
     def __init__(self, batch_size: int = 16) -> None:
         super().__init__(batch_size)
+
+class Student(Letters):
+    def __init__(self, teacher: LeNet | None = None) -> None:
+        super().__init__()
 """
 
 
 def test_classes_of_ones_own_have_their_own_defaults(
-    main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    (tmp_path / "own_classes.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_classes.py").write_text(OWN)  # found as the console script finds it, which is no `python -m`
     assert main("fit", "--model=own_classes.Letters", "--data=own_classes.Small", "--print_config") == 0
     config = yaml.safe_load(capfd.readouterr().out)
     assert config["model"]["init_args"] == {"num_classes": 26} and config["data"]["init_args"] == {"batch_size": 16}
+    student = "own_classes.Student"  # whose teacher is a student, too
+    assert main("fit", f"--model={student}", f"--model.teacher={student}", "--print_config") == 0
+    teacher = yaml.safe_load(capfd.readouterr().out)["model"]["init_args"]["teacher"]
+    assert teacher == {"class_path": student, "init_args": {"teacher": None}}
+
+
+def test_stars_in_notes_are_no_secret() -> None:
+    check_secrets(Namespace(wandb=Namespace(notes="*** the best ***"), data=Namespace(root="data")))
+    with pytest.raises(UsageError, match=r"--data\.url=https://\*\*\*@host: a secret"):
+        check_secrets(Namespace(data=Namespace(init_args=Namespace(url="https://***@host"))))
 
 
 def test_a_strategy_class_can_be_named(main: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:

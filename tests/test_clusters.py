@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,6 +176,8 @@ def test_a_job_that_was_not_saved_begins_anew(tmp_path: Path, monkeypatch: pytes
     (checkpoints / "last.ckpt").touch()
     assert with_requeued_job(args) is args  # no config.yaml: not a run
     (checkpoints.parent / "config.yaml").touch()
+    shutil.copytree(checkpoints.parent, tmp_path / "runs" / "slurm_4242.01")  # another step's, and newer
+    os.utime(tmp_path / "runs" / "slurm_4242.01" / "checkpoints" / "last.ckpt", (2e9, 2e9))
     assert with_requeued_job(args) == ["fit", "--resume=runs/slurm_4242.0_2"]
     assert with_requeued_job(["test"]) == ["test"]
     assert with_requeued_job(["fit", "--run_dir", "elsewhere"]) == ["fit", "--run_dir", "elsewhere"]

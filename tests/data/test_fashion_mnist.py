@@ -114,6 +114,13 @@ def test_limits_and_overfitting(make_data: Callable, make_trainer: Callable) -> 
     assert len(over) == 4 and over[:2] == over[2:]
 
 
+def test_overfitting_shows_the_images_as_they_are(make_data: Callable, make_trainer: Callable) -> None:
+    data = make_data(augment=True, cutout=8)
+    assert data.train_set.flip and data.train_set.cutout
+    make_trainer(max_epochs=1, overfit_batches=1).fit(LeNet(), data)
+    assert not (data.train_set.flip or data.train_set.cutout or data.train_set.crop_padding)
+
+
 def test_synthetic_data_are_loud() -> None:
     data = FashionMNIST(source="synthetic", val_size=0)
     with pytest.warns(UserWarning, match="made-up images; no accuracy below means anything"):
