@@ -94,13 +94,16 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     return first if isinstance(first, str) and set(outputs) == {first} else move_data_to_device(list(outputs), device)
 
 
-def leaves(part: Any) -> Iterator[Any]:
-    """Everything in a nesting of lists, tuples, dicts and dataclasses that is none of these."""
-    if isinstance(part, (Mapping, list, tuple)) or _is_dataclass(part):
-        for item in _children(part):
-            yield from leaves(item)
-    else:
+def leaves(part: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Everything in a nesting of lists, tuples, dicts and dataclasses that is none of these.
+
+    A container that lies inside itself is entered once; `around` are the ids of those that `part` lies in.
+    """
+    if not isinstance(part, (Mapping, list, tuple)) and not _is_dataclass(part):
         yield part
+    elif id(part) not in around:
+        for item in _children(part):
+            yield from leaves(item, (*around, id(part)))
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

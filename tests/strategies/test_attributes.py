@@ -249,3 +249,22 @@ def test_states_kept_from_step_to_step(Regression, assert_parity, make_loader, k
             return F.mse_loss(Z, y)
 
     assert_parity(Module, (2, 4), loader=make_loader(num_samples=24))
+
+
+def test_a_list_inside_itself(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.notes = [1.0, {"net": self.net}, None]
+            self.notes[1]["notes"] = self.notes
+
+        def on_train_batch_start(self, *_):
+            self.notes[0] *= 1.1
+
+        def training_step(self, batch, batch_idx):
+            notes = self.notes[1]["notes"]
+            assert notes is self.notes and notes[1]["net"] is self.net
+            self.notes[2] = self.loss(batch).detach()
+            return self.loss(batch) * notes[0]
+
+    assert_parity(Module)
