@@ -1,14 +1,16 @@
 """One thread a device: the replicas of a step run side by side, and can meet in the middle of it.
 
 A `Team` runs a function once for every replica. Replica 0 runs in the calling thread, so that profilers and debuggers
-see it, the others in threads of their own, with the caller's autograd, inference and autocast modes and their share
-of the cores. `exchange` is the one way replicas meet: everybody gives a value and gets all of them.
+see it, the others in threads of their own, with the caller's context variables (settings of torch.compile, say), its
+autograd, inference and autocast modes, its default device and their share of the cores. `exchange` is the one way
+replicas meet: everybody gives a value and gets all of them.
 
 With `turns` only one replica runs at a time, each with its own random streams: how replicas that draw random numbers
 from a generator they share (the CPU's, or that of a GPU with two replicas) stay reproducible.
 """
 
 import contextlib
+import contextvars
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +88,7 @@ class Team:
         before = torch.get_num_threads()
         try:
             for i in others:
-                self._tasks[i].put((task, num_threads))
+                self._tasks[i].put((contextvars.copy_context(), task, num_threads))
             if 0 in active:
                 if others and num_threads != before and self.devices[0].type == "cpu":
                     torch.set_num_threads(num_threads)
@@ -129,12 +131,12 @@ class Team:
     def _work(self, i: int) -> None:
         set_to = 0
         while (order := self._tasks[i].get()) is not None:
-            task, num_threads = order
+            context, task, num_threads = order
             if num_threads != set_to:
                 torch.set_num_threads(num_threads)  # of this thread alone
                 set_to = num_threads
-            task(i)
-            del order, task  # do not keep the step's tensors while waiting for the next
+            context.run(task, i)
+            del order, context, task  # do not keep the step's tensors while waiting for the next
 
     def _swap(self, turns: Streams, i: int) -> Callable[[bool], None]:
         """A function that puts replica i's generator states in place (True) and takes them back (False)."""
@@ -238,12 +240,13 @@ class _Meeting:
 
 
 class _Modes:
-    """The calling thread's autograd, inference and autocast modes, to be entered in other threads."""
+    """The calling thread's autograd, inference and autocast modes and default device, for other threads."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        self.default_device = torch.get_default_device()
         self.autocast = {
             kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         }
@@ -254,6 +257,8 @@ class _Modes:
             if threading.get_ident() != self.thread:
                 stack.enter_context(torch.inference_mode(self.inference))
                 stack.enter_context(torch.set_grad_enabled(self.grad))
+                if self.default_device.type != "cpu":
+                    stack.enter_context(device if device.type == self.default_device.type else self.default_device)
                 if self.autocast:  # a CPU replica beside a GPU takes the GPU's type
                     dtype = self.autocast.get(device.type, next(iter(self.autocast.values())))
                     stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))

@@ -1,5 +1,6 @@
 """Threads for replicas: side by side, in turns, meeting, failing, and gone afterwards."""
 
+import contextvars
 import gc
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -107,6 +109,21 @@ def test_modes_of_the_caller_hold_in_every_replica(team: Team, inference: bool, 
     with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
         assert team.run(modes, [0, 1, 2]) == [(inference, grad, torch.bfloat16, inference)] * 3
     assert team.run(modes, [0, 1, 2]) == [(False, True, torch.float32, False)] * 3
+
+
+def test_context_and_default_device_of_the_caller_hold_in_every_replica(team: Team) -> None:
+    """Settings of torch.compile are context variables in torch 2.15, and so may be a user's."""
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    def look(i: int) -> tuple[int, int, str]:
+        return variable.get(), dynamo.cache_size_limit, torch.zeros(()).device.type
+
+    before = look(0)
+    assert team.run(look, [0, 1, 2]) == [before] * 3
+    variable.set(1)
+    with torch.device("meta"), dynamo.patch(cache_size_limit=99):
+        assert team.run(look, [0, 1, 2]) == [(1, 99, "meta")] * 3
+    assert team.run(look, [1, 2]) == [(1, *before[1:])] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
