@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,6 +109,24 @@ def test_compiled_model_trains_the_same(strategy: str, train: Callable) -> None:
     assert calls == [True] * DEVICES[strategy]
     assert difference(fast, train(strategy, **short)) < 1e-4
     assert list(fast.state_dict()) == list(LeNet().state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["dp", "manual_allreduce"])
+def test_all_of_many_replicas_are_compiled(strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs each is compiled for its own device; here each gets a class of its own, which needs no less."""
+    compiled, compile_module = CompileCounter(), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compile_module(self, backend=compiled))
+    monkeypatch.setitem(DEVICES, strategy, 6)
+
+    class OneClassEach(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            for replica in trainer.strategy.replicas():
+                layer = next(layer for layer in replica.modules() if isinstance(layer, nn.AvgPool2d))
+                layer.__class__ = type("OfOneReplica", (nn.AvgPool2d,), {})
+
+    torch._dynamo.reset()
+    train(strategy, {"compile": "default"}, callbacks=[OneClassEach()], limit_train_batches=2, limit_val_batches=2)
+    assert compiled.frame_count == 6 + 6  # for training and for evaluation
 
 
 @pytest.mark.parametrize("strategy", ["dp", "manual_allreduce"])

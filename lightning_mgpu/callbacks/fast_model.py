@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
@@ -85,6 +86,8 @@ class FastModel(Callback):
                 f"--fast.compile={self.compile}: with --trainer.sync_batchnorm=true replicas meet inside of what would "
                 "be compiled: leave one of the two out, or take --trainer.strategy=ddp"
             )
+        # one forward for all: its entries in the compiler's cache are shared, and every device needs entries of its own
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * len(replicas))
         for replica in replicas:
             for network in networks(replica):
                 network.compile(mode=self.compile)
