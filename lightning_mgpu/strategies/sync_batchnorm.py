@@ -19,7 +19,20 @@ from lightning_mgpu.strategies.team import Team
 def synchronize_batch_norm(layers: Sequence[_BatchNorm], team: Team) -> None:
     """Let the replicas' copies of one layer normalise with the statistics of the whole batch while they train."""
     for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer, team)  # the class and its keys in checkpoints stay
+        vars(layer)["forward"] = _Synchronized(layer, team)  # the class and its keys in checkpoints stay
+
+
+class _Synchronized:
+    """`forward` of a layer while it trains; in copies of the layer, also pickled ones, it is that of the class."""
+
+    def __init__(self, layer: _BatchNorm, team: Team) -> None:
+        self.layer, self.team = layer, team
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return _forward(self.layer, self.team, X)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self.layer).forward, self.layer)
 
 
 def _forward(layer: _BatchNorm, team: Team, X: Tensor) -> Tensor:

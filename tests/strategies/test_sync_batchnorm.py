@@ -1,6 +1,7 @@
 """The layer alone: replicas' outputs, gradients, and gradients of gradients are those of torch's on the whole batch."""
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -93,3 +94,16 @@ def test_lower_precisions(dtype: torch.dtype, atol: float, memory_format: torch.
             assert one.running_mean.dtype == torch.float32
             torch.testing.assert_close(one.running_mean.double(), exact.running_mean, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(one.running_var.double(), exact.running_var, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deep", "pickled"])
+def test_a_copy_is_a_layer_of_its_own(copied: Callable[[nn.Module], nn.Module], team: Team) -> None:
+    """A callback that averages weights makes one while training runs."""
+    layers = [nn.BatchNorm1d(5), nn.BatchNorm1d(5)]
+    synchronize_batch_norm(layers, team)
+    own, X = copied(layers[1]), torch.randn(4, 5)
+    layers[1].running_mean.fill_(9.0)
+    torch.testing.assert_close(own(X), nn.BatchNorm1d(5)(X))
+    torch.testing.assert_close(own.running_mean, 0.1 * X.mean(0))
+    team.run(lambda i: own(X), [0, 1])  # which does not meet the others
+    assert layers[1].num_batches_tracked == 0
