@@ -93,6 +93,16 @@ class Lockstep:
         self.team.exchange(("done", without_graph(result)))
         return result
 
+    def after_step(self, count: Callable[[], Any]) -> Callable[[], None]:
+        """What `LightningOptimizer` calls after a step: replicas go on when the Trainer has counted it."""
+
+        def meet() -> None:
+            count()
+            if self.team.is_running:
+                self.team.exchange()
+
+        return meet
+
     def _meet(self, place: str) -> None:
         places = self.team.exchange(place)
         if any(other != place for other in places):

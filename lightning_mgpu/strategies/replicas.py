@@ -117,6 +117,12 @@ class Replicas:
         """Whether layers or parameters of the original were added, removed or replaced since it was copied."""
         return any(_structure(part) != known for part, known in zip(self._parts, self._structure))
 
+    def have_copies(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is not registered with the module is on it all the same, and so on the replicas."""
+        owners = (owner for owners, _ in self._owners for owner in owners[:1])
+        is_attribute = any(value is tensor for owner in owners for value in vars(owner).values())
+        return is_attribute or any(id(tensor) in attributes.twins.of for attributes in self.attributes)
+
     def agree(self) -> bool:
         """Whether all replicas hold the same parameters, bit for bit."""
         return all(torch.equal(first, other.to(first.device)) for first, *rest in self.parameters for other in rest)

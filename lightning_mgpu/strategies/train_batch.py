@@ -9,9 +9,12 @@ Where the gradients meet, and who makes the update, is what strategies differ in
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,6 +84,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
         self._attached = list(self._optimizers)
+        self._check_parameters()
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.give_tensors()
@@ -93,6 +97,21 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._wrap_copies(self._own.copies if is_manual else [])
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
+
+    def _check_parameters(self) -> None:
+        """Refuse a tensor of an optimizer's that is on the module and not among its parameters.
+
+        Every replica has a copy of it, but nobody would keep them equal.
+        """
+        known = {id(parameter) for parameter in self.original.parameters()}
+        for optimizer in self._optimizers:
+            for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
+                if id(parameter) not in known and self._replicas.have_copies(parameter):
+                    raise MisconfigurationException(
+                        f"{type(optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} which is not among "
+                        f"the module's parameters, so that {self.name} cannot keep its copies equal: register it, as "
+                        "an nn.Parameter, in an nn.ParameterList or an nn.Module."
+                    )
 
     @override
     def renew_replicas(self) -> None:
@@ -127,11 +146,16 @@ class TrainBatchStrategy(ReplicatedStrategy):
             assert self._own is not None
             self._own.follow()
             self._lockstep = Lockstep(self.team, weights, self._is_joint)
+            for own in self._wrapped:
+                for wrapper in own:
+                    wrapper._on_after_step = self._lockstep.after_step(wrapper._on_after_step)
         try:
             with self.precision_plugin.train_step_context():
                 active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)
         finally:
             self._lockstep = None
+            for wrapper in chain(*self._wrapped[1:]):  # the original's are the Trainer's affair
+                wrapper._on_after_step = do_nothing_closure
         self._replicas.mark_step(trained=True)
         if self._is_stale or len(active) < len(self.devices):  # a replica without samples has missed something
             self._replicas.broadcast_parameters()

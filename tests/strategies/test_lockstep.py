@@ -1,5 +1,7 @@
 """Manual optimization: one optimizer and several, closures, accumulation, schedulers, and replicas that part ways."""
 
+import time
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -308,3 +310,28 @@ def test_backward_of_ones_own(Manual, assert_parity):
             optimizer.step()
 
     assert_parity(Module)
+
+
+def test_a_step_is_counted_before_anybody_goes_on(Regression, assert_parity):
+    """All replicas go the same way; the first one's counting is slow."""
+
+    class Module(adversaries(Regression)):
+        def training_step(self, batch, batch_idx):
+            generator, critic = self.optimizers()
+            before = self.global_step
+            self.manual_backward(self.generator_loss(batch[0]))
+            generator.step()
+            generator.zero_grad()
+            assert self.global_step == before + 1
+            if self.global_step % 3 == 0:
+                self.manual_backward(self.critic_loss(batch[0]))
+                critic.step()
+            critic.zero_grad()
+
+    class Slow(Callback):
+        def on_train_start(self, trainer, module):
+            progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+            count = progress.increment_completed
+            progress.increment_completed = lambda: (time.sleep(0.01), count())
+
+    assert_parity(Module, callbacks=lambda: [Slow()])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
 from torch.nn import functional as F
 
@@ -344,3 +345,26 @@ def test_a_tensor_beside_the_parameters_states(Regression):
     copied = copy_optimizer(optimizer, list(module.parameters()), list(replica.parameters()))
     assert copied.state["k"] == 3
     assert copied.state["k"] is not optimizer.state["k"]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list"])
+def test_parameters_that_are_not_the_modules(Regression, train, kind):
+    """Replicas have copies nobody would keep equal."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.alpha = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+            self.alphas = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+
+        def training_step(self, batch, batch_idx):
+            alpha = self.alpha if kind == "tensor" else self.alphas[0]
+            return self.loss(batch) * alpha.exp().mean()
+
+        def configure_optimizers(self):
+            alpha = self.alpha if kind == "tensor" else self.alphas[0]
+            return optim.Adam([*self.parameters(), alpha])
+
+    train(Module)
+    with pytest.raises(MisconfigurationException, match=r"Adam has a tensor of shape \(2,\) .* nn\.ParameterList"):
+        train(Module, 2)
