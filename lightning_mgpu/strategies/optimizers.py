@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.team import same_generator_states
 
 
 class ReplicaOptimizers:
@@ -46,8 +47,7 @@ class ReplicaOptimizers:
             self.replicas.broadcast_parameters()
             return
         is_first = self.repeats[n] is None
-        gpus = {device for device in self.replicas.devices if device.type == "cuda"}
-        with torch.random.fork_rng(gpus, enabled=is_first):
+        with same_generator_states(set(self.replicas.devices) if is_first else ()):
             for copies, mapping, device in zip(self.copies, self._mappings, self.replicas.devices[1:]):
                 follow(self.originals[n], copies[n], mapping)
                 with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one

@@ -18,7 +18,14 @@ from typing_extensions import override
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
-from lightning_mgpu.strategies.team import Streams, Team, generator_states, new_generator_states, set_generator_states
+from lightning_mgpu.strategies.team import (
+    Streams,
+    Team,
+    generator_states,
+    new_generator_states,
+    set_generator_states,
+    watch_forks,
+)
 from lightning_mgpu.strategies.twins import PLAIN
 
 Versions = list[tuple[Any, int]]
@@ -222,9 +229,10 @@ class SingleProcessStrategy(ParallelStrategy):
             return outputs
         self._streams[0] = before
         streams = list(self._streams)
-        outputs = self.team.run(function, active, turns=streams, all_cores=draws is not None)
+        with watch_forks() if draws is None and name != "backward" else contextlib.nullcontext() as forks:
+            outputs = self.team.run(function, active, turns=streams, all_cores=draws is not None)
         set_generator_states(self.root_device, streams[0])
-        self._draws[name] = draws or not _equal(self._streams, streams)
+        self._draws[name] = draws or bool(forks) or not _equal(self._streams, streams)
         self._streams = streams
         return outputs
 

@@ -13,11 +13,12 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.random import set_rng_state
 
 Streams = list[list[Tensor]]
 """Generator states of every replica: the CPU's, and its device's if that is a GPU."""
@@ -278,7 +279,37 @@ def new_generator_states(device: torch.device, seed: int) -> list[Tensor]:
     return [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
 
 
+@contextlib.contextmanager
+def same_generator_states(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the block with the generator states it was entered with; `watch_forks` does not see it."""
+    before = [(device, generator_states(device)) for device in devices]
+    try:
+        yield
+    finally:
+        for device, states in before:
+            set_generator_states(device, states)
+
+
+@contextlib.contextmanager
+def watch_forks() -> Iterator[list[bool]]:
+    """A list that is no longer empty when a step in the block has put a generator's state back: `fork_rng`, say.
+
+    Such a step draws random numbers, but leaves no trace of it.
+    """
+    seen: list[bool] = []
+
+    def note(new_state: Tensor) -> None:
+        seen.append(True)
+        set_rng_state(new_state)
+
+    torch.random.set_rng_state = torch.set_rng_state = note
+    try:
+        yield seen
+    finally:
+        torch.random.set_rng_state = torch.set_rng_state = set_rng_state
+
+
 def set_generator_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
+    set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -166,3 +167,34 @@ def test_random_numbers_in_one_backward_pass_for_all(Regression, train):
         train(lambda manual=manual: Module(manual), 2, sync_batchnorm=True, max_epochs=1, limit_train_batches=3)
     assert len(locked) == 12
     assert all(locked)
+
+
+@pytest.mark.parametrize("by", ["torch", "lightning"])
+def test_random_numbers_of_a_fork(Regression, train, by):
+    """Noise that is always the same: nothing outside of the step notices, whatever the threads do."""
+    fork = {"torch": torch.random.fork_rng, "lightning": isolate_rng}[by]
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            with fork():
+                torch.manual_seed(5)
+                time.sleep(0.002 * (batch_idx % 3))
+                noise = torch.randn(4, 6, dtype=torch.float64)
+                time.sleep(0.002)
+                self.noise = noise, torch.randn(4, 6, dtype=torch.float64)
+            X, y = batch
+            X = X + self.noise[0][: len(X)] + self.noise[1][: len(X)]
+            return self.loss((X, y))
+
+        def on_train_batch_end(self, *_):
+            assert torch.equal(torch.get_rng_state(), self.state)
+
+        def on_train_batch_start(self, *_):
+            torch.rand(3)
+            self.state = torch.get_rng_state()
+
+    first, *others = (train(Module, 3) for _ in range(3))
+    generator = torch.Generator().manual_seed(5)
+    assert torch.equal(first.noise[0], torch.randn(4, 6, dtype=torch.float64, generator=generator))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters()))
