@@ -2,15 +2,18 @@
 
 Numbers, texts and flags are given as they are. Lists, dicts and sets are copied with all lists, dicts and sets in them,
 and what a replica adds to its copies in the step is added to the original's afterwards: values of new keys, items of
-lists. What else there is of a replica's own, and what forward hooks become, `twins.py` says. Other objects are the
-replica's own copies, or shared where they are in a list or a hook has set them since the replica was made.
+lists, what a `collections.Counter` counts. What else there is of a replica's own, and what hooks become, `twins.py`
+says. Other objects are the replica's own copies, or shared where they are in a list or a hook has set them since the
+replica was made; arrays of numpy's are shared.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
@@ -19,11 +22,14 @@ from torch import Tensor, nn
 from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
 
 OWN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
 
 
 class Attributes:
-    """Attributes and forward hooks of a module's and its replica's layers.
+    """Attributes, forward and backward hooks of a module's and its replica's layers.
 
     Args:
         pairs: A layer, its copy, and whether its class is a user's.
@@ -41,7 +47,7 @@ class Attributes:
         visited: dict[int, bool] = {}
         for replica, name, value in self._users():
             copied = vars(replica).get(name)
-            is_object = not isinstance(value, (*CONTAINERS, tuple, torch.Generator))
+            is_object = not isinstance(value, (*CONTAINERS, tuple, torch.Generator, np.ndarray))
             if not twins.find(value, copied, visited) and is_object and copied is not value:
                 twins.add(value, copied)
 
@@ -67,8 +73,11 @@ class Attributes:
         self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
         given = self.twins.copied.values()
         copies = {id(copied) for _, copied, _ in given}
-        for original, copied, length in given:
-            _add(original, copied, length, copies, device)
+        for original, copied, then in given:
+            if isinstance(original, Counter):
+                original.update({key: count - then.get(key, 0) for key, count in copied.items()})
+            else:
+                _add(original, copied, then, copies, device)
         self.twins.copied = {}
 
     def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:

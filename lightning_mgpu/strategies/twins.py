@@ -1,14 +1,14 @@
 """What a replica has in the place of something of the original's: its own layers, and what is made of them.
 
 Lists, dicts, sets and tuples are copied, with what is in them. Methods of layers become methods of the replica's, also
-inside `functools.partial`, and so do functions inside a method that use `self`. An object that holds layers gives way
-to the copy that was made with the replica. Tensors come to the replica's device; one its own step has put in the same
-place stays, until somebody else changes the original's. A random generator has a stream of its own in every replica.
-Everything else is the thing itself.
+inside `functools.partial`, and so do functions inside a method that use `self`. An object that is an attribute or
+holds layers gives way to the copy that was made with the replica, whose attributes are treated alike. Tensors come to
+the replica's device; one its own step has put in the same place stays, until somebody else changes the original's. A
+random generator has a stream of its own in every replica. Everything else is the thing itself.
 """
 
 import copy
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -33,7 +33,8 @@ class Twins:
 
     def __init__(self, layers: dict[int, Any], device: torch.device, index: int) -> None:
         self.of, self.device, self.index = layers, device, index
-        self.copied: dict[int, tuple[Any, Any, int]] = {}  # by id: an original, its copy, its length when copied
+        # By id: an original, its copy, its length when copied; a Counter's counts then
+        self.copied: dict[int, tuple[Any, Any, Any]] = {}
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
         self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
 
@@ -61,16 +62,37 @@ class Twins:
         return holds
 
     def add(self, value: Any, copied: Any) -> None:
+        """Let a value have a twin, and the objects in it, too."""
         self.of[id(value)] = copied
         self._objects.append((value, copied))
+        for name, part in _contents(value):
+            its_copy = vars(copied).get(name)
+            if isinstance(part, Tensor) and isinstance(its_copy, Tensor):
+                self._kept[id(part)] = part, version_of(part), its_copy.to(self.device)
+            is_object = hasattr(part, "__dict__") and not isinstance(part, (MethodType, partial, Tensor))
+            if is_object and its_copy is not part and type(its_copy) is type(part) and id(part) not in self.of:
+                self.add(part, its_copy)
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Give objects their originals' numbers, texts and flags; begin a new step."""
+        """Give objects what their originals have; begin a new step.
+
+        Layers among them, an average of the weights say, are not registered with the module: nobody else does.
+        """
         self.copied = {}
         for value, copied in self._objects:
-            for name, part in getattr(value, "__dict__", {}).items():
-                if isinstance(part, PLAIN):
-                    vars(copied)[name] = part
+            if isinstance(value, nn.Parameter):
+                copied.data.copy_(value)
+            elif isinstance(value, nn.Module):
+                vars(copied).update({name: part for name, part in vars(value).items() if isinstance(part, PLAIN)})
+                for name, tensor in value._buffers.items():
+                    if tensor is not None:
+                        copied._buffers[name] = tensor.to(self.device, copy=True)
+            for name, part in _contents(value):
+                own = self.own(part)
+                if own is part and isinstance(part, Tensor):
+                    own = part.detach().clone().requires_grad_(part.requires_grad)
+                vars(copied)[name] = own
 
     def own(self, value: Any) -> Any:
         """The replica's own; the value itself, where nothing in it is the replica's."""
@@ -83,7 +105,9 @@ class Twins:
         if isinstance(value, (Tensor, torch.Generator)):
             known, version, own = self._kept.get(id(value), (None, 0, None))
             if isinstance(value, torch.Generator):
-                return self._stream(value, own)
+                own = self._stream(value, own)
+                self._kept[id(value)] = value, version, own  # it may be there under another name, too
+                return own
             return own if known is value and version == version_of(value) else value.to(self.device)
         if isinstance(value, tuple) and _is_looked_into(value):
             items = [self.own(item) for item in value]
@@ -113,6 +137,7 @@ class Twins:
         self._kept = {}
         visited: set[int] = set()
         todo = list(places)
+        todo += [(part, vars(copied).get(name)) for value, copied in self._objects for name, part in _contents(value)]
         while todo:
             value, own = todo.pop()
             if value is own or type(value) is not type(own) or id(value) in visited:
@@ -122,15 +147,15 @@ class Twins:
                 self._kept[id(value)] = value, version_of(value), own
             elif isinstance(value, dict) and len(value) <= FEW:
                 todo += [(item, own[key]) for key, item in value.items() if key in own]
-            elif isinstance(value, (list, tuple, deque)) and len(value) <= FEW:
+            elif isinstance(value, (list, tuple, deque)) and len(value) <= FEW and not getattr(value, "maxlen", None):
                 _, copied, length = self.copied.get(id(value), (None, None, FEW))
                 todo += list(zip(value, own))[: length if copied is own else FEW]  # what was added has no place yet
 
     def _copy(self, value: Any) -> Any:
         if id(value) in self.copied:  # under two names
             return self.copied[id(value)][1]
-        copied = copy.copy(value)
-        self.copied[id(value)] = value, copied, len(value)
+        copied = deque(value) if type(value) is deque else copy.copy(value)  # one without `maxlen` forgets nothing
+        self.copied[id(value)] = value, copied, dict(value) if isinstance(value, Counter) else len(value)
         for key, item in _items(value):
             if (own := self.own(item)) is not item:
                 copied[key] = own
@@ -174,6 +199,14 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _is_looked_into(items: Sequence[Any]) -> bool:
     return len(items) <= FEW or isinstance(items[0], nn.Module)
+
+
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object's attributes, but not those of a layer, and not what was collected in long lists."""
+    if not isinstance(value, (nn.Module, nn.Parameter)):
+        for name, part in getattr(value, "__dict__", {}).items():
+            if not isinstance(part, (*CONTAINERS, tuple)) or len(part) <= FEW:
+                yield name, part
 
 
 def _parts(value: Any, copied: Any) -> Iterable[tuple[Any, Any]]:

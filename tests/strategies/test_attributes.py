@@ -1,11 +1,14 @@
 """What hooks and steps keep on the module: all replicas see it, and what they add to it is put together."""
 
 import copy
-from collections import defaultdict, deque
+import math
+from collections import Counter, defaultdict, deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -57,6 +60,8 @@ class Collected:
         self.by_key: Any = defaultdict(list)
         self.by_loader: list[list] = [[], []]
         self.queue: deque = deque()
+        self.last: deque = deque(maxlen=10)  # is full after the second step
+        self.counts: Counter = Counter()
         self.labels: set[float] = set()
         self.by_sample: dict[float, Any] = {}
         self.same = self.by_name  # under two names
@@ -67,6 +72,8 @@ class Collected:
         self.by_key[batch_idx % 2].append(X)
         self.by_loader[1].append(X)
         self.queue.extend(X)
+        self.last.extend(X)
+        self.counts.update((y[:, 0] > 0).tolist())
         self.labels |= set(y[:, 0].tolist())
         self.by_sample |= {float(label): x for label, x in zip(y[:, 0], X)}
         return self.loss(batch)  # type: ignore[attr-defined]
@@ -74,12 +81,13 @@ class Collected:
     def on_train_epoch_end(self) -> None:
         lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1])
         self.all = [*map(torch.cat, lists), torch.stack(list(self.queue)), torch.stack([*self.by_sample.values()])]
-        self.all += [torch.tensor(sorted(self.labels))]
+        self.all += [torch.tensor(sorted(self.labels)), torch.stack(list(self.last))]
+        self.all += [torch.tensor([self.counts[True], self.counts[False]])]
 
 
 def test_what_steps_collect(Regression, train):
     one, *others = (train(type("Module", (Collected, Regression), {}), k, check=False).all for k in (1, 2, 3))
-    assert len(one) == 7
+    assert len(one) == 9
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -266,5 +274,84 @@ def test_a_list_inside_itself(Regression, assert_parity):
             assert notes is self.notes and notes[1]["net"] is self.net
             self.notes[2] = self.loss(batch).detach()
             return self.loss(batch) * notes[0]
+
+    assert_parity(Module)
+
+
+class Average:
+    """An exponential average of weights, as in many a training script."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.num_updates = copy.deepcopy(net), 0
+
+    def update(self, net: nn.Module) -> None:
+        self.num_updates += 1
+        decay = 0.9 * (1 - math.exp(-self.num_updates))
+        for own, other in zip(self.net.parameters(), net.parameters()):
+            own.data.mul_(decay).add_(other.data, alpha=1 - decay)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_zero_grad"])
+@pytest.mark.parametrize("place", ["object", "list"])
+def test_layers_that_are_not_registered(Regression, assert_parity, place, hook):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.average = Average(self.net)
+            self.held = self.average if place == "object" else [self.average.net]
+            if place == "list":
+                self.average = None
+
+        def update(self, *_):
+            if place == "object":
+                self.average.update(self.net)
+            else:
+                for own, other in zip(self.held[0].parameters(), self.net.parameters()):
+                    own.data.lerp_(other.data, 0.1)
+
+        def training_step(self, batch, batch_idx):
+            teacher = self.held.net if place == "object" else self.held[0]
+            with torch.no_grad():
+                target = teacher(batch[0])
+            return self.loss(batch) + F.mse_loss(self.net(batch[0]), target)
+
+        def state_dict(self, *args, **kwargs):
+            teacher = self.held.net if place == "object" else self.held[0]
+            return super().state_dict(*args, **kwargs) | {f"teacher.{k}": v for k, v in teacher.state_dict().items()}
+
+    setattr(Module, hook, Module.update)
+    assert_parity(Module)
+
+
+def test_what_hooks_change_in_objects(Regression, assert_parity):
+    """Numbers, tensors, arrays, lists, dicts and objects in objects."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            one = torch.ones(1, dtype=torch.float64)
+            self.config = SimpleNamespace(
+                loss=SimpleNamespace(factor=1.0), tensor=one, array=np.ones(1), values=[1.0], by_name={"a": one.clone()}
+            )
+            self.array = np.ones(1)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            config = self.config
+            if batch_idx % 2:
+                config.loss.factor *= 1.1
+                config.tensor.mul_(1.1)
+                config.values[0] *= 1.1
+            else:
+                config.array *= 1.1
+                self.array *= 1.1
+                config.by_name["a"] = config.by_name["a"] * 1.1
+            if self.current_epoch == 1 and batch_idx == 0:
+                config.loss = SimpleNamespace(factor=2.0)
+
+        def training_step(self, batch, batch_idx):
+            config = self.config
+            factors = [config.loss.factor, config.tensor, *config.values, config.by_name["a"]]
+            factors += [float(config.array[0]), float(self.array[0])]
+            return self.loss(batch) * math.prod(factors)
 
     assert_parity(Module)

@@ -102,3 +102,24 @@ def test_hooks_of_replicas_are_their_own(Regression, train):
             self.handle.remove()
 
     assert torch.isfinite(train(Module, 3).net[0].weight).all()
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
+def test_backward_hooks_that_change_gradients(Regression, assert_parity, hook, pre):
+    class Module(Regression):
+        def on_fit_start(self):
+            if hook == "on_fit_start":
+                self.register()
+
+        def on_train_epoch_start(self):
+            if hook == "on_train_epoch_start" and self.current_epoch == 1:
+                self.register()
+
+        def register(self):
+            if pre:
+                self.net[1].register_full_backward_pre_hook(lambda layer, gradients: (gradients[0] * 0.5,))
+            else:
+                self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
+
+    assert_parity(Module)
