@@ -114,8 +114,8 @@ def test_compiled_model_trains_the_same(strategy: str, train: Callable) -> None:
 @pytest.mark.parametrize("strategy", ["dp", "manual_allreduce"])
 def test_all_of_many_replicas_are_compiled(strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs each is compiled for its own device; here each gets a class of its own, which needs no less."""
-    compiled, compile_module = CompileCounter(), nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compile_module(self, backend=compiled))
+    compiled, compile_call = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compile_call(call, backend=compiled))
     monkeypatch.setitem(DEVICES, strategy, 6)
 
     class OneClassEach(Callback):
@@ -146,7 +146,7 @@ def test_compile_needs_a_compiler(train: Callable, monkeypatch: pytest.MonkeyPat
 def test_a_gpu_needs_a_c_compiler(train: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For Triton's launchers; `$CC` may name another one."""
     monkeypatch.setattr(fast_model, "own_devices", lambda trainer: [torch.device("cuda:0")])
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"--fast\.compile=default needs a C compiler: install gcc"):
@@ -165,7 +165,7 @@ def test_cuda_graphs_take_no_accumulation(train: Callable) -> None:
 def test_every_batch_begins_a_step_of_cuda_graphs(train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch takes every call of a network for a step, and frees what the call before returned."""
     marks: list[int] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: None)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     train(fast={"compile": "reduce-overhead"}, limit_train_batches=3, limit_val_batches=2)
     assert len(marks) == 3 + 2

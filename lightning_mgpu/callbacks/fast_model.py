@@ -10,6 +10,7 @@ keys of checkpoints.
 
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -90,7 +91,7 @@ class FastModel(Callback):
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * len(replicas))
         for replica in replicas:
             for network in networks(replica):
-                network.compile(mode=self.compile)
+                network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
 
     def _begin_step(self, *_: Any, **__: Any) -> None:
         """What CUDA graphs return lives for a batch, whose step may call several networks, or one of them twice."""
@@ -103,6 +104,18 @@ class FastModel(Callback):
 def networks(module: LightningModule) -> list[nn.Module]:
     """The children that compute something: all but metrics."""
     return [child for child in module.children() if not isinstance(child, (Metric, MetricCollection))]
+
+
+def _call(network: nn.Module) -> Callable[..., Any]:
+    """The network's call, as a function that is compiled whatever its class: `Module.compile` passes over torch's own.
+
+    That is, with torch 2.8 it leaves an `nn.Sequential` as it is, without a word.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return network._call_impl(*args, **kwargs)
+
+    return call
 
 
 def _images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
