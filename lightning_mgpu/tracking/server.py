@@ -52,7 +52,7 @@ def _problem(url: str) -> str | None:
     try:
         return answer.get(timeout=REACH_SECONDS)
     except queue.Empty:
-        return f"does not answer within {REACH_SECONDS:g} s"
+        return _too_slow()
 
 
 def _ask(url: str) -> str | None:
@@ -65,5 +65,11 @@ def _ask(url: str) -> str | None:
         return f"answers with HTTP {error.code}" if error.code >= 500 else None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return _too_slow()
         return None if "CERTIFICATE" in str(reason) else f"cannot be reached: {reason}"
     return None
+
+
+def _too_slow() -> str:
+    return f"does not answer within {REACH_SECONDS:g} s"
