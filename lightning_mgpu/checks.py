@@ -113,7 +113,7 @@ def only_weights(config: Namespace) -> None:
     Raises:
         UsageError: If something else is asked for.
     """
-    if "weights_only" in config:  # an option of Lightning's from 2.6 on
+    if "weights_only" in config:  # `fit` and its like have it
         if config.weights_only is False:
             raise UsageError("--weights_only=false: a checkpoint could run code of its own; leave it out")
         config.weights_only = True
