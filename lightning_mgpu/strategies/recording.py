@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from lightning_mgpu.strategies.shards import leaves
 
 METHODS = ("forward", "update", "compute", "reset")
 LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+RECORDS = "_lightning_mgpu_records"  # an attribute of a replica with a `log` of its own, while it runs
 
 Call = tuple[str, str, int]
 """A call of a metric in a step: the metric's name, the method's, and how many such calls came before."""
@@ -64,6 +66,9 @@ class Recorder:
         self.metrics = find_metrics(module)
         self.given: dict[str, tuple[Any, int, Any]] = {}  # by key: the last `batch_size`, its shard's size, and the sum
         self.names = {id(metric): name for name, metric in self.metrics.items()}
+        self.overrides_log = type(module).log is not LightningModule.log
+        if self.overrides_log:
+            _intercept_log()
         self._copies: dict[str, Any] = {}
         self._saved: dict[str, dict[str, Any]] = {}
 
@@ -71,13 +76,20 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Write down instead of do."""
         self.record = Record()
-        vars(self.module)["log"] = self._log
+        vars(self.module)[RECORDS if self.overrides_log else "log"] = self._log
         self._patch()
         try:
             yield
         finally:
-            del vars(self.module)["log"]
+            del vars(self.module)[RECORDS if self.overrides_log else "log"]
             self._restore()
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        """Do what was written down; what a `log` of the user's own adds to it, it has added."""
+        if self.overrides_log:
+            LightningModule.log(self.module, name, value, **kwargs)
+        else:
+            self.module.log(name, value, **kwargs)
 
     def take(self) -> Record:
         """What was recorded, which is forgotten here: it holds tensors of the step."""
@@ -163,3 +175,17 @@ def inner_metric(metric: Any) -> Any:
 def _as_is_now(value: Any) -> Any:
     """Without graph, and safe from changes in place later in the step."""
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone())
+
+
+def _intercept_log() -> None:
+    """Let `LightningModule.log`, which a user's own calls, look for a recorder first: from now on, in this process."""
+    log = LightningModule.log
+    if RECORDS in vars(log):
+        return
+
+    @wraps(log)
+    def recorded(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+        vars(self).get(RECORDS, partial(log, self))(*args, **kwargs)
+
+    vars(recorded)[RECORDS] = True
+    LightningModule.log = recorded  # type: ignore[method-assign]

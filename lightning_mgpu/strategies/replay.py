@@ -38,7 +38,7 @@ def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) 
             value = _reduced(
                 [entry[1] for _, entry in entries], weights, kwargs.get("reduce_fx", "mean"), module.device
             )
-        module.log(name, value, **kwargs)
+        recorder.log(name, value, **kwargs)
 
 
 def _batch_sizes(

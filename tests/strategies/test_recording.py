@@ -471,3 +471,27 @@ def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, mak
             return super().training_step(batch, batch_idx)
 
     train(Module, 2, loader=make_loader(1, 3), max_epochs=1)
+
+
+def test_a_log_of_ones_own(Regression: Any, train: Callable, make_loader: Callable) -> None:
+    """It runs in every replica, and calls Lightning's."""
+
+    class Module(Regression):
+        def log(self, name: str, value: Any, *, prefix: str = "own", **kwargs: Any) -> None:
+            super().log(f"{prefix}/{name}", value * 2, **kwargs)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            self.log("loss", loss, prefix="other", on_step=False, on_epoch=True)
+            self.log_dict({"a": loss, "b": loss + 1}, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 1.0)
+
+    one, *others = (dict(train(Module, k).trainer.callback_metrics) for k in (1, 2, 3))
+    assert set(one) == {"own/loss", "other/loss", "own/a", "own/b", "own/end"}
+    for other in others:
+        assert other.keys() == one.keys()
+        assert all(math.isclose(other[name], one[name], rel_tol=1e-6) for name in one)
