@@ -12,7 +12,7 @@ import os
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.checks import check_devices
@@ -55,9 +55,7 @@ def num_devices(config: Namespace) -> int:
     """The devices of one machine, by the Trainer's `accelerator`, `devices` and `strategy`."""
     if not isinstance(config.strategy, str) and (own := config.strategy.get("init_args.parallel_devices")):
         return len(own)
-    name = config.accelerator
-    if name == "auto":
-        name = _AcceleratorConnector._choose_auto_accelerator()
+    name = _select_auto_accelerator() if config.accelerator == "auto" else config.accelerator
     if name == "gpu":
         name = "cuda" if CUDAAccelerator.is_available() else "mps"
     accelerator = AcceleratorRegistry.get(name)

@@ -67,8 +67,6 @@ class Twins:
         self._objects.append((value, copied))
         for name, part in _contents(value):
             its_copy = vars(copied).get(name)
-            if isinstance(part, Tensor) and isinstance(its_copy, Tensor):
-                self._kept[id(part)] = part, version_of(part), its_copy.to(self.device)
             is_object = hasattr(part, "__dict__") and not isinstance(part, (MethodType, partial, Tensor))
             if is_object and its_copy is not part and type(its_copy) is type(part) and id(part) not in self.of:
                 self.add(part, its_copy)

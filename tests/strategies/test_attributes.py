@@ -355,3 +355,19 @@ def test_what_hooks_change_in_objects(Regression, assert_parity):
             return self.loss(batch) * math.prod(factors)
 
     assert_parity(Module)
+
+
+def test_the_last_samples_of_all_replicas(Regression, assert_parity):
+    """A full queue loses as many as it gets; every replica reads what all of them have put in."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.last = deque(maxlen=10)
+
+        def training_step(self, batch, batch_idx):
+            before = torch.stack([*self.last]).mean() if self.last else 0.0
+            self.last.extend(batch[0])
+            return self.loss(batch) * (2 + before)
+
+    assert_parity(Module)
