@@ -125,7 +125,7 @@ class Recorder:
         ]
         calls[call] = _as_is_now((args, kwargs))
         if method == "forward":
-            value = self._on_a_copy(name, [calls[call]])
+            value = self._on_a_copy(name, [(args, kwargs)])  # with its graph: the metric may be the loss
         elif method == "compute":
             value = self._on_a_copy(name, before)
         else:
@@ -141,6 +141,9 @@ class Recorder:
             self._patch()
         copied = self._copies[name]
         copied.reset()
+        for part in copied.modules():
+            if isinstance(part, Metric):
+                part._enable_grad = True  # as in Metric.forward
         for args, kwargs in updates:
             copied.update(*args, **kwargs)
         with contextlib.suppress(Exception):  # too few samples in the shard, but not in the batch

@@ -13,7 +13,7 @@ from torchmetrics import MaxMetric, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, inner_metric
-from lightning_mgpu.strategies.shards import gather, weighted_mean
+from lightning_mgpu.strategies.shards import are_samples, gather, leaves, like, weighted_mean
 
 
 def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ def _call_metric(
         return call(*_aggregated(base, arguments, sizes, device))
     if not any(map(any, scalars)):
         with contextlib.suppress(_CannotBeJoined):
-            args, kwargs = _joined(arguments, device)
+            args, kwargs = _joined(arguments, sizes, device)
             return call(*args, **kwargs)
     # Sums and counts for a metric of the user's own, texts, or tensors that do not fit together: one by one
     returned = [call(*move_data_to_device(args, device), **move_data_to_device(kw, device)) for args, kw in arguments]
@@ -75,28 +75,41 @@ def _call_metric(
 
 
 def _joined(
-    arguments: Sequence[tuple[tuple, dict[str, Any]]], device: torch.device
+    arguments: Sequence[tuple[tuple, dict[str, Any]]], sizes: Sequence[int], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, kwargs = zip(*arguments)
     names = list(kwargs[0])
     if any(len(other) != len(args[0]) for other in args) or any(list(other) != names for other in kwargs):
         raise _CannotBeJoined
-    joined = tuple(_join(values, device) for values in zip(*args))
-    return joined, {name: _join([other[name] for other in kwargs], device) for name in names}
+    joined = tuple(_join(values, sizes, device) for values in zip(*args))
+    return joined, {name: _join([other[name] for other in kwargs], sizes, device) for name in names}
 
 
-def _join(values: Sequence[Any], device: torch.device) -> Any:
+def _join(values: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
     """Samples of all shards, whatever their number: also tokens, or those that a mask left."""
     first = values[0]
     if all(isinstance(value, Tensor) and value.shape[1:] == first.shape[1:] for value in values):
         return torch.cat([value.to(device) for value in values])
     if all(isinstance(value, (list, tuple)) for value in values):
+        if _are_parts(values, sizes):
+            return like(first, [_join(part, sizes, device) for part in zip(*values)])
+        if isinstance(first, tuple) and not are_samples(values, sizes):
+            raise _CannotBeJoined
         return [move_data_to_device(item, device) for value in values for item in value]
     if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
-        return {key: _join([value[key] for value in values], device) for key in first}
+        return {key: _join([value[key] for value in values], sizes, device) for key in first}
     if isinstance(first, (bool, str, type(None))) and all(value == first for value in values):
         return first
     raise _CannotBeJoined
+
+
+def _are_parts(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists or tuples hold several things for all samples of the shard, (target, weight or None) say."""
+    items = [item for value in values for item in value]
+    if are_samples(values, sizes) or any(isinstance(item, dict) for item in items):
+        return False
+    tensors = [(leaf, size) for value, size in zip(values, sizes) for leaf in leaves(value) if leaf is not None]
+    return bool(tensors) and all(isinstance(t, Tensor) and t.ndim and len(t) == size for t, size in tensors)
 
 
 class _CannotBeJoined(Exception):

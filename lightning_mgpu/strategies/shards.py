@@ -84,9 +84,9 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     if isinstance(first, (int, float)):
         return weighted_mean(outputs, sizes) if any(isinstance(output, float) for output in outputs) else sum(outputs)
     if isinstance(first, (list, tuple)):
-        if _are_samples(outputs, sizes):
+        if are_samples(outputs, sizes):
             return type(first)(move_data_to_device(item, device) for output in outputs for item in output)
-        return _like(first, [gather(items, sizes, device) for items in zip(*outputs)])
+        return like(first, [gather(items, sizes, device) for items in zip(*outputs)])
     if _is_dataclass(first):
         names = [field.name for field in fields(first)]
         values = {name: gather([getattr(output, name) for output in outputs], sizes, device) for name in names}
@@ -104,6 +104,23 @@ def leaves(part: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
     elif id(part) not in around:
         for item in _children(part):
             yield from leaves(item, (*around, id(part)))
+
+
+def are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists hold one item a sample, not a few results for the whole shard."""
+    if hasattr(outputs[0], "_fields"):
+        return False
+    if any(len(output) != size for output, size in zip(outputs, sizes)):
+        return len({len(output) for output in outputs}) > 1  # as many as were found in each shard
+    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
+    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
+        return False  # [logits, features], as many as there are samples by chance
+    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
+
+
+def like(sequence: Any, items: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same type with other items."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -133,18 +150,6 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int]) -> Any:
 
 def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether lists hold one item a sample, not a few results for the whole shard."""
-    if hasattr(outputs[0], "_fields"):
-        return False
-    if any(len(output) != size for output, size in zip(outputs, sizes)):
-        return len({len(output) for output in outputs}) > 1  # as many as were found in each shard
-    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
-    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
-        return False  # [logits, features], as many as there are samples by chance
-    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
 
 
 def _cut(part: Any, total: int, samples: slice, nested: bool = True) -> Any:
@@ -226,14 +231,10 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(part, Mapping):
         return _with_items(part, {key: function(part[key]) for key in part})
     if isinstance(part, (list, tuple)):
-        return _like(part, [function(item) for item in part])
+        return like(part, [function(item) for item in part])
     if _is_dataclass(part):
         return _with_fields(part, {field.name: function(getattr(part, field.name)) for field in fields(part)})
     return part
-
-
-def _like(sequence: Any, items: list[Any]) -> Any:
-    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)  # named tuples
 
 
 def _with_items(part: Mapping, items: dict[Any, Any]) -> Any:

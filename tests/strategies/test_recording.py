@@ -1,6 +1,7 @@
 """Logged values and torchmetrics objects: over replicas equal to one device, every step and epoch."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,6 +275,8 @@ def test_metrics_of_other_shapes() -> None:
         "wer": lambda: tm.text.WordErrorRate(),
         "confusion": lambda: tc.MulticlassConfusionMatrix(NUM_CLASSES),
         "sums": lambda: Ratio(),
+        "pairs": lambda: WeightedError(),
+        "unweighted": lambda: WeightedError(),
     }
 
     def step(module: Probe, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
@@ -287,6 +290,8 @@ def test_metrics_of_other_shapes() -> None:
         metric["wer"].update([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))
         metric["confusion"].update(module.probabilities(X), y)
         metric["sums"].update(X.sum(), len(X))
+        metric["pairs"].update(X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))
+        metric["unweighted"].update(X[:, 0], Target([X[:, 1]], None))
         for name in metric:
             if name != "confusion":
                 module.log(f"{stage}_{name}", metric[name], on_epoch=True, on_step=False)
@@ -313,6 +318,27 @@ class Ratio(tm.Metric):
     def update(self, total: Tensor, count: int) -> None:
         self.total += total
         self.count += count
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+Target = namedtuple("Target", "values weights")
+
+
+class WeightedError(tm.Metric):
+    """A user's own metric, whose target is ([values, and others], weights or None)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, predicted: Tensor, target: Any) -> None:
+        [y, *_], weights = target
+        weights = torch.ones_like(y) if weights is None else weights
+        self.total += (weights * (predicted - y) ** 2).sum()
+        self.count += weights.sum()
 
     def compute(self) -> Tensor:
         return self.total / self.count
@@ -471,6 +497,43 @@ def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, mak
             return super().training_step(batch, batch_idx)
 
     train(Module, 2, loader=make_loader(1, 3), max_epochs=1)
+
+
+@pytest.mark.parametrize("kind", ["metric", "sum", "collection", "term", "manual"])
+def test_a_metric_that_is_the_loss(Regression: Any, assert_parity: Callable, kind: str) -> None:
+    """What a call of it returns leads to the weights."""
+
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mse, self.mae = tm.MeanSquaredError(), tm.MeanAbsoluteError()
+            self.both = tm.MetricCollection([tm.MeanSquaredError(), tm.MeanAbsoluteError()])
+            self.sum = 0.5 * tm.MeanSquaredError()
+            self.automatic_optimization = kind != "manual"
+            self.double()
+            for metric in (self.mse, self.mae, *self.both.values()):
+                metric.set_dtype(torch.float64)
+
+        def loss(self, batch: Any) -> Tensor:
+            y_hat, y = self.net(batch[0]), batch[1]
+            if kind == "collection":
+                return sum(self.both(y_hat, y).values())  # type: ignore[return-value]
+            if kind == "sum":
+                return self.sum(y_hat, y)
+            if kind == "term":
+                return self.mse(y_hat, y) + 0.1 * self.net[0].weight.square().sum()  # type: ignore[index, operator]
+            return self.mse(y_hat, y) + self.mae(y_hat, y)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", self.mse)
+            if kind == "manual":
+                self.optimizers().zero_grad()  # type: ignore[union-attr]
+                self.manual_backward(loss)
+                self.optimizers().step()  # type: ignore[union-attr]
+            return loss
+
+    assert_parity(Module)
 
 
 def test_a_log_of_ones_own(Regression: Any, train: Callable, make_loader: Callable) -> None:
