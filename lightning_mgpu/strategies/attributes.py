@@ -44,6 +44,7 @@ class Attributes:
                 if name in vars(original):
                     vars(replica)[name] = type(vars(original)[name])()
                     self._hooks.append((vars(original)[name], vars(replica)[name], {}))
+        self._begun: dict[int, tuple[list, list]] = {}  # lists that a step has put in the place of others, by id
         visited: dict[int, bool] = {}
         for replica, name, value in self._users():
             copied = vars(replica).get(name)
@@ -68,17 +69,51 @@ class Attributes:
                 given.clear()
                 given.update(hooks)
 
-    def collect(self, device: torch.device) -> None:
-        """Add to the original's lists and dicts what the replica added to its copies, in order."""
+    def collect(self, device: torch.device, inserted: dict[int, int]) -> None:
+        """Add to the original's lists and dicts what the replica added to its copies, in order.
+
+        Args:
+            device: The original's.
+            inserted: How many items replicas before this one have put into a list ahead of this step's, by its id.
+        """
         self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
         given = self.twins.copied.values()
         copies = {id(copied) for _, copied, _ in given}
         for original, copied, then in given:
             if isinstance(original, Counter):
                 original.update({key: count - then.get(key, 0) for key, count in copied.items()})
-            else:
-                _add(original, copied, then, copies, device)
-        self.twins.copied = {}
+                continue
+            if id(original) in self._begun and len(copied) > then:  # so it collects: what it began with, too
+                begun = move_data_to_device(self._begun.pop(id(original))[1], device)
+                at = then + inserted.get(id(original), 0)
+                original[at:at] = begun
+                inserted[id(original)] = at - then + len(begun)
+            _add(original, copied, then, copies, device)
+        self._note_begun(copies)
+        self.twins.copied, self.twins.last = {}, {}
+
+    def _note_begun(self, copies: set[int]) -> None:
+        """Remember lists this step has begun, `if batch_idx == 0: self.outputs = []` say, until they prove to collect.
+
+        A list that no later step appends to is a state the replicas have, and stays theirs.
+        """
+        begun = {}
+        for replica, name, value in self._users():
+            own = vars(replica).get(name)
+            if type(value) is type(own) is list and own is not value:
+                if self._is_begun(value, own, copies):
+                    begun[id(value)] = value, list(own)
+                elif id(value) in self._begun:
+                    begun[id(value)] = self._begun[id(value)]
+        self._begun = begun
+
+    def _is_begun(self, value: list, own: list, copies: set[int]) -> bool:
+        """Whether a list is another than before the step, or nothing is left of what was in it."""
+        if id(value) not in self.twins.copied:
+            return id(own) not in copies
+        return (
+            bool(own) and id(value) in self.twins.last and all(item is not self.twins.last[id(value)] for item in own)
+        )
 
     def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """A replica's layer of the user's own, and name and value of an attribute that is more than a number."""

@@ -1,8 +1,10 @@
 """Every replica updates itself, as in the book: copies of the user's optimizers, which make the same update."""
 
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.team import same_generator_states
+from lightning_mgpu.strategies.team import generator_states, same_generator_states
+
+Settings = list[dict[str, Any]]
 
 
 class ReplicaOptimizers:
@@ -24,19 +28,42 @@ class ReplicaOptimizers:
         is_mixed = len({device.type for device in replicas.devices}) > 1  # a CPU and a GPU round differently
         self._first_states = [_first_state(opt) for opt in self.originals]
         self.repeats = [False if is_mixed or not _is_repeatable(opt) else None for opt in self.originals]
+        self._begun: dict[int, Settings] = {}  # the settings an original's update began with, by its number
+        self._closed: dict[int, Settings] = {}  # and those at the end of its closure
+        self._streams: list[Tensor] = []  # generator states then
+
+    def watch(self, n: int, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """A `step_pre_hook` of original n: note the settings it makes its update with.
+
+        Afterwards they may be others: some optimizers count their steps there.
+        """
+        self._begun[n] = settings_of(optimizer)
+        self._closed.pop(n, None)
+        self._streams = generator_states(self.replicas.devices[0])
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._closed[n] = settings_of(optimizer)
+            self._streams = generator_states(self.replicas.devices[0])
+            return loss
+
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
     def follow(self) -> None:
         """Give the copies the settings that schedulers and callbacks gave the originals: rates, new groups."""
-        for copies, mapping in zip(self.copies, self._mappings):
-            for optimizer, replica in zip(self.originals, copies):
-                follow(optimizer, replica, mapping)
+        for n, optimizer in enumerate(self.originals):
+            self._follow(n, settings_of(optimizer))
 
     def update(self, n: int, closure: Callable[[], Any], can_repeat: bool) -> None:
         """Let optimizer n of every replica make the update the original has made, or give them its result.
 
-        That an optimizer can be repeated is tried out once: one that draws random numbers, say, cannot.
+        That an optimizer can be repeated is tried out once: one that depends on the time of day, say, cannot.
         """
-        if not can_repeat:
+        is_random = not all(map(torch.equal, self._streams, generator_states(self.replicas.devices[0])))
+        if not can_repeat or is_random:
             self.repeats[n] = False  # for good: its copies have missed an update
         if self.repeats[n] is False:
             self.replicas.broadcast_parameters()
@@ -47,16 +74,26 @@ class ReplicaOptimizers:
             self.replicas.broadcast_parameters()
             return
         is_first = self.repeats[n] is None
-        with same_generator_states(set(self.replicas.devices) if is_first else ()):
-            for copies, mapping, device in zip(self.copies, self._mappings, self.replicas.devices[1:]):
-                follow(self.originals[n], copies[n], mapping)
+        with same_generator_states(self.replicas.devices) if is_first else contextlib.nullcontext():
+            self._follow(n, self._begun.pop(n, []))  # none noted: the copies were made since
+            for i, (copies, device) in enumerate(zip(self.copies, self.replicas.devices[1:])):
                 with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one
-                    copies[n].step(closure)
+                    copies[n].step(partial(self._close, i, n, closure))
         if is_first:
             self.repeats[n] = self.replicas.agree()
             if not self.repeats[n]:
                 self.replicas.broadcast_parameters()
         self.replicas.mark_equal()
+
+    def _close(self, i: int, n: int, closure: Callable[[], Any]) -> Any:
+        """The closure of copy i: the settings are then what they were at the end of the original's."""
+        if n in self._closed:
+            follow(self._closed[n], self.copies[i][n], self._mappings[i])
+        return closure()
+
+    def _follow(self, n: int, settings: Settings) -> None:
+        for copies, mapping in zip(self.copies, self._mappings):
+            follow(settings, copies[n], mapping)
 
     def try_again(self) -> None:
         """Find out in the next update whether copies still make the originals': callbacks may have edited states."""
@@ -88,14 +125,32 @@ def copy_optimizer(
     return replica
 
 
-def follow(optimizer: Optimizer, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
+def settings_of(optimizer: Optimizer) -> Settings:
+    """What is in the parameter groups now; tensors among it are copied."""
+    return [
+        {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+
+def follow(settings: Settings, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
     """Give a replica's optimizer the settings of the original, and the parameters added to it since."""
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(settings):
         if i == len(replica.param_groups):  # unfrozen layers, say
             parameters = [mapping[id(parameter)] for parameter in group["params"]]
-            replica.add_param_group({**group, "params": parameters})
-        else:
-            replica.param_groups[i].update({key: value for key, value in group.items() if key != "params"})
+            replica.add_param_group({**copy.deepcopy(_without_parameters(group)), "params": parameters})
+        own = replica.param_groups[i]
+        for key, value in _without_parameters(group).items():
+            if not isinstance(value, Tensor):
+                own[key] = value
+            elif isinstance(own.get(key), Tensor):
+                own[key].copy_(value)
+            else:
+                own[key] = value.to("cpu" if value.is_cpu else own["params"][0].device, copy=True)
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _first_state(optimizer: Optimizer) -> Any:

@@ -1,11 +1,13 @@
 """What a module finds in its trainer in a step of manual optimization: what belongs to the replica the thread runs."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
@@ -89,3 +91,22 @@ class PerReplica(ParallelStrategy):
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
         self._schedulers = configs
+
+
+@contextlib.contextmanager
+def profiled_once(profiler: Profiler, team: Team) -> Iterator[None]:
+    """Let actions that users profile in a step count in the first replica alone: an action cannot begin twice."""
+    if isinstance(profiler, PassThroughProfiler):
+        yield
+        return
+
+    def in_first(function: Callable[[str], None]) -> Callable[[str], None]:
+        return lambda name: function(name) if team.index == 0 else None
+
+    before: dict[str, Any] = {name: vars(profiler)[name] for name in ("start", "stop") if name in vars(profiler)}
+    vars(profiler).update(start=in_first(profiler.start), stop=in_first(profiler.stop))
+    try:
+        yield
+    finally:
+        del vars(profiler)["start"], vars(profiler)["stop"]
+        vars(profiler).update(before)

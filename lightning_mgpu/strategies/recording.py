@@ -125,7 +125,7 @@ class Recorder:
         ]
         calls[call] = _as_is_now((args, kwargs))
         if method == "forward":
-            value = self._on_a_copy(name, [(args, kwargs)])  # with its graph: the metric may be the loss
+            value = self._on_a_copy(name, [(args, kwargs)], forward=True)  # with its graph: it may be the loss
         elif method == "compute":
             value = self._on_a_copy(name, before)
         else:
@@ -134,21 +134,26 @@ class Recorder:
         self.record.returned |= {id(part): (call, key, part) for key, part in parts.items() if isinstance(part, Tensor)}
         return value
 
-    def _on_a_copy(self, name: str, updates: list[tuple[tuple, dict[str, Any]]]) -> Any:
+    def _on_a_copy(self, name: str, updates: list[tuple[tuple, dict[str, Any]]], forward: bool = False) -> Any:
         if name not in self._copies:
             self._restore()  # a copy that records would be no use
             self._copies[name] = deepcopy(inner_metric(self.metrics[name]))
             self._patch()
         copied = self._copies[name]
         copied.reset()
-        for part in copied.modules():
-            if isinstance(part, Metric):
-                part._enable_grad = True  # as in Metric.forward
-        for args, kwargs in updates:
-            copied.update(*args, **kwargs)
+        compute = copied.compute
+        if forward and type(copied).forward not in (Metric.forward, MetricCollection.forward):
+            args, kwargs = updates[0]
+            compute = partial(copied, *args, **kwargs)
+        else:
+            for part in copied.modules():
+                if isinstance(part, Metric):
+                    part._enable_grad = forward  # as in Metric.forward
+            for args, kwargs in updates:
+                copied.update(*args, **kwargs)
         with contextlib.suppress(Exception):  # too few samples in the shard, but not in the batch
             if updates:
-                return copied.compute()
+                return compute()
         nan = torch.tensor(torch.nan)
         return {str(key): nan.clone() for key in copied} if isinstance(copied, MetricCollection) else nan
 

@@ -31,17 +31,19 @@ def get_params(module: LightningModule, device: torch.device) -> LightningModule
     are shared with the original.
     """
     trainer = module._trainer
-    shared = [trainer, *(v for m in module.modules() for v in vars(m).values() if isinstance(v, SHARED))]
+    shared = [trainer, getattr(trainer, "profiler", None)]
+    shared += [v for m in module.modules() for v in vars(m).values() if isinstance(v, SHARED)]
     memo = {id(value): value for value in shared if value is not None}
     with torch.no_grad():  # copies of scripted layers would have a graph that leads to the originals
         try:
             replica = copy.deepcopy(module, dict(memo))
-        except Exception:  # a lock, a generator, an open file: what cannot be copied is shared as well
-            memo.update({id(value): value for value in _uncopyable(module, memo)})
-            replica = copy.deepcopy(module, memo)
+        except Exception:
+            replica = _copy_with_care(module, memo)
     for copied in replica.modules():
         if isinstance(copied, LightningModule):
             copied._trainer = trainer  # a deepcopy drops it
+            if type(copied).print is LightningModule.print:
+                vars(copied)["print"] = _print_nothing  # the original does, for all
     for parameter in replica.parameters():
         parameter.grad = None
     return replica.to(device)
@@ -195,8 +197,25 @@ class Replicas:
 
     def collect(self) -> None:
         """Add to the original's lists and dicts what the replicas added to theirs during a step, in order."""
+        inserted: dict[int, int] = {}
         for attributes in self.attributes:
-            attributes.collect(self.devices[0])
+            attributes.collect(self.devices[0], inserted)
+
+
+def _copy_with_care(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+    """Copy a module with something in it that `copy.deepcopy` refuses.
+
+    Layers whose class cannot be made without arguments are made without asking it; buffers lose their graph; everything
+    else, a lock, a generator, an open file, is shared with the original.
+    """
+    buffers = [buffer for buffer in module.buffers() if not buffer.is_leaf]
+    memo.update({id(buffer): buffer.detach().clone() for buffer in buffers})
+    shells = [(m, nn.Module.__new__(type(m))) for m in module.modules() if type(m).__new__ is not nn.Module.__new__]
+    memo.update({id(value): value for value in _uncopyable(module, memo | {id(m): shell for m, shell in shells})})
+    memo.update({id(layer): shell for layer, shell in shells})
+    for layer, shell in shells:
+        vars(shell).update(copy.deepcopy(vars(layer), memo))
+    return copy.deepcopy(module, memo)
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
@@ -207,6 +226,10 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
                 copy.deepcopy(value, dict(memo))
             except Exception:
                 yield value
+
+
+def _print_nothing(*args: Any, **kwargs: Any) -> None:
+    return
 
 
 def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, bool]]:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mgpu.strategies.per_replica import profiled_once
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
@@ -187,7 +188,8 @@ class SingleProcessStrategy(ParallelStrategy):
             with recorders[i].recording():
                 return getattr(modules[i], name)(shards[i], *args, **kwargs)
 
-        outputs = self._run(name, step, active)
+        with profiled_once(modules[0].trainer.profiler, self.team):  # type: ignore[attr-defined]
+            outputs = self._run(name, step, active)
         sizes = [sizes[i] for i in active]
         replay(recorders[0], [recorders[i].take() for i in active], sizes)
         return active, sizes, outputs

@@ -12,10 +12,12 @@ from a generator they share (the CPU's, or that of a GPU with two replicas) stay
 import contextlib
 import contextvars
 import queue
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.random import set_rng_state
@@ -281,13 +283,19 @@ def new_generator_states(device: torch.device, seed: int) -> list[Tensor]:
 
 @contextlib.contextmanager
 def same_generator_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave the block with the generator states it was entered with; `watch_forks` does not see it."""
+    """Leave the block with the generator states it was entered with, also numpy's and Python's.
+
+    `watch_forks` does not see it.
+    """
     before = [(device, generator_states(device)) for device in devices]
+    others = np.random.get_state(), random.getstate()  # noqa: NPY002 (the global one's)
     try:
         yield
     finally:
         for device, states in before:
             set_generator_states(device, states)
+        np.random.set_state(others[0])  # noqa: NPY002
+        random.setstate(others[1])
 
 
 @contextlib.contextmanager

@@ -97,6 +97,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._wrap_copies(self._own.copies if is_manual else [])
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
+            if self._own is not None:
+                self._handles.append(optimizer.register_step_pre_hook(partial(self._own.watch, n)))
 
     def _check_parameters(self) -> None:
         """Refuse a tensor of an optimizer's that is on the module and not among its parameters.

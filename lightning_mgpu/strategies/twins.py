@@ -35,6 +35,7 @@ class Twins:
         self.of, self.device, self.index = layers, device, index
         # By id: an original, its copy, its length when copied; a Counter's counts then
         self.copied: dict[int, tuple[Any, Any, Any]] = {}
+        self.last: dict[int, Any] = {}  # by the id of an original list: the last item of its copy then
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
         self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
 
@@ -77,7 +78,7 @@ class Twins:
 
         Layers among them, an average of the weights say, are not registered with the module: nobody else does.
         """
-        self.copied = {}
+        self.copied, self.last = {}, {}
         for value, copied in self._objects:
             if isinstance(value, nn.Parameter):
                 copied.data.copy_(value)
@@ -157,6 +158,8 @@ class Twins:
         for key, item in _items(value):
             if (own := self.own(item)) is not item:
                 copied[key] = own
+        if type(value) is list and copied:
+            self.last[id(value)] = copied[-1]
         return copied
 
     def _stream(self, original: torch.Generator, own: torch.Generator | None) -> torch.Generator:

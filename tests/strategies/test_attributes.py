@@ -65,9 +65,16 @@ class Collected:
         self.labels: set[float] = set()
         self.by_sample: dict[float, Any] = {}
         self.same = self.by_name  # under two names
+        self.begun: list[Any] = [None]
+        self.cleared: list[Any] = [None] * 3
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y = batch
+        if batch_idx == 0:
+            self.begun = []
+            self.cleared.clear()
+        self.begun.append(X)
+        self.cleared.append(X)
         self.same["X"].append(X)
         self.by_key[batch_idx % 2].append(X)
         self.by_loader[1].append(X)
@@ -79,7 +86,7 @@ class Collected:
         return self.loss(batch)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self) -> None:
-        lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1])
+        lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1], self.begun, self.cleared)
         self.all = [*map(torch.cat, lists), torch.stack(list(self.queue)), torch.stack([*self.by_sample.values()])]
         self.all += [torch.tensor(sorted(self.labels)), torch.stack(list(self.last))]
         self.all += [torch.tensor([self.counts[True], self.counts[False]])]
@@ -87,7 +94,7 @@ class Collected:
 
 def test_what_steps_collect(Regression, train):
     one, *others = (train(type("Module", (Collected, Regression), {}), k, check=False).all for k in (1, 2, 3))
-    assert len(one) == 9
+    assert len(one) == 11
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -235,6 +242,7 @@ KINDS = {
     "tensor": lambda h: h,
     "tuple": lambda h: (h, 1),
     "list": lambda h: [h],
+    "list of two": lambda h: [h, h + 1],
     "tuples in a dict": lambda h: {"h": (h, h + 1)},
 }
 

@@ -1,7 +1,9 @@
 """Optimizers that do more than step, and parameters that are frozen, unused, tied, sparse or added on the way."""
 
+import math
 from unittest.mock import ANY, MagicMock, call, patch
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -70,6 +72,46 @@ class Noisy(optim.SGD):
         return loss
 
 
+class Counting(optim.Optimizer):
+    """Adam that counts its steps in its parameter groups, as some of timm's and apex' do.
+
+    Args:
+        kind: Of the counter; "early" is one that counts before the closure.
+        noise: Number of the step from which on it adds some, from torch's generator or numpy's.
+    """
+
+    def __init__(self, params, lr=0.01, kind="number", noise=(math.inf, "torch")):
+        super().__init__(params, {"lr": lr, "steps": torch.zeros(()) if kind == "tensor" else 0})
+        self.kind, self.noise = kind, noise
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        groups = self.param_groups
+        for group in groups if self.kind == "early" else ():
+            group["steps"] += 1
+        with torch.enable_grad():
+            loss = closure()
+        for group in groups:
+            if self.kind != "early":
+                group["steps"] += 1
+            steps = float(group["steps"])
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.001)
+                p -= group["lr"] * m / (1 - 0.9**steps) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8)
+                if steps >= self.noise[0]:
+                    p += 0.01 * (torch.rand(()) if self.noise[1] == "torch" else np.random.rand())  # noqa: NPY002
+        return loss
+
+
+def warmed_up(optimizer):
+    """The first update is none, whatever the optimizer does."""
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, n / 3))
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
 OPTIMIZERS = {
     "lbfgs": lambda m: optim.LBFGS(m.parameters(), 0.1, max_iter=4),
     "lbfgs with a line search": lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"),
@@ -82,6 +124,11 @@ OPTIMIZERS = {
     "rate in a tensor": lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)),
     "adagrad": lambda m: optim.Adagrad(m.parameters(), 0.1),
     "two groups": lambda m: optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1),
+    "counts": lambda m: warmed_up(Counting(m.parameters())),
+    "counts before its closure": lambda m: warmed_up(Counting(m.parameters(), kind="early")),
+    "counts in a tensor": lambda m: warmed_up(Counting(m.parameters(), kind="tensor")),
+    "draws random numbers later": lambda m: Counting(m.parameters(), noise=(3, "torch")),
+    "draws numpy's random numbers": lambda m: Counting(m.parameters(), noise=(1, "numpy")),
     "as written out": lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True),
 }
 

@@ -499,7 +499,29 @@ def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, mak
     train(Module, 2, loader=make_loader(1, 3), max_epochs=1)
 
 
-@pytest.mark.parametrize("kind", ["metric", "sum", "collection", "term", "manual"])
+class Several(tm.Metric):
+    """A metric made of others, with a `forward` of its own, as pytorch-forecasting's MultiLoss."""
+
+    def __init__(self, *metrics: tm.Metric) -> None:
+        self.metrics = list(metrics)
+        super().__init__()
+
+    def forward(self, *args: Any) -> Tensor:
+        return sum(metric(*args) for metric in self.metrics)  # type: ignore[return-value]
+
+    def update(self, *args: Any) -> None:
+        for metric in self.metrics:
+            metric.update(*args)
+
+    def compute(self) -> Tensor:
+        return sum(metric.compute() for metric in self.metrics)  # type: ignore[return-value]
+
+    def reset(self) -> None:
+        for metric in self.metrics:
+            metric.reset()
+
+
+@pytest.mark.parametrize("kind", ["metric", "sum", "collection", "term", "several", "manual"])
 def test_a_metric_that_is_the_loss(Regression: Any, assert_parity: Callable, kind: str) -> None:
     """What a call of it returns leads to the weights."""
 
@@ -509,6 +531,7 @@ def test_a_metric_that_is_the_loss(Regression: Any, assert_parity: Callable, kin
             self.mse, self.mae = tm.MeanSquaredError(), tm.MeanAbsoluteError()
             self.both = tm.MetricCollection([tm.MeanSquaredError(), tm.MeanAbsoluteError()])
             self.sum = 0.5 * tm.MeanSquaredError()
+            self.several = Several(tm.MeanSquaredError(), tm.MeanAbsoluteError())
             self.automatic_optimization = kind != "manual"
             self.double()
             for metric in (self.mse, self.mae, *self.both.values()):
@@ -518,8 +541,8 @@ def test_a_metric_that_is_the_loss(Regression: Any, assert_parity: Callable, kin
             y_hat, y = self.net(batch[0]), batch[1]
             if kind == "collection":
                 return sum(self.both(y_hat, y).values())  # type: ignore[return-value]
-            if kind == "sum":
-                return self.sum(y_hat, y)
+            if kind in ("sum", "several"):
+                return getattr(self, kind)(y_hat, y)
             if kind == "term":
                 return self.mse(y_hat, y) + 0.1 * self.net[0].weight.square().sum()  # type: ignore[index, operator]
             return self.mse(y_hat, y) + self.mae(y_hat, y)

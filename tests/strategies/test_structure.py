@@ -1,5 +1,7 @@
-"""Callbacks that change what a model is made of in the middle of a run: pruned weights, layers replaced by others."""
+"""What models are made of: pruned weights, layers replaced in the middle of a run, layers that are hard to copy."""
 
+import copy
+import threading
 import warnings
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn, optim
+from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricTracker
 
 from lightning_mgpu.strategies.replicas import Replicas
@@ -90,3 +93,45 @@ def test_a_scripted_layer(Regression, assert_parity):
             return self.loss([self.scripted(batch[0]), batch[1]])
 
     assert_parity(Module, (2,))
+
+
+class Average(nn.Module):
+    """An average of weights whose class wants arguments, so that `copy.deepcopy` cannot make it, as ema_pytorch's."""
+
+    def __new__(cls, net, *args):
+        return super().__new__(cls)
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.of, self.lock = copy.deepcopy(net).requires_grad_(False), [net], threading.Lock()
+
+    @torch.no_grad()
+    def update(self):
+        for average, parameter in zip(self.net.parameters(), self.of[0].parameters()):
+            average.lerp_(parameter, 0.5)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_layers_that_cannot_be_copied(Regression, assert_parity, manual):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.average = Average(self.net)
+            self.register_buffer("scale", self.net[0].weight * 2)  # has a graph
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            loss = F.mse_loss(self.net(X) * self.scale.detach().mean(), y) + F.mse_loss(
+                self.net(X), self.average.net(X)
+            )
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.average.update()
+
+    assert_parity(Module)

@@ -1,6 +1,7 @@
-"""What else the Trainer offers: tuning, limits, several runs on one Trainer, Lightning's own demo modules."""
+"""What else the Trainer offers: tuning, profilers, limits, several runs on one Trainer, Lightning's own demos."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import (
     RandomDataset,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import nn, optim
 from torch.utils.data import DataLoader
@@ -244,3 +246,35 @@ def test_a_trainer_is_copied_after_a_run(Regression, make_trainer, make_loader, 
     trainer = make_trainer(devices=2, strategy=engine, max_steps=2)
     trainer.fit(Regression(), make_loader())
     assert copy.deepcopy(trainer).global_step == 2
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_actions_profiled_in_a_step_count_once(Regression, train, make_loader, own):
+    """Under a profiler that knows no threads."""
+    both = threading.Barrier(2, timeout=20)
+    profiler = SimpleProfiler()
+
+    class Profiled(Regression):
+        def training_step(self, batch, batch_idx):
+            with (self.profiler if own else self.trainer.profiler).profile("mine"):
+                if batch_idx > 0:  # the first runs in turns
+                    both.wait()
+                return self.loss(batch)
+
+    def make():
+        module = Profiled()
+        module.profiler = profiler
+        return module
+
+    train(make, 2, loader=make_loader(num_samples=16), max_epochs=3, profiler=profiler)
+    assert len(profiler.recorded_durations["mine"]) == 3 * 2
+
+
+def test_a_step_prints_once(Regression, train, make_loader, capsys):
+    class Prints(Regression):
+        def training_step(self, batch, batch_idx):
+            self.print("batch", batch_idx)
+            return self.loss(batch)
+
+    train(Prints, 2, loader=make_loader(num_samples=16), max_epochs=1)
+    assert [line for line in capsys.readouterr().out.splitlines() if "batch" in line] == ["batch 0", "batch 1"]
