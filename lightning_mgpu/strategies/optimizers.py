@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.team import generator_states, same_generator_states
+from lightning_mgpu.strategies.team import are_equal, generator_states, same_generator_states
 
 Settings = list[dict[str, Any]]
 
@@ -62,7 +62,7 @@ class ReplicaOptimizers:
 
         That an optimizer can be repeated is tried out once: one that depends on the time of day, say, cannot.
         """
-        is_random = not all(map(torch.equal, self._streams, generator_states(self.replicas.devices[0])))
+        is_random = not are_equal(self._streams, generator_states(self.replicas.devices[0]))
         if not can_repeat or is_random:
             self.repeats[n] = False  # for good: its copies have missed an update
         if self.repeats[n] is False:

@@ -22,6 +22,7 @@ from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, sh
 from lightning_mgpu.strategies.team import (
     Streams,
     Team,
+    are_equal,
     generator_states,
     new_generator_states,
     set_generator_states,
@@ -227,14 +228,14 @@ class SingleProcessStrategy(ParallelStrategy):
         draws = self._draws.get(name)
         if draws is False:
             outputs = self.team.run(function, active)
-            self._draws[name] = not _equal([before], [generator_states(self.root_device)])
+            self._draws[name] = not are_equal(before, generator_states(self.root_device))
             return outputs
         self._streams[0] = before
         streams = list(self._streams)
         with watch_forks() if draws is None and name != "backward" else contextlib.nullcontext() as forks:
             outputs = self.team.run(function, active, turns=streams, all_cores=draws is not None)
         set_generator_states(self.root_device, streams[0])
-        self._draws[name] = draws or bool(forks) or not _equal(self._streams, streams)
+        self._draws[name] = draws or bool(forks) or not all(map(are_equal, self._streams, streams))
         self._streams = streams
         return outputs
 
@@ -311,7 +312,3 @@ def _device(name: str | torch.device) -> torch.device:
             f"parallel_devices: there is no {name!r} here; torch sees {torch.cuda.device_count()} CUDA device(s)."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _equal(first: Streams, second: Streams) -> bool:
-    return all(torch.equal(a, b) for these, those in zip(first, second) for a, b in zip(these, those))

@@ -275,6 +275,11 @@ def generator_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
+def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Whether generator states are the same; `torch.equal` takes 15 times as long for a CPU's."""
+    return all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(first, second))
+
+
 def new_generator_states(device: torch.device, seed: int) -> list[Tensor]:
     """The states those generators would have after `torch.manual_seed(seed)`, which is not called."""
     kinds = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
