@@ -79,41 +79,36 @@ class Attributes:
         self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
         given = self.twins.copied.values()
         copies = {id(copied) for _, copied, _ in given}
+        begun = dict(self._find_begun(copies))
         for original, copied, then in given:
             if isinstance(original, Counter):
                 original.update({key: count - then.get(key, 0) for key, count in copied.items()})
-                continue
-            if id(original) in self._begun and len(copied) > then:  # so it collects: what it began with, too
-                begun = move_data_to_device(self._begun.pop(id(original))[1], device)
-                at = then + inserted.get(id(original), 0)
-                original[at:at] = begun
-                inserted[id(original)] = at - then + len(begun)
-            _add(original, copied, then, copies, device)
-        self._note_begun(copies)
+            elif id(original) not in begun:
+                if id(original) in self._begun and len(copied) > then:  # so it collects: what it began with, too
+                    items = move_data_to_device(self._begun.pop(id(original))[1], device)
+                    at = then + inserted.get(id(original), 0)
+                    original[at:at] = items
+                    inserted[id(original)] = at - then + len(items)
+                _add(original, copied, then, copies, device)
+        here = {id(value) for _, _, value in self._users()}
+        self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}
         self.twins.copied, self.twins.last = {}, {}
 
-    def _note_begun(self, copies: set[int]) -> None:
-        """Remember lists this step has begun, `if batch_idx == 0: self.outputs = []` say, until they prove to collect.
+    def _find_begun(self, copies: set[int]) -> Iterator[tuple[int, tuple[list, list]]]:
+        """Lists this step has begun, `if batch_idx == 0: self.outputs = []` say, and the items of the replica's.
 
-        A list that no later step appends to is a state the replicas have, and stays theirs.
+        They are remembered until a later step appends to them. Where none does, they are a state the replicas have.
         """
-        begun = {}
         for replica, name, value in self._users():
             own = vars(replica).get(name)
             if type(value) is type(own) is list and own is not value:
-                if self._is_begun(value, own, copies):
-                    begun[id(value)] = value, list(own)
-                elif id(value) in self._begun:
-                    begun[id(value)] = self._begun[id(value)]
-        self._begun = begun
-
-    def _is_begun(self, value: list, own: list, copies: set[int]) -> bool:
-        """Whether a list is another than before the step, or nothing is left of what was in it."""
-        if id(value) not in self.twins.copied:
-            return id(own) not in copies
-        return (
-            bool(own) and id(value) in self.twins.last and all(item is not self.twins.last[id(value)] for item in own)
-        )
+                if id(value) not in self.twins.copied:
+                    is_begun = id(own) not in copies
+                else:  # cleared: the last item is gone
+                    is_begun = id(value) in self.twins.last and len(own) > 0
+                    is_begun = is_begun and all(item is not self.twins.last[id(value)] for item in own)
+                if is_begun:
+                    yield id(value), (value, list(own))
 
     def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """A replica's layer of the user's own, and name and value of an attribute that is more than a number."""

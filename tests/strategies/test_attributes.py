@@ -66,7 +66,7 @@ class Collected:
         self.by_sample: dict[float, Any] = {}
         self.same = self.by_name  # under two names
         self.begun: list[Any] = [None]
-        self.cleared: list[Any] = [None] * 3
+        self.cleared: list[Any] = [None]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y = batch
@@ -74,7 +74,7 @@ class Collected:
             self.begun = []
             self.cleared.clear()
         self.begun.append(X)
-        self.cleared.append(X)
+        self.cleared.extend(X)
         self.same["X"].append(X)
         self.by_key[batch_idx % 2].append(X)
         self.by_loader[1].append(X)
@@ -86,8 +86,9 @@ class Collected:
         return self.loss(batch)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self) -> None:
-        lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1], self.begun, self.cleared)
+        lists = (self.by_name["X"], *self.by_key.values(), self.by_loader[1], self.begun)
         self.all = [*map(torch.cat, lists), torch.stack(list(self.queue)), torch.stack([*self.by_sample.values()])]
+        self.all.append(torch.stack(self.cleared))
         self.all += [torch.tensor(sorted(self.labels)), torch.stack(list(self.last))]
         self.all += [torch.tensor([self.counts[True], self.counts[False]])]
 
