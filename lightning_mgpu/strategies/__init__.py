@@ -13,6 +13,7 @@
 | `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |
 | `optimizers.py`       | copies of its optimizers, which make the same update                               |
 | `team.py`             | threads that run replicas side by side                                             |
+| `generators.py`       | states of the random generators replicas draw from                                 |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
 | `gradients.py`        | parts of a sum, the sum, and what clipping and hooks make of it                    |
 | `recording.py`        | `self.log` and torchmetrics, written down while replicas run                       |

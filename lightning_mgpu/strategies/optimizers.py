@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.team import are_equal, generator_states, same_generator_states
 
 Settings = list[dict[str, Any]]
 

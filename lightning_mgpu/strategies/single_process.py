@@ -15,19 +15,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.strategies.per_replica import profiled_once
-from lightning_mgpu.strategies.recording import Recorder
-from lightning_mgpu.strategies.replay import replay
-from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
-from lightning_mgpu.strategies.team import (
+from lightning_mgpu.strategies.generators import (
     Streams,
-    Team,
     are_equal,
     generator_states,
     new_generator_states,
     set_generator_states,
     watch_forks,
 )
+from lightning_mgpu.strategies.per_replica import profiled_once
+from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.replay import replay
+from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
+from lightning_mgpu.strategies.team import Team
 from lightning_mgpu.strategies.twins import PLAIN
 
 Versions = list[tuple[Any, int]]

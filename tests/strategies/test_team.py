@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
-from lightning_mgpu.strategies.team import Team, _Meeting, generator_states, new_generator_states
+from lightning_mgpu.strategies.generators import generator_states, new_generator_states
+from lightning_mgpu.strategies.team import Team, _Meeting
 
 CPU = torch.device("cpu")
 
