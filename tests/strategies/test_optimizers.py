@@ -76,7 +76,7 @@ class Counting(optim.Optimizer):
     """Adam that counts its steps in its parameter groups, as some of timm's and apex' do.
 
     Args:
-        kind: Of the counter; "early" is one that counts before the closure.
+        kind: Of the counter; "early" is one that counts before the closure, "read" one that is read there alone.
         noise: Number of the step from which on it adds some, from torch's generator or numpy's.
     """
 
@@ -89,12 +89,13 @@ class Counting(optim.Optimizer):
         groups = self.param_groups
         for group in groups if self.kind == "early" else ():
             group["steps"] += 1
+        read = [group["steps"] + 1 for group in groups]
         with torch.enable_grad():
             loss = closure()
-        for group in groups:
+        for group, early in zip(groups, read):
             if self.kind != "early":
                 group["steps"] += 1
-            steps = float(group["steps"])
+            steps = float(early if self.kind == "read" else group["steps"])
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -126,6 +127,7 @@ OPTIMIZERS = {
     "two groups": lambda m: optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1),
     "counts": lambda m: warmed_up(Counting(m.parameters())),
     "counts before its closure": lambda m: warmed_up(Counting(m.parameters(), kind="early")),
+    "counts by what it read": lambda m: warmed_up(Counting(m.parameters(), kind="read")),
     "counts in a tensor": lambda m: warmed_up(Counting(m.parameters(), kind="tensor")),
     "draws random numbers later": lambda m: Counting(m.parameters(), noise=(3, "torch")),
     "draws numpy's random numbers": lambda m: Counting(m.parameters(), noise=(1, "numpy")),
@@ -189,6 +191,17 @@ def test_rates_set_by_hand(Regression, assert_parity):
     class Module(Regression):
         def on_train_batch_start(self, batch, batch_idx):
             self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+
+    assert_parity(Module)
+
+
+def test_rates_set_in_the_step(Regression, assert_parity):
+    """After the update that is tried out."""
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().param_groups[0]["lr"] = 0.1 if batch_idx < 1 else 0.02 * batch_idx
+            return self.loss(batch)
 
     assert_parity(Module)
 
