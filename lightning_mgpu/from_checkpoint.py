@@ -18,7 +18,7 @@ from lightning_mgpu.tracking.flat import flatten
 FLAG = "--ckpt_path"
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
-OF_EVALUATION = ("model.init_args.flip_tta",)  # what a model does with its weights, whatever they were trained with
+OF_EVALUATION = ("model.init_args.flip_tta", "model.init_args.shift_tta")  # not of the weights: how they are used
 KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
 
 

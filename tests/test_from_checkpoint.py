@@ -95,8 +95,10 @@ def test_settings_of_a_machine_stay_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_how_a_model_is_evaluated_may_change(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
-    assert trained("test", CPU, f"--data.root={root}", "--ckpt_path", LAST, "--model.flip_tta=true") == 0
-    assert f"ckpt:     {LAST}; model.flip_tta False -> True\n" in capfd.readouterr().out
+    views = ["--model.flip_tta=true", "--model.shift_tta=true"]
+    assert trained("test", CPU, f"--data.root={root}", "--ckpt_path", LAST, *views) == 0
+    changed = "model.flip_tta False -> True; model.shift_tta False -> True"
+    assert f"ckpt:     {LAST}; {changed}\n" in capfd.readouterr().out
 
 
 SECRET = "https://me:hunter2@host/x"

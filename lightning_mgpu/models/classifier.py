@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_mgpu.models.views import mean_over_views
+
 OptimizerCallable = Callable[[Iterable], Optimizer]
 LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
 
@@ -67,8 +69,8 @@ class Classifier(LightningModule):
         num_classes: Width of the logits.
         label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
             is the smoothed one, `val_loss` and `test_loss` are not.
-        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image (test-time
-            augmentation): twice the time.
+        flip_tta, shift_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image,
+            of an image and of the same moved by a pixel, or both (test-time augmentation, see `views.py`).
     """
 
     net: nn.Module
@@ -81,6 +83,7 @@ class Classifier(LightningModule):
         num_classes: int = 10,
         label_smoothing: float = 0.0,
         flip_tta: bool = False,
+        shift_tta: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
@@ -92,15 +95,15 @@ class Classifier(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
-        self.flip_tta = flip_tta
+        self.flip_tta, self.shift_tta = flip_tta, shift_tta
         for stage in ("train", "val", "test"):
             setattr(self, f"{stage}_loss", MeanLoss())
             setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
 
     def forward(self, X: Tensor) -> Tensor:
-        if self.flip_tta and not self.training:
-            return (self.net(X) + self.net(X.flip(-1))) / 2
-        return self.net(X)
+        if self.training or not (self.flip_tta or self.shift_tta):
+            return self.net(X)
+        return mean_over_views(self.net, X, self.flip_tta, self.shift_tta)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)

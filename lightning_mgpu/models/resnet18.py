@@ -34,8 +34,9 @@ class ResNet18(Classifier):
         label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
         flip_tta: bool = False,
+        shift_tta: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta, shift_tta)
         self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),  # (N, 64, 28, 28)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,31 +69,42 @@ def test_label_smoothing_is_of_the_training_loss_alone(make_data: Callable, make
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(by_hand(model, data, "val")[0], rel=1e-5)
 
 
+VIEWS = [{"flip_tta": True}, {"shift_tta": True}, {"flip_tta": True, "shift_tta": True}]
+
+
+@pytest.mark.parametrize("options", VIEWS, ids=" ".join)
 @pytest.mark.parametrize("strategy", ["auto", "manual_allreduce"])
-def test_mirror_images_are_asked_in_evaluation_alone(
-    make_data: Callable, make_trainer: Callable, strategy: str
+def test_views_are_asked_in_evaluation_alone(
+    make_data: Callable, make_trainer: Callable, strategy: str, options: dict[str, bool]
 ) -> None:
     torch.manual_seed(0)
     data = make_data(batch_size=150)
-    model = spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0), flip_tta=True))
+    model = spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options))
     trainer = make_trainer(strategy=strategy, devices=1 if strategy == "auto" else 2)
     trainer.fit(model, data)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     (tested,) = trainer.test(model, data, verbose=False)
     net = deepcopy(model.net)
     assert logged["train_loss"] == pytest.approx(by_hand(net, data, "train")[0], rel=1e-5)
-    both = partial(mean_of_mirror_images, net)
+    mean = partial(mean_of_views, net, **options)
     for stage, values in (("val", logged), ("test", tested)):
-        loss, acc = by_hand(both, data, stage)
+        loss, acc = by_hand(mean, data, stage)
         assert abs(loss - by_hand(net, data, stage)[0]) > 0.1
         assert (values[f"{stage}_loss"], values[f"{stage}_acc"]) == pytest.approx((loss, acc), rel=1e-5)
     predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
     X, _ = data.test_set[0, data.test_indices]
-    torch.testing.assert_close(predictions, both(X).softmax(1))
+    torch.testing.assert_close(predictions, mean(X).softmax(1))
 
 
-def mean_of_mirror_images(net: Callable, X: torch.Tensor) -> torch.Tensor:
-    return torch.stack([net(X), net(torch.from_numpy(X.numpy()[..., ::-1].copy()))]).mean(0)
+def mean_of_views(net: Callable, X: torch.Tensor, flip_tta: bool = False, shift_tta: bool = False) -> torch.Tensor:
+    """The same with numpy, image by image; a view in place is asked twice where others are moved."""
+    views = []
+    for image in X.numpy():
+        padded = np.pad(image, [(0, 0), (1, 1), (1, 1)], constant_values=image.min())
+        moved = [padded[:, n : n + 28, n : n + 28] for n in ([1, 1, 0, 2] if shift_tta else [1])]
+        views.append(np.stack(moved + [view[..., ::-1] for view in moved] if flip_tta else moved))
+    answers = net(torch.from_numpy(np.concatenate(views)))
+    return answers.reshape(len(X), -1, answers.shape[-1]).mean(1)
 
 
 def test_mean_loss_keeps_the_digits_of_float64() -> None:
