@@ -1,0 +1,177 @@
+"""torchmetrics objects in a step: over replicas equal to one device, every step and epoch."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics as tm
+from torch import Tensor, nn
+from torchmetrics import classification as tc
+
+pytestmark = pytest.mark.slow
+
+NUM_CLASSES = 4
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "accuracy": lambda: tc.MulticlassAccuracy(NUM_CLASSES, average="micro"),
+    "macro": lambda: tc.MulticlassAccuracy(NUM_CLASSES, average="macro"),
+    "f1": lambda: tc.MulticlassF1Score(NUM_CLASSES),
+    "auroc": lambda: tc.MulticlassAUROC(NUM_CLASSES),
+    "binned": lambda: tc.MulticlassAUROC(NUM_CLASSES, thresholds=5),
+    "calibration": lambda: tc.MulticlassCalibrationError(NUM_CLASSES),
+}
+
+
+def for_stages(make: Callable[[], Any]) -> nn.ModuleDict:
+    return nn.ModuleDict({f"on_{stage}": make() for stage in ("train", "val", "test")})
+
+
+def update(module: Any, name: str, metric: Any, *args: Any) -> None:
+    metric.update(*args)
+    module.log(name, metric, on_epoch=True)
+
+
+def forward(module: Any, name: str, metric: Any, *args: Any) -> None:
+    metric(*args)
+    module.log(name, metric, on_step=True, on_epoch=True)
+
+
+def returned(module: Any, name: str, metric: Any, *args: Any) -> None:
+    module.log(name, metric(*args), on_step=True, on_epoch=True)
+
+
+def computed(module: Any, name: str, metric: Any, *args: Any) -> None:
+    metric.update(*args)
+    module.log(name, metric.compute(), on_step=True, on_epoch=False)
+    if name.startswith("val"):
+        metric.reset()
+
+
+@pytest.mark.parametrize("way", [update, forward, returned, computed])
+def test_ways_to_log_a_metric(way: Callable[..., None], assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        for name, metric in module.metric[f"on_{stage}"].items():
+            way(module, f"{stage}_{name}", metric, module.probabilities(X), y)
+
+    assert_same(step, lambda: for_stages(lambda: nn.ModuleDict({name: make() for name, make in METRICS.items()})))
+
+
+def test_a_returned_value_that_is_computed_with_is_the_shards(assert_same: Callable[..., None]) -> None:
+    """Exact, then, where the metric is a mean over samples."""
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log(f"{stage}_percent", 100 * module.metric(module.probabilities(X), y), on_step=True, on_epoch=True)
+
+    assert_same(step, METRICS["accuracy"])
+
+
+def test_metrics_of_other_shapes(assert_same: Callable[..., None]) -> None:
+    """Regression, retrieval, tokens (not one row a sample), a masked part of the batch, texts, confusion matrices."""
+    makers = {
+        "pearson": lambda: tm.PearsonCorrCoef(),
+        "spearman": lambda: tm.SpearmanCorrCoef(),
+        "r2": lambda: tm.R2Score(),
+        "mse": lambda: tm.MeanSquaredError(),
+        "map": lambda: tm.RetrievalMAP(),
+        "tokens": lambda: tc.MulticlassAccuracy(5, average="macro"),
+        "masked": lambda: tc.MulticlassAccuracy(NUM_CLASSES, average="micro"),
+        "wer": lambda: tm.text.WordErrorRate(),
+        "confusion": lambda: tc.MulticlassConfusionMatrix(NUM_CLASSES),
+        "sums": lambda: Ratio(),
+        "pairs": lambda: WeightedError(),
+        "unweighted": lambda: WeightedError(),
+    }
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        metric = module.metric[f"on_{stage}"]
+        for name in ("pearson", "spearman", "r2", "mse"):
+            metric[name](X[:, 0], X[:, 1] + X[:, 0])
+        metric["map"].update(X[:, 0], X[:, 1] > 0, indexes=y)
+        metric["tokens"].update(X.reshape(-1).softmax(0)[:, None].repeat(1, 5), y.repeat_interleave(5) % 5)
+        if len(kept := y > 0):
+            metric["masked"].update(module.probabilities(X)[kept], y[kept])
+        metric["wer"].update([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))
+        metric["confusion"].update(module.probabilities(X), y)
+        metric["sums"].update(X.sum(), len(X))
+        metric["pairs"].update(X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))
+        metric["unweighted"].update(X[:, 0], Target([X[:, 1]], None))
+        for name in metric:
+            if name != "confusion":
+                module.log(f"{stage}_{name}", metric[name], on_epoch=True, on_step=False)
+
+    def at_end(module: Any, stage: str) -> None:
+        matrix = module.metric[f"on_{stage}"]["confusion"].compute()
+        module.log(f"{stage}_diagonal", matrix.diagonal().sum().double())
+        module.log(f"{stage}_samples", matrix.sum().double())
+        module.metric[f"on_{stage}"]["confusion"].reset()
+
+    assert_same(
+        step, lambda: for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})), at_end
+    )
+
+
+class Ratio(tm.Metric):
+    """A user's own metric, fed with sums and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, count: int) -> None:
+        self.total += total
+        self.count += count
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+Target = namedtuple("Target", "values weights")
+
+
+class WeightedError(tm.Metric):
+    """A user's own metric, whose target is ([values, and others], weights or None)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, predicted: Tensor, target: Any) -> None:
+        [y, *_], weights = target
+        weights = torch.ones_like(y) if weights is None else weights
+        self.total += (weights * (predicted - y) ** 2).sum()
+        self.count += weights.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+@pytest.mark.parametrize("way", [update, forward, returned])
+def test_aggregators(way: Callable[..., None], assert_same: Callable[..., None]) -> None:
+    makers = {
+        "mean": tm.MeanMetric,
+        "sum": tm.SumMetric,
+        "max": tm.MaxMetric,
+        "min": tm.MinMetric,
+        "rows": tm.MeanMetric,
+        "weighted": tm.MeanMetric,
+        "weighted_rows": tm.MeanMetric,
+        "running_mean": lambda: tm.RunningMean(window=2),
+        "running_sum": lambda: tm.RunningSum(window=2),
+    }
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        x = X[:, 0].float()
+        arguments = {
+            "mean": (x.mean(),), "sum": (x.sum(),), "max": (x.max().item(),), "min": (x.min(),), "rows": (x,),
+            "weighted": (x.mean(), len(x)), "weighted_rows": (x, 2.0), "running_mean": (x.mean(),),
+            "running_sum": (x.sum(),),
+        }  # fmt: skip
+        for name, args in arguments.items():
+            way(module, f"{stage}_{name}", module.metric[f"on_{stage}"][name], *args)
+
+    assert_same(step, lambda: for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})))

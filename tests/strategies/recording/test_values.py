@@ -1,0 +1,128 @@
+"""What a step logs with `self.log`: over replicas equal to one device, every step and epoch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import classification as tc
+
+pytestmark = pytest.mark.slow
+
+NUM_CLASSES = 4
+
+
+@pytest.mark.parametrize(
+    "when", [{"on_step": True, "on_epoch": False}, {"on_epoch": True}, {"on_step": True, "on_epoch": True}]
+)
+def test_means(when: dict[str, bool], assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log(f"{stage}_tensor", X.mean(), prog_bar=True, **when)
+        module.log(f"{stage}_float", X.mean().item(), **when)
+        module.log(f"{stage}_number", 3, **when)
+        module.log(f"{stage}_tenth", 0.1, **when)
+        module.log(f"{stage}_one", X.mean().reshape(1), **when)
+        module.log(f"{stage}_given", X.mean(), batch_size=len(X), **when)
+        module.log(f"{stage}_constant", X.mean(), batch_size=7, **when)
+        module.log_dict({f"{stage}_a": X.mean(), f"{stage}_b": X.std() * 0 + batch_idx}, **when)
+
+    assert_same(step)
+
+
+@pytest.mark.parametrize("names", [("sum", "max", "min"), (torch.sum, torch.max, torch.min), (sum, max, min)])
+def test_other_reductions(names: tuple[Any, Any, Any], assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        values = {"sum": (y == 0).sum(), "max": X.max(), "min": X.min()}
+        for (name, value), reduce_fx in zip(values.items(), names):
+            module.log(f"{stage}_{name}", value, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+            module.log(f"{stage}_{name}_number", value.item(), False, True, False, True, reduce_fx)
+
+    assert_same(step)
+
+
+def test_unknown_reductions_are_lightnings_affair(written: Callable[..., list[Any]]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log("median", X.median(), reduce_fx=torch.median)
+
+    with pytest.raises(Exception, match="reduce_fx=") as expected:
+        written(1, step, lambda: None)
+    with pytest.raises(type(expected.value), match="reduce_fx="):
+        written(2, step, lambda: None)
+
+
+def test_values_changed_in_place_after_logging(assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        value, row = X.mean(), X.mean().reshape(1)
+        module.log(f"{stage}_value", value, on_epoch=True)
+        module.log(f"{stage}_row", row, on_epoch=True)
+        scores = module.probabilities(X).detach()
+        module.metric.update(scores, y)
+        module.log(f"{stage}_metric", module.metric, on_epoch=True)
+        value += 1
+        row += 1
+        scores.zero_()
+
+    assert_same(step, lambda: tc.MulticlassAccuracy(NUM_CLASSES))
+
+
+def test_same_key_in_several_hooks(assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log("loss", X.mean(), on_step=stage == "train", on_epoch=True)
+
+    assert_same(step, at_end=lambda module, stage: module.log(f"{stage}_end", 1.5))
+
+
+def test_logged_by_some_replicas_only(assert_same: Callable[..., None]) -> None:
+    """One device, too, logs such a value only for the batches that have it."""
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        if (rows := X[y == 0]).numel():
+            module.log(f"{stage}_rare", rows.mean(), batch_size=len(rows), on_epoch=True)
+
+    assert_same(step)
+
+
+def test_several_dataloaders(assert_same: Callable[..., None], written: Callable[..., list[Any]]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.log(f"{stage}_each", X.mean(), on_epoch=True)
+
+    assert_same(step, num_loaders=2)
+    assert any("dataloader_idx_1" in name for _, row in written(2, step, lambda: None, num_loaders=2) for name in row)
+
+
+def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, make_loader: Callable) -> None:
+    """One replica has the whole batch, nothing has to be put together: a step may look at what it has logged."""
+
+    class Module(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("index", float(batch_idx), on_step=False, on_epoch=True)
+            assert self.trainer._results["training_step.index"].value == sum(range(batch_idx + 1))  # type: ignore[index]
+            return super().training_step(batch, batch_idx)
+
+    train(Module, 2, loader=make_loader(1, 3), max_epochs=1)
+
+
+def test_a_log_of_ones_own(Regression: Any, train: Callable, make_loader: Callable) -> None:
+    """It runs in every replica, and calls Lightning's."""
+
+    class Module(Regression):
+        def log(self, name: str, value: Any, *, prefix: str = "own", **kwargs: Any) -> None:
+            super().log(f"{prefix}/{name}", value * 2, **kwargs)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            self.log("loss", loss, prefix="other", on_step=False, on_epoch=True)
+            self.log_dict({"a": loss, "b": loss + 1}, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 1.0)
+
+    one, *others = (dict(train(Module, k).trainer.callback_metrics) for k in (1, 2, 3))
+    assert set(one) == {"own/loss", "other/loss", "own/a", "own/b", "own/end"}
+    for other in others:
+        assert other.keys() == one.keys()
+        assert all(math.isclose(other[name], one[name], rel_tol=1e-6) for name in one)

@@ -1,0 +1,177 @@
+"""Parameters that are frozen, unused, tied, sparse, added on the way or nobody's, and buffers."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn, optim
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.slow
+
+
+def test_layers_unfrozen_on_the_way(Regression, assert_parity):
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.05)
+
+    def configure(module):
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return optim.SGD(parameters, 0.1, momentum=0.9)
+
+    one, *_ = assert_parity(lambda: Regression(optimizer=configure), callbacks=lambda: [Unfreeze()], max_epochs=3)
+    assert len(one.trainer.optimizers[0].param_groups) == 2
+
+
+def test_frozen_and_unused_parameters(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.sometimes = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.scales = nn.ParameterList([torch.ones((), dtype=torch.float64) for _ in range(2)])
+            self.net[0].bias.requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            X, _ = batch
+            large = X[:, 0] > 1.0  # in some shards none is
+            loss = self.loss(batch) * self.scales[0] * self.scales[1]
+            return loss + (X[large, :3] * self.sometimes).sum() / len(X) if large.any() else loss
+
+    one, *others = assert_parity(Module)
+    assert all(torch.equal(module.unused, torch.ones(3)) for module in [one, *others])
+    assert all(torch.equal(module.net[0].bias, one.net[0].bias) for module in others)
+    assert not torch.equal(one.sometimes, torch.ones(3))
+
+
+def test_tied_parameters(Regression, assert_parity):
+    def make():
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        net[2].weight = net[0].weight
+        return Regression(net)
+
+    modules = assert_parity(make)
+    assert all(module.net[2].weight is module.net[0].weight for module in modules)
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [lambda m: optim.SGD(m.parameters(), 0.5, momentum=0.9), lambda m: optim.SparseAdam(m.parameters(), 0.05)],
+)
+@pytest.mark.parametrize("bag", [False, True])
+def test_sparse_gradients(Regression, assert_parity, configure, bag):
+    class Module(Regression):
+        def __init__(self):
+            net = nn.EmbeddingBag(12, 3, sparse=True) if bag else nn.Embedding(12, 3, sparse=True)
+            super().__init__(net, configure)
+
+        def loss(self, batch):
+            X, y = batch
+            rows = self.net((X.abs() * 4).long().clamp(max=11))
+            return F.mse_loss(rows if bag else rows.sum(1), y)
+
+    assert_parity(Module)
+    assert_parity(Module, accumulate_grad_batches=3)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list"])
+def test_parameters_that_are_not_the_modules(Regression, train, kind):
+    """Replicas have copies nobody would keep equal."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.alpha = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+            self.alphas = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+
+        def training_step(self, batch, batch_idx):
+            alpha = self.alpha if kind == "tensor" else self.alphas[0]
+            return self.loss(batch) * alpha.exp().mean()
+
+        def configure_optimizers(self):
+            alpha = self.alpha if kind == "tensor" else self.alphas[0]
+            return optim.Adam([*self.parameters(), alpha])
+
+    train(Module)
+    with pytest.raises(MisconfigurationException, match=r"Adam has a tensor of shape \(2,\) .* nn\.ParameterList"):
+        train(Module, 2)
+
+
+def test_buffers_updated_in_the_step(Regression, assert_parity, make_loader):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("num_steps", torch.tensor(0))
+            self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64))
+            self.register_buffer("nothing", None)
+
+        def training_step(self, batch, batch_idx):
+            self.num_steps += 1
+            self.scale = self.scale * 0.99  # a new tensor every time
+            return self.loss(batch) * self.scale
+
+    one, *_ = assert_parity(Module)
+    assert one.num_steps == 8
+    assert_parity(Module, (3, 4), loader=make_loader(2))  # most replicas see no sample, and others need their buffers
+
+
+def test_buffers_that_follow_the_data(Regression, train):
+    """All replicas begin a step with the first one's, as in `DistributedDataParallel` and under `dp`."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            loss = F.mse_loss(self.net(X) - self.center, y)
+            self.center.lerp_(y.mean(0), 0.5)
+            return loss
+
+    dp, manual = (train(Module, 2, strategy=strategy) for strategy in ("dp", "manual_allreduce"))
+    for a, b in zip(dp.state_dict().values(), manual.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_spectral_norm(Regression, assert_parity):
+    """Its buffers follow from the weights; those of a replica without samples must not lag behind."""
+
+    def make():
+        return Regression(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3)))
+
+    assert_parity(make)
+
+
+def test_what_hooks_set_between_steps(Regression, assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+            self.factor = 1.0
+
+        def on_train_epoch_start(self):
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64) + self.current_epoch
+
+        def on_train_batch_end(self, *_):
+            self.temperature.mul_(0.95)
+            self.factor *= 1.02
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            return ((self.net(X) - y).square() * self.weights).mean() * self.temperature * self.factor
+
+    assert_parity(Module)
+
+
+def test_lazy_layers_are_refused(Regression, train):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.LazyLinear(3))
+
+    with pytest.raises(ValueError, match="lazy"):
+        train(Module, 2)
