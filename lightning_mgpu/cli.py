@@ -15,7 +15,6 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 import importlib
 import json
 import os
-import signal
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing_extensions import override
 import lightning_mgpu.data
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import __version__
-from lightning_mgpu.arguments import CONFIGS, check_values, with_shipped_configs, with_strategy_class
+from lightning_mgpu.arguments import CONFIGS
 from lightning_mgpu.callbacks import (
     ConfusionMatrix,
     EpochLines,
@@ -59,21 +58,19 @@ from lightning_mgpu.checks import (
     find_strategy,
     only_weights,
 )
-from lightning_mgpu.clusters import follow_launcher, set_rank
-from lightning_mgpu.console import quieten
-from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes, one_line_errors
-from lightning_mgpu.explain import TOOLS, explain, parameters
-from lightning_mgpu.from_checkpoint import SECTIONS, disagreements, with_checkpoint_config
+from lightning_mgpu.clusters import follow_launcher
+from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes
+from lightning_mgpu.explain import explain, parameters
+from lightning_mgpu.from_checkpoint import SECTIONS, disagreements
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
 from lightning_mgpu.parser import Parser
-from lightning_mgpu.processes import exit_on_sigterm
 from lightning_mgpu.redact import redact
-from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume, with_resumed_run
+from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume
 from lightning_mgpu.run_dir import RunDir
 from lightning_mgpu.run_record import RunRecord
 from lightning_mgpu.scale_k import scaled_by_devices
-from lightning_mgpu.slurm import requeue, with_requeued_job
+from lightning_mgpu.slurm import requeue
 from lightning_mgpu.tracking import Tracking
 from lightning_mgpu.tracking.csv_logger import RunCSVLogger
 
@@ -292,27 +289,6 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
     results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
     return ", ".join([*results, f"{seconds_per_epoch:.1f} sec/epoch on {devices}"])
-
-
-def main() -> None:
-    """Entry point of `python -m lightning_mgpu` and `lightning-mgpu`."""
-    quieten()
-    sys.path.insert(0, os.getcwd())  # models of one's own are found here; `python -m` does the same
-    with one_line_errors(SWITCH in sys.argv):
-        set_rank()
-        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
-        if sys.argv[1:2] and sys.argv[1] in TOOLS:
-            exit_on_sigterm()
-            tool = importlib.import_module(TOOLS[sys.argv[1]])  # needs matplotlib, and more
-            tool.main([argument for argument in sys.argv[2:] if argument != SWITCH])
-            return
-        sys.argv[1:] = with_resumed_run(with_requeued_job(check_values(sys.argv[1:])))
-        sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
-        sys.argv[1:] = with_checkpoint_config(sys.argv[1:], SUBCOMMANDS)
-        if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
-            raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
-        CLI()
 
 
 def _logs_val_acc(config: Namespace) -> bool:

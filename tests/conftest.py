@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 import lightning_mgpu.data.fashion_mnist
-from lightning_mgpu import cli
+from lightning_mgpu import __main__ as program
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
 from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
@@ -107,7 +107,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def run(*args: str) -> int:
         monkeypatch.setattr(sys, "argv", ["lightning-mgpu", *args])
         try:
-            cli.main()
+            program.main()
         except SystemExit as error:
             return int(error.code or 0)
         return 0
