@@ -19,6 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.strategies.attributes import Attributes
+from lightning_mgpu.strategies.embeddings import KINDS
 from lightning_mgpu.strategies.twins import Twins, version_of
 
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
@@ -63,15 +64,15 @@ class Replicas:
                 "a lazy layer has no weights to copy to the replicas: call the model once, in `setup` say."
             )
         self.modules = [module, *(get_params(module, device) for device in self.devices[1:])]
-        # The k copies of each parameter, owner of buffers and BatchNorm layer, the original's first
+        # The k copies of each parameter, owner of buffers, BatchNorm layer and embedding, the original's first
         self.parameters: list[tuple[nn.Parameter, ...]] = list(zip(*(list(m.parameters()) for m in self.modules)))
-        self.batch_norms = [
-            layers for layers in zip(*(m.modules() for m in self.modules)) if isinstance(layers[0], _BatchNorm)
-        ]
+        layers = list(zip(*(m.modules() for m in self.modules)))
+        self.batch_norms = [copies for copies in layers if isinstance(copies[0], _BatchNorm)]
+        self.embeddings = [copies for copies in layers if isinstance(copies[0], KINDS)]
         own = {id(part) for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
         self._owners = [
             (owners, isinstance(owners[0], _BatchNorm))
-            for owners in zip(*(m.modules() for m in self.modules))
+            for owners in layers
             if id(owners[0]) not in own and (owners[0]._buffers or _is_users(owners[0]))
         ]
         self._parts = [m for m in module.modules() if not isinstance(m, (Metric, MetricCollection, MetricTracker))]

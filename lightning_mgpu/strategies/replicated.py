@@ -8,6 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.embeddings import synchronize_embedding
 from lightning_mgpu.strategies.per_replica import PerReplica
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
@@ -51,6 +52,10 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         if self._syncs_batch_norm:
             for layers in self._replicas.batch_norms:
                 synchronize_batch_norm(layers, self.team)
+        if len(self.devices) > 1:
+            for layers in self._replicas.embeddings:
+                if layers[0].max_norm is not None:
+                    synchronize_embedding(layers, self.team)
 
     def renew_replicas(self) -> None:
         """The original's structure has changed: somebody has pruned, replaced or added layers."""
@@ -117,14 +122,12 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
         BatchNorm cannot normalise a sample by itself: devices that would get a single one go without.
         """
-        sizes = super()._sizes(batch)
+        sizes = _none_without_first(super()._sizes(batch))
         total, num_active = sum(sizes), len(sizes)
         while 1 in sizes and total > 1 and num_active > 1 and self._normalizes_shards():
             num_active -= 1
-            sizes = shard_sizes(total, self.shares[:num_active]) + [0] * (len(sizes) - num_active)
-        if sizes[0] == 0 and any(sizes):
-            sizes[sizes.index(max(sizes))] -= 1
-            sizes[0] = 1
+            fewer = shard_sizes(total, self.shares[:num_active]) + [0] * (len(sizes) - num_active)
+            sizes = _none_without_first(fewer)
         return sizes
 
     def _normalizes_shards(self) -> bool:
@@ -150,5 +153,13 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         super().teardown()
 
     def _remove_forwards(self) -> None:
-        for layers in self._replicas.batch_norms:
-            vars(layers[0]).pop("forward", None)  # of synchronised BatchNorm
+        for layers in (*self._replicas.batch_norms, *self._replicas.embeddings):
+            vars(layers[0]).pop("forward", None)  # of synchronised ones
+
+
+def _none_without_first(sizes: list[int]) -> list[int]:
+    """Sizes of which the first is not 0, if any is not."""
+    if sizes[0] == 0 and any(sizes):
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
+    return sizes

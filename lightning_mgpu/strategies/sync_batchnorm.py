@@ -6,12 +6,15 @@ passes over the images themselves are few: torch's own kernels for evaluation, w
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from lightning_mgpu.strategies.team import Team
 
@@ -29,39 +32,59 @@ class _Synchronized:
         self.layer, self.team = layer, team
 
     def __call__(self, X: Tensor) -> Tensor:
-        return _forward(self.layer, self.team, X)
+        uses_batch = self.layer.training or self.layer.running_mean is None
+        if uses_batch and torch._C._current_graph_task_id() != -1:  # replicas cannot meet inside a backward pass
+            raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
+        with _Exchange(self.team) if uses_batch and self.team.is_running else nullcontext():
+            return type(self.layer).forward(self.layer, X)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self.layer).forward, self.layer)
 
 
-def _forward(layer: _BatchNorm, team: Team, X: Tensor) -> Tensor:
-    uses_batch = layer.training or layer.running_mean is None
-    if uses_batch and torch._C._current_graph_task_id() != -1:  # replicas cannot meet inside a backward pass
-        raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
-    if not uses_batch or not team.is_running:
-        return type(layer).forward(layer, X)
-    layer._check_input_dim(X)
+class _Exchange(TorchFunctionMode):
+    """Lets `F.batch_norm` take the whole batch's statistics; what else a layer's class does in `forward` stays."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__()
+        self.team = team
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.batch_norm:
+            return _batch_norm(self.team, *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    team: Team,
+    X: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` over the shards of all replicas."""
+    if not training:
+        return F.batch_norm(X, running_mean, running_var, weight, bias, training, momentum, eps)
     own = (X.numel() // X.size(1), *_Moments.apply(X))
     counts, *moments = zip(*team.exchange(own))
     count = sum(counts)
-    if layer.training and count == 1:  # as torch does
+    if count == 1:  # as torch does
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {X.size()}")
     means, squares = ([part.to(X.device) for part in parts] for parts in moments)  # (C,) of every replica
     mean = torch.stack([own * (n / count) for own, n in zip(means, counts)]).sum(0)
     between = [n * (own - mean).square() for own, n in zip(means, counts)]
     var = torch.stack([*squares, *between]).sum(0) / count  # Chan, Golub and LeVeque (1983)
-    weight = torch.ones_like(mean) if layer.weight is None else layer.weight.to(mean.dtype)
-    bias = torch.zeros_like(mean) if layer.bias is None else layer.bias.to(mean.dtype)
-
-    if layer.training and layer.running_mean is not None:
-        assert layer.running_var is not None and layer.num_batches_tracked is not None
+    if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            layer.num_batches_tracked += 1
-            rate = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), rate)
-            layer.running_var.lerp_((var * count / max(count - 1, 1)).to(layer.running_var.dtype), rate)
-    return _Normalise.apply(X, mean, var, weight, bias, layer.eps)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * count / max(count - 1, 1)).to(running_var.dtype), momentum)
+    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    return _Normalise.apply(X, mean, var, weight, bias, eps)
 
 
 class _Moments(torch.autograd.Function):

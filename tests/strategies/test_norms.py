@@ -82,6 +82,17 @@ def test_synchronised_under_checkpointing_is_refused(Regression, train):
         train(lambda: Module(bn1d()), 2, sync_batchnorm=True)
 
 
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_nobody_gets_a_single_sample(Regression, assert_parity, make_loader, batch_size):
+    """The second device would get all of them; the first never goes without: it gets all."""
+    assert_parity(
+        lambda: Regression(bn1d(track_running_stats=False)),
+        (2,),
+        strategy=lambda: ManualAllreduceStrategy(split=[0.1, 0.9]),
+        loader=make_loader(batch_size, num_samples=6),
+    )
+
+
 @pytest.fixture
 def Fixed(Regression):
     """BatchNorm of the input: its running mean is linear in the batches', so combined it equals one device's."""

@@ -101,6 +101,24 @@ def test_parameters_that_are_not_the_modules(Regression, train, kind):
         train(Module, 2)
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_rows_of_limited_length(Regression, assert_parity, layer, accumulate):
+    """`max_norm` shortens the rows that are looked up, in whichever replica."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(layer(12, 3, max_norm=0.7))
+
+        def loss(self, batch):
+            X, y = batch
+            rows = self.net((X.abs() * 4).long().clamp(max=11))
+            return F.mse_loss(rows if layer is nn.EmbeddingBag else rows.sum(1), y)
+
+    one, *_ = assert_parity(Module, accumulate_grad_batches=accumulate, val=True)
+    assert "forward" not in vars(one.net)
+
+
 def test_buffers_updated_in_the_step(Regression, assert_parity, make_loader):
     class Module(Regression):
         def __init__(self):

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
 from lightning_mgpu.strategies.team import Team
@@ -107,3 +108,44 @@ def test_a_copy_is_a_layer_of_its_own(copied: Callable[[nn.Module], nn.Module], 
     torch.testing.assert_close(own.running_mean, 0.1 * X.mean(0))
     team.run(lambda i: own(X), [0, 1])  # which does not meet the others
     assert layers[1].num_batches_tracked == 0
+
+
+class Activated(nn.BatchNorm1d):
+    """Does more than normalise, as timm's `BatchNormAct2d`."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        self._check_input_dim(X)
+        is_training = self.training or self.running_mean is None
+        Y = F.batch_norm(
+            X, self.running_mean, self.running_var, self.weight, self.bias, training=is_training, momentum=0.2
+        )
+        return torch.relu(Y)
+
+
+def frozen(layer: nn.BatchNorm1d) -> nn.BatchNorm1d:
+    """As `BaseFinetuning.freeze(module, train_bn=False)` leaves it."""
+    layer.track_running_stats = False
+    return layer
+
+
+LAYERS_OF_ALL_KINDS = {
+    "activated": lambda: Activated(5),
+    "frozen": lambda: frozen(nn.BatchNorm1d(5)),
+    "cumulative": lambda: nn.BatchNorm1d(5, momentum=None),
+    "untracked": lambda: nn.BatchNorm1d(5, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", LAYERS_OF_ALL_KINDS)
+def test_layers_of_all_kinds(kind: str, training: bool, team: Team) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS_OF_ALL_KINDS[kind]().double().train(training)
+    nn.init.normal_(layer.weight)
+    X = a_batch((7, 5), torch.float64, offset=3).detach()
+    Y, layers = synchronised(layer, team, X)
+    torch.testing.assert_close(Y, layer(X), rtol=1e-12, atol=1e-12)
+    for own in layers:
+        assert own.state_dict().keys() == layer.state_dict().keys()
+        for name, tensor in layer.state_dict().items():
+            torch.testing.assert_close(own.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,40 @@
+"""`nn.Embedding(max_norm=...)` changes its weights in `forward`: it shortens the rows it looks up. Replicas do it alike.
+
+All look up what any of them does, so that rows are those of one device, and stay equal.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mgpu.strategies.team import Team
+
+KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def synchronize_embedding(layers: Sequence[nn.Embedding | nn.EmbeddingBag], team: Team) -> None:
+    """Let the replicas' copies of one layer shorten the same rows, if it has a `max_norm`."""
+    for layer in layers:
+        vars(layer)["forward"] = _Synchronized(layer, team)
+
+
+class _Synchronized:
+    """`forward` of a layer; in copies of the layer, also pickled ones, it is that of the class."""
+
+    def __init__(self, layer: nn.Embedding | nn.EmbeddingBag, team: Team) -> None:
+        self.layer, self.team = layer, team
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self.layer
+        is_repeated = torch._C._current_graph_task_id() != -1  # activation checkpointing: they are short by now
+        if layer.max_norm is not None and self.team.is_running and not is_repeated:
+            rows = torch.cat([part.to(input.device).flatten() for part in self.team.exchange(input)])
+            with torch.no_grad():
+                torch.embedding_renorm_(layer.weight, rows.contiguous(), layer.max_norm, layer.norm_type)
+        return type(layer).forward(layer, input, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self.layer).forward, self.layer)
