@@ -7,7 +7,7 @@ says. Other objects are the replica's own copies, or shared where they are in a 
 replica was made; arrays of numpy's are shared.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -45,6 +45,7 @@ class Attributes:
                     vars(replica)[name] = type(vars(original)[name])()
                     self._hooks.append((vars(original)[name], vars(replica)[name], {}))
         self._begun: dict[int, tuple[list, list]] = {}  # lists that a step has put in the place of others, by id
+        self._names: dict[int, set[str]] = {}  # of the original's attributes when last seen, by the layer's id
         visited: dict[int, bool] = {}
         for replica, name, value in self._users():
             copied = vars(replica).get(name)
@@ -56,6 +57,9 @@ class Attributes:
         """Give the replica what the original has."""
         self.twins.refresh()
         for original, replica, is_users in self.pairs:
+            if is_users and (known := self._names.get(id(original), set())) != vars(original).keys():
+                for name in known - vars(original).keys():  # a hook has deleted it
+                    vars(replica).pop(name, None)
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
@@ -83,16 +87,17 @@ class Attributes:
         for original, copied, then in given:
             if isinstance(original, Counter):
                 original.update({key: count - then.get(key, 0) for key, count in copied.items()})
-            elif id(original) not in begun:
-                if id(original) in self._begun and len(copied) > then:  # so it collects: what it began with, too
+            elif id(original) not in begun and self._has_more(original, copied, then):
+                if id(original) in self._begun:  # so it collects: what it began with, too
                     items = move_data_to_device(self._begun.pop(id(original))[1], device)
                     at = then + inserted.get(id(original), 0)
                     original[at:at] = items
                     inserted[id(original)] = at - then + len(items)
                 _add(original, copied, then, copies, device)
+        self._names = {id(original): set(vars(original)) for original, _, is_users in self.pairs if is_users}
         here = {id(value) for _, _, value in self._users()}
         self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}
-        self.twins.copied, self.twins.last = {}, {}
+        self.twins.copied, self.twins.ends = {}, {}
 
     def _find_begun(self, copies: set[int]) -> Iterator[tuple[int, tuple[list, list]]]:
         """Lists this step has begun, `if batch_idx == 0: self.outputs = []` say, and the items of the replica's.
@@ -105,10 +110,17 @@ class Attributes:
                 if id(value) not in self.twins.copied:
                     is_begun = id(own) not in copies
                 else:  # cleared: the last item is gone
-                    is_begun = id(value) in self.twins.last and len(own) > 0
-                    is_begun = is_begun and all(item is not self.twins.last[id(value)] for item in own)
+                    is_begun = id(value) in self.twins.ends and len(own) > 0
+                    is_begun = is_begun and all(item is not self.twins.ends[id(value)][1] for item in own)
                 if is_begun:
                     yield id(value), (value, list(own))
+
+    def _has_more(self, original: Any, copied: Any, then: Any) -> bool:
+        """Whether something was added to a copy; not to the left of what a list held, whose order nobody knows."""
+        if not isinstance(original, (list, deque)):
+            return True
+        first, last = self.twins.ends.get(id(original), (None, None))
+        return len(copied) > then and (then == 0 or copied[0] is first or copied[then - 1] is last)
 
     def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """A replica's layer of the user's own, and name and value of an attribute that is more than a number."""
@@ -119,15 +131,17 @@ class Attributes:
                         yield replica, name, value
 
 
-def _add(original: Any, copied: Any, length: int, copies: set[int], device: torch.device) -> None:
-    """Add what is in a copy of a container beyond its first `length` items."""
+def _add(original: Any, copied: Any, then: Any, copies: set[int], device: torch.device) -> None:
+    """Add what is in a copy of a container and was not then: beyond its first `then` items, or not among its keys."""
     if isinstance(original, set):
         original |= copied
     elif isinstance(original, dict):
-        for key, value in islice(copied.items(), length, None):
+        for key, value in copied.items():
+            if then and key in then:
+                continue
             if key not in original:
                 original[key] = move_data_to_device(value, device)
             elif type(value) is type(original[key]) and isinstance(value, CONTAINERS) and id(value) not in copies:
                 _add(original[key], value, 0, copies, device)
-    elif len(copied) > length:
-        original.extend(move_data_to_device(list(islice(copied, length, None)), device))
+    elif len(copied) > then:
+        original.extend(move_data_to_device(list(islice(copied, then, None)), device))

@@ -1,6 +1,6 @@
-"""`nn.Embedding(max_norm=...)` changes its weights in `forward`: it shortens the rows it looks up. Replicas do it alike.
+"""`nn.Embedding(max_norm=...)` changes its weights in `forward`: it shortens the rows it looks up.
 
-All look up what any of them does, so that rows are those of one device, and stay equal.
+Every replica shortens what any of them looks up, so that rows are those of one device, and stay equal.
 """
 
 from collections.abc import Sequence

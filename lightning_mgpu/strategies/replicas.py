@@ -20,7 +20,10 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.strategies.attributes import Attributes
 from lightning_mgpu.strategies.embeddings import KINDS
-from lightning_mgpu.strategies.twins import Twins, version_of
+from lightning_mgpu.strategies.twins import Twins, copy_to, version_of
+
+Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
+NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
 
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
 
@@ -86,7 +89,9 @@ class Replicas:
             for i in range(1, len(self.modules))
         ]
         self._versions: tuple[int, ...] | None = None
-        self._seen: dict[tuple[int, str], tuple[Tensor | None, int]] = {}  # the original's tensors after a step
+        # The original's buffers and other tensors after a step, by the owner's id
+        self._seen: dict[int, dict[str, Version]] = {id(owners[0]): {} for owners, _ in self._owners}
+        self._seen |= {id(layers[0]): {} for layers in self.batch_norms}
         self._is_combined = True  # BatchNorm's statistics, since the last step
 
     def broadcast(self, norms: bool = False) -> None:
@@ -145,7 +150,7 @@ class Replicas:
                         parts = [stat.to(stats[0].device) * share for stat, share in zip(stats, shares)]  # type: ignore[union-attr]
                         stats[0].copy_(sum(parts) / sum(shares))
                     self._copy_buffer(layers, name)
-                    self._seen[id(layers[0]), name] = _version(stats[0])
+                    self._seen[id(layers[0])][name] = _version(stats[0])
         self._is_combined = True
 
     def mark_step(self, trained: bool = False) -> None:
@@ -153,25 +158,29 @@ class Replicas:
         if trained:
             self._is_combined = False
         for owners, is_norm in self._owners:
-            buffers = owners[0]._buffers.items() if is_norm or not trained else ()  # others are the original's
-            for name, tensor in (*buffers, *_tensors(owners[0])):
-                self._seen[id(owners[0]), name] = _version(tensor)
+            now = _versions(owners[0])
+            if trained and not is_norm:  # its buffers are given to the replicas
+                seen = self._seen[id(owners[0])]
+                now |= {name: seen.get(name, NEVER) for name in owners[0]._buffers.keys()}  # noqa: SIM118
+            self._seen[id(owners[0])] = now
 
     def give_tensors(self) -> None:
         """Give the replicas the buffers and other tensors that were set on the original since the last step."""
         with torch.no_grad():
             for owners, _ in self._owners:
-                for name in owners[0]._buffers.keys():  # noqa: SIM118 (TorchScript's is no dict)
-                    if self._is_set(owners[0], name):
+                seen, now = self._seen[id(owners[0])], _versions(owners[0])
+                for name, version in now.items():
+                    if _is_same(version, seen.get(name, NEVER)):
+                        continue
+                    if name in owners[0]._buffers:
                         self._copy_buffer(owners, name)
-                        self._seen[id(owners[0]), name] = _version(owners[0]._buffers[name])
-                for name, tensor in _tensors(owners[0]):
-                    if not _is_same(_version(tensor), self._seen.get((id(owners[0]), name), (None, -1))):
-                        for owner, device in zip(owners[1:], self.devices[1:]):
-                            vars(owner)[name] = tensor.detach().to(device, copy=True)
+                        continue
+                    for owner, device in zip(owners[1:], self.devices[1:]):
+                        vars(owner)[name] = copy_to(version[0], device)  # type: ignore[arg-type]
+                self._seen[id(owners[0])] = now
 
     def _is_set(self, owner: nn.Module, name: str) -> bool:
-        return not _is_same(_version(owner._buffers[name]), self._seen.get((id(owner), name), (None, -1)))
+        return not _is_same(_version(owner._buffers[name]), self._seen[id(owner)].get(name, NEVER))
 
     def _copy_buffer(self, owners: Sequence[nn.Module], name: str) -> None:
         original = owners[0]._buffers[name]  # looked up, as `self.steps = self.steps + 1` makes a new one
@@ -253,14 +262,20 @@ def _structure(module: nn.Module) -> list[Any]:
     return [*buffers, *((name, id(part)) for name, part in parts)]
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tensors among a module's plain attributes, without a graph: class weights, a temperature."""
-    return [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and not v.requires_grad]
+def _versions(module: nn.Module) -> dict[str, Version]:
+    """Buffers, and tensors without a graph among a module's plain attributes: class weights, a temperature."""
+    attributes = [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and v.is_leaf]
+    # `_buffers` of TorchScript's is no dict
+    return {
+        name: _version(tensor)
+        for name, tensor in (*module._buffers.items(), *attributes)
+        if type(tensor) is not nn.Parameter
+    }
 
 
-def _version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+def _version(tensor: Tensor | None) -> Version:
     return tensor, version_of(tensor)
 
 
-def _is_same(now: tuple[Tensor | None, int], then: tuple[Tensor | None, int]) -> bool:
+def _is_same(now: Version, then: Version) -> bool:
     return now[0] is then[0] and now[1] == then[1]

@@ -14,11 +14,13 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)
+REBUILT = (MethodType, FunctionType, partial, np.generic)  # of what they are made of, or as plain as a number
 FEW = 100  # longer lists are collected outputs: what is in those stays as it is
 
 
@@ -33,11 +35,12 @@ class Twins:
 
     def __init__(self, layers: dict[int, Any], device: torch.device, index: int) -> None:
         self.of, self.device, self.index = layers, device, index
-        # By id: an original, its copy, its length when copied; a Counter's counts then
+        # By id: an original, its copy, its length when copied; a dict's keys then, a Counter's counts
         self.copied: dict[int, tuple[Any, Any, Any]] = {}
-        self.last: dict[int, Any] = {}  # by the id of an original list: the last item of its copy then
+        self.ends: dict[int, tuple[Any, Any]] = {}  # by the id of an original list: its copy's first and last item then
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
         self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
+        self._made: dict[int, tuple[Any, Any]] = {}  # an object a step has made, and the one it made of its shard
 
     def find(self, value: Any, copied: Any, visited: dict[int, bool]) -> bool:
         """Whether there are layers in a value; objects in which there are get a twin, the copy in the replica.
@@ -78,7 +81,7 @@ class Twins:
 
         Layers among them, an average of the weights say, are not registered with the module: nobody else does.
         """
-        self.copied, self.last = {}, {}
+        self.copied, self.ends = {}, {}
         for value, copied in self._objects:
             if isinstance(value, nn.Parameter):
                 copied.data.copy_(value)
@@ -88,10 +91,7 @@ class Twins:
                     if tensor is not None:
                         copied._buffers[name] = tensor.to(self.device, copy=True)
             for name, part in _contents(value):
-                own = self.own(part)
-                if own is part and isinstance(part, Tensor):
-                    own = part.detach().clone().requires_grad_(part.requires_grad)
-                vars(copied)[name] = own
+                vars(copied)[name] = self.own(part)
 
     def own(self, value: Any) -> Any:
         """The replica's own; the value itself, where nothing in it is the replica's."""
@@ -99,15 +99,18 @@ class Twins:
             return value
         if id(value) in self.of:
             return self.of[id(value)]
+        if id(value) in self._made:
+            return self._made[id(value)][1]
         if isinstance(value, CONTAINERS):
             return self._copy(value)
         if isinstance(value, (Tensor, torch.Generator)):
             known, version, own = self._kept.get(id(value), (None, 0, None))
             if isinstance(value, torch.Generator):
                 own = self._stream(value, own)
-                self._kept[id(value)] = value, version, own  # it may be there under another name, too
-                return own
-            return own if known is value and version == version_of(value) else value.to(self.device)
+            elif known is not value or version != version_of(value):
+                own = copy_to(value, self.device)
+            self._kept[id(value)] = value, version_of(value), own  # it may be there under another name, too
+            return own
         if isinstance(value, tuple) and _is_looked_into(value):
             items = [self.own(item) for item in value]
             if all(own is item for own, item in zip(items, value)):
@@ -128,12 +131,12 @@ class Twins:
         return value
 
     def keep(self, places: Iterable[tuple[Any, Any]]) -> None:
-        """Remember which tensors and generators the replica has at the end of a step where the original has others.
+        """Remember which tensors, generators and other objects the replica has at the end of a step, not the original.
 
         Args:
             places: Values of the original, and the replica's own.
         """
-        self._kept = {}
+        self._kept, self._made = {}, {}
         visited: set[int] = set()
         todo = list(places)
         todo += [(part, vars(copied).get(name)) for value, copied in self._objects for name, part in _contents(value)]
@@ -149,17 +152,20 @@ class Twins:
             elif isinstance(value, (list, tuple, deque)) and len(value) <= FEW and not getattr(value, "maxlen", None):
                 _, copied, length = self.copied.get(id(value), (None, None, FEW))
                 todo += list(zip(value, own))[: length if copied is own else FEW]  # what was added has no place yet
+            elif id(value) not in self.of and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT)):
+                self._made[id(value)] = value, own
 
     def _copy(self, value: Any) -> Any:
         if id(value) in self.copied:  # under two names
             return self.copied[id(value)][1]
         copied = deque(value) if type(value) is deque else copy.copy(value)  # one without `maxlen` forgets nothing
-        self.copied[id(value)] = value, copied, dict(value) if isinstance(value, Counter) else len(value)
+        then = dict(value) if isinstance(value, Counter) else set(value) if isinstance(value, dict) else len(value)
+        self.copied[id(value)] = value, copied, then
         for key, item in _items(value):
             if (own := self.own(item)) is not item:
                 copied[key] = own
-        if type(value) is list and copied:
-            self.last[id(value)] = copied[-1]
+        if isinstance(value, (list, deque)) and copied:
+            self.ends[id(value)] = copied[0], copied[-1]
         return copied
 
     def _stream(self, original: torch.Generator, own: torch.Generator | None) -> torch.Generator:
@@ -183,6 +189,13 @@ class Twins:
         own.__kwdefaults__ = function.__kwdefaults__
         vars(own).update(vars(function))
         return own
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the replica's own; one with a graph is the thing itself, where it may be."""
+    if not tensor.is_leaf:
+        return tensor.to(device)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def version_of(value: Any) -> int:

@@ -239,35 +239,6 @@ def test_methods_kept_on_the_module(Regression, assert_parity, name, hook):
     assert_parity(Module)
 
 
-KINDS = {
-    "tensor": lambda h: h,
-    "tuple": lambda h: (h, 1),
-    "list": lambda h: [h],
-    "list of two": lambda h: [h, h + 1],
-    "tuples in a dict": lambda h: {"h": (h, h + 1)},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_kept_from_step_to_step(Regression, assert_parity, make_loader, kind):
-    """Every replica goes on with that of its own samples, until a hook sets another."""
-
-    class Module(Regression):
-        def on_train_epoch_start(self):
-            self.state = KINDS[kind](torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64))
-
-        def training_step(self, batch, batch_idx):
-            X, y = batch
-            h = self.state
-            while not isinstance(h, torch.Tensor):
-                h = h["h"] if isinstance(h, dict) else h[0]
-            Z = self.net(X) + h
-            self.state = KINDS[kind](Z.detach())
-            return F.mse_loss(Z, y)
-
-    assert_parity(Module, (2, 4), loader=make_loader(num_samples=24))
-
-
 def test_a_list_inside_itself(Regression, assert_parity):
     class Module(Regression):
         def __init__(self):
