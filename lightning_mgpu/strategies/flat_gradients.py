@@ -39,8 +39,9 @@ class FlatGradients:
         self._views: list[list[Tensor]] = []  # as `parameters`
         start = 0
         for copies in parameters:
-            # `.data`: a version counter for each view, by which to see whether autograd has added to it
-            self._views.append([_like(p, b.data, start) for p, b in zip(copies, self.buffers, strict=True)])
+            # The original's layout for all; `.data`: a version counter for each view, by which to see whether autograd
+            # has added to it
+            self._views.append([_like(copies[0], buffer.data, start) for buffer in self.buffers])
             start += copies[0].numel()
         self._versions: list[list[int]] = [[-1] * len(copies) for copies in parameters]
 

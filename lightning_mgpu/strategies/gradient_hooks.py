@@ -35,14 +35,15 @@ def deferred_gradient_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None
         if parameter.grad is None:
             parameter.grad = accumulated
             continue
-        for hook in hooks.values():
-            if (changed := hook(parameter.grad)) is not None:
-                parameter.grad = changed
-        if accumulated is not None:
-            with torch.no_grad():
-                parameter.grad = accumulated.add_(parameter.grad)
-        for hook in post_hooks.values():
-            hook(parameter)
+        with torch.set_grad_enabled(parameter.grad.requires_grad):  # by create_graph=True, as autograd has it
+            for hook in hooks.values():
+                if (changed := hook(parameter.grad)) is not None:
+                    parameter.grad = changed
+            if accumulated is not None:
+                with torch.no_grad():
+                    parameter.grad = accumulated.add_(parameter.grad)
+            for hook in post_hooks.values():
+                hook(parameter)
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[dict, dict]:

@@ -79,7 +79,8 @@ class Gradients:
     def are_others(self) -> bool:
         """Whether the original has other gradients than those that were reduced."""
         known = self._reduced or repeat((None, -1))
-        return any(original.grad is not gradient for (original, *_), (gradient, _) in zip(self.parameters, known))
+        both = ((original.grad, gradient) for (original, *_), (gradient, _) in zip(self.parameters, known))
+        return any(own is not None and own is not gradient for own, gradient in both)
 
 
 def check_equal(gradients: list[list[Tensor]], name: str) -> None:

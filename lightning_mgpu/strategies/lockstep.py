@@ -50,10 +50,13 @@ class Lockstep:
             self.team.exchange()
             if not is_first and (scaler := getattr(plugin, "scaler", None)) is not None:
                 loss = scaler.scale(loss.to(original.device))  # it sends its scale to a CPU without waiting for it
-            losses = self.team.exchange(loss)
+            losses, inputs = zip(*self.team.exchange((loss, kwargs.get("inputs"))))
             if not self.joint:
-                plugin.backward(loss, module, optimizer, *args, **kwargs)
+                if loss.requires_grad or not any(part.requires_grad for part in losses):  # else the shard has no part
+                    plugin.backward(loss, module, optimizer, *args, **kwargs)
             elif is_first:
+                if kwargs.get("inputs") is not None:  # each replica means its own
+                    kwargs["inputs"] = [part for own in inputs for part in ([own] if isinstance(own, Tensor) else own)]
                 total = sum(part.to(loss.device) for part in losses)
                 strategy.run_backward(total, optimizer, *args, **kwargs)
             self.team.exchange()

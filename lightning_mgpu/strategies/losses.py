@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_mgpu.strategies.shards import gather, weighted_mean
 
@@ -106,6 +107,25 @@ class _Watch(torch.autograd.Function):
         ctx.begin()
         torch.autograd.Variable._execution_engine.queue_callback(ctx.end)  # type: ignore[attr-defined]
         return gradient, None, None
+
+
+class InputsOfAll(TorchFunctionMode):
+    """Lets `loss.backward(inputs=...)` reach the copies, too, of the original's parameters that are named.
+
+    Args:
+        parameters: The copies of each, the original's first.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.copies = {id(copies[0]): copies for copies in parameters}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.backward and (inputs := kwargs.get("inputs")) is not None:
+            named = [inputs] if isinstance(inputs, Tensor) else inputs
+            kwargs["inputs"] = [copy for part in named for copy in self.copies.get(id(part), (part,))]
+        return function(*args, **kwargs)
 
 
 _FORK = threading.RLock()

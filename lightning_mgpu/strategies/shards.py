@@ -1,7 +1,8 @@
 """`split_batch` of the book for any nesting of tensors, and its inverse for what the replicas return."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from typing import Any
@@ -238,9 +239,9 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _with_items(part: Mapping, items: dict[Any, Any]) -> Any:
-    if not isinstance(part, MutableMapping):
+    if not isinstance(part, (dict, UserDict)) and not hasattr(part, "__copy__"):  # a copy may share what is inside
         return type(part)(items)  # type: ignore[call-arg]
-    changed = copy.copy(part)
+    changed: Any = copy.copy(part)
     for key, value in items.items():
         changed[key] = value
     return changed

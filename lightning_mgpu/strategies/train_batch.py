@@ -6,8 +6,8 @@ over the whole batch, however uneven the shards.
 Where the gradients meet, and who makes the update, is what strategies differ in: `manual_allreduce.py` and `dp.py`.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +26,7 @@ from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, ha
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.losses import (
+    InputsOfAll,
     combine_outputs,
     find_loss,
     find_refused,
@@ -51,6 +53,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.gradients = Gradients([])
         self._own: ReplicaOptimizers | None = None
         self._attached: list[Optimizer] = []  # the optimizers it was made of
+        self._is_manual = False  # how they were used then
         self._trains = False  # between the start of training and the teardown
         self._lockstep = None
         self._num_closures = 0
@@ -78,12 +81,13 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.overrides_backward = is_overridden("backward", self.original)
         self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
-        self._shows_gradients = self.overrides_backward or overrides(self.original, ("on_after_backward",))
+        hooks = ("on_after_backward", *HOOKS_BETWEEN_STEPS)
+        self._shows_gradients = self.overrides_backward or overrides(self.original, hooks)
 
     def _attach(self) -> None:
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
-        self._attached = list(self._optimizers)
+        self._attached, self._is_manual = list(self._optimizers), not self.original.automatic_optimization
         self._check_parameters()
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
@@ -91,10 +95,9 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._replicas.mark_step()
         if len(self.devices) == 1:
             return
-        is_manual = not self.original.automatic_optimization
-        if self.replicas_update or is_manual:
+        if self.replicas_update or self._is_manual:
             self._own = ReplicaOptimizers(self._replicas, self._optimizers)
-            self._wrap_copies(self._own.copies if is_manual else [])
+            self._wrap_copies(self._own.copies if self._is_manual else [])
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
             if self._own is not None:
@@ -129,8 +132,9 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._num_closures = 0
         self._is_stale |= batch_idx == 0  # hooks around an epoch
-        if [*map(id, self._attached)] != [*map(id, self._optimizers)]:  # they were set up again
-            self.renew_replicas()
+        is_manual = not self.original.automatic_optimization
+        if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._optimizers)]:
+            self.renew_replicas()  # they were set up again
         if self._own is not None and (batch_idx == 0 or self._is_evaluated):
             self._own.try_again()
 
@@ -139,6 +143,10 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._is_stale |= self._num_closures > 0  # an optimizer tries other weights
         self._num_closures += 1
         if not self.is_split or find_batch_size(batch) is None:
+            if self.is_split and isinstance(batch, Iterator):
+                rank_zero_warn(
+                    f"training_step takes whole batches from dataloader_iter: {self.devices[0]} works alone."
+                )
             return super().training_step(batch, *args, **kwargs)
         if self._replicas.is_outgrown():
             self.renew_replicas()
@@ -219,7 +227,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
         if self.overrides_backward:
             loss = watch_backward(loss, self.gradients.begin, self.reduce_gradients)
-        with one_fork_at_a_time():
+        with one_fork_at_a_time(), InputsOfAll(self._replicas.parameters) if self.overrides_backward else nullcontext():
             self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
 
     @property

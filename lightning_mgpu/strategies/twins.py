@@ -2,9 +2,10 @@
 
 Lists, dicts, sets and tuples are copied, with what is in them. Methods of layers become methods of the replica's, also
 inside `functools.partial`, and so do functions inside a method that use `self`. An object that is an attribute or
-holds layers gives way to the copy that was made with the replica, whose attributes are treated alike. Tensors come to
-the replica's device; one its own step has put in the same place stays, until somebody else changes the original's. A
-random generator has a stream of its own in every replica. Everything else is the thing itself.
+holds layers gives way to the copy that was made with the replica, whose attributes are treated alike. Tensors are
+copied to the replica's device; one its own step has put in the same place stays, until somebody else changes the
+original's, and so does an object. A random generator has a stream of its own in every replica. Everything else is the
+thing itself.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 import copy
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,41 @@ def test_batches_nobody_can_split() -> None:
 
     with pytest.warns(UserWarning, match="nobody knows how to cut"):
         assert_fits_alike(lambda: Numbers(unpack), lambda: DataLoader(range(12), 4, collate_fn=Box))
+
+
+class Features(MutableMapping):
+    """A user's own mapping, whose copies would share what is inside."""
+
+    def __init__(self, features: Any) -> None:
+        self.features = dict(features)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.features[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.features[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.features[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.features)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+
+def test_mappings_of_ones_own() -> None:
+    class Whole(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, batch: Any, i: int) -> None:
+            assert len(batch["X"]) == (3 if i == 2 else 4)
+
+    def unpack(batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["X"], batch["y"]
+
+    make = collated(lambda X, y: Features({"X": X, "y": y}))
+    assert_fits_alike(lambda: Regression(unpack), make)
+    fitted(2, lambda: Regression(unpack), make, Whole())
 
 
 def test_batches_of_one_sample() -> None:
@@ -518,4 +553,5 @@ def test_dataloader_iter_runs_on_one_device() -> None:
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
-    assert_fits_alike(Iterates, loader)
+    with pytest.warns(UserWarning, match="dataloader_iter: cpu works alone"):
+        assert_fits_alike(Iterates, loader)

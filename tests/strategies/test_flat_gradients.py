@@ -101,6 +101,17 @@ def test_gradients_that_hooks_put_elsewhere(Regression, assert_parity):
     assert_parity(make, (2,), strategy=flat)
 
 
+def test_weights_with_gaps_between_them(Regression, assert_parity):
+    """Copies of them have none, and other strides."""
+
+    def make():
+        module = Regression()
+        module.net[0].weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64)[:, ::2].t())
+        return module
+
+    assert_parity(make, strategy=flat)
+
+
 def test_two_dtypes_are_refused(Regression, train):
     def make():
         module = Regression()

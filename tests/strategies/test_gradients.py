@@ -1,5 +1,6 @@
 """Whoever looks at gradients sees the reduced ones: clipping, callbacks, hooks, accumulation."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -40,19 +41,19 @@ def test_custom_clipping(Regression, assert_parity, in_data):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, accumulate):
+@pytest.mark.parametrize("hooks", [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"]])
+def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, hooks, accumulate):
     seen = []
 
     class Look(Callback):
-        def on_after_backward(self, trainer, module):
+        def look(self, trainer, module, *_):
             seen[-1].extend(parameter.grad.clone() for parameter in module.parameters())
-
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            self.on_after_backward(trainer, module)
 
         def on_fit_start(self, trainer, module):
             seen.append([])
 
+    for hook in hooks:
+        setattr(Look, hook, Look.look)
     assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate)
     for others in seen[1:]:
         assert len(others) == len(seen[0]) > 0
@@ -104,6 +105,28 @@ def test_hooks_after_accumulation(Regression, assert_parity, accumulate):
 
     assert_parity(lambda: hooked(Regression, post_hook=clamp), accumulate_grad_batches=accumulate)
     assert len(calls) == 3 * 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_updates_made_by_hooks(Regression, assert_parity, accumulate):
+    """They run without recording, as in a backward pass, and their gradients can be handed to numpy."""
+
+    def with_decay(gradient):
+        return gradient + 0.1 * module[0].net[0].weight
+
+    def update(parameter):
+        parameter.sub_(parameter.grad, alpha=0.1)
+        assert np.isfinite(parameter.grad.numpy()).all()
+        parameter.grad = None
+
+    module = []
+
+    def make():
+        module[:] = [hooked(Regression, with_decay, update)]
+        return module[0]
+
+    # within a window replicas get what hooks have edited when the next step begins
+    assert_parity(make, accumulate_grad_batches=accumulate, check=accumulate == 1)
 
 
 @pytest.mark.parametrize("hook", [None, HOOKS["clamp"]])
@@ -168,6 +191,17 @@ def test_backward_of_ones_own(Regression, assert_parity, num_passes, accumulate)
                     parameter.grad.data.clamp_(-0.01, 0.02)
 
     assert_parity(Module, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_backward_of_ones_own_for_some_parameters(Regression, assert_parity, accumulate):
+    class Module(Regression):
+        def backward(self, loss):
+            loss.backward(inputs=list(self.net[0].parameters()), retain_graph=True)
+            loss.backward(inputs=self.net[2].bias)
+
+    one, *_ = assert_parity(Module, accumulate_grad_batches=accumulate)
+    assert one.net[2].bias.grad is not None and one.net[2].weight.grad is None
 
 
 def test_hooks_in_the_step_of_a_run_that_is_over(Regression, train, make_loader):

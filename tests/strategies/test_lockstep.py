@@ -235,6 +235,66 @@ def test_sync_batchnorm(Manual, assert_parity):
 
 
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
+def test_gradients_of_some_parameters(Regression, assert_parity, sync_batchnorm):
+    """`inputs` are each replica's own."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)))
+            self.automatic_optimization = False
+            if not sync_batchnorm:
+                self.net[1].eval()
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.net[1].train(sync_batchnorm)
+            loss = self.loss(batch)
+            self.manual_backward(loss, inputs=list(self.net[3].parameters()), retain_graph=True)
+            self.manual_backward(loss, inputs=self.net[0].weight)
+            optimizer.step()
+
+    one, *_ = assert_parity(Module, sync_batchnorm=sync_batchnorm, limit_train_batches=3)
+    assert one.net[0].weight.grad is not None and one.net[0].bias.grad is None
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_shards_without_a_loss_and_skipped_batches(Manual, assert_parity, joint):
+    """Nothing to learn from in one of the shards, or, as in the third batch, nothing that is differentiated."""
+
+    class Module(Manual):
+        def loss(self, batch):
+            X, y = batch
+            rows = X[:, 0] > 0.5
+            return F.mse_loss(self.net(X[rows]), y[rows], reduction="sum") / len(X) if rows.any() else X.new_zeros(())
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx != 2:
+                return super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.optimizers().step()
+
+    if joint:
+        Module.backward = lambda self, loss: loss.backward()
+    assert_parity(Module, (2, 4), limit_train_batches=3)
+
+
+def test_optimization_by_hand_from_the_second_epoch(Manual, assert_parity):
+    class Module(Manual):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = True
+
+        def on_train_epoch_start(self):
+            self.automatic_optimization = self.current_epoch != 1
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) if self.automatic_optimization else super().training_step(batch, batch_idx)
+
+    assert_parity(Module, max_epochs=3)
+
+
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
 @pytest.mark.parametrize("case", ["more backwards", "no step", "other optimizer", "steps before"])
 def test_replicas_that_part_ways_end_in_an_error(Regression, train, case, sync_batchnorm):
     class Module(adversaries(Regression)):
