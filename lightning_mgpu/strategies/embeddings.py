@@ -34,7 +34,7 @@ class _Synchronized:
             rows = torch.cat([part.to(input.device).flatten() for part in self.team.exchange(input)])
             with torch.no_grad():
                 torch.embedding_renorm_(layer.weight, rows.contiguous(), layer.max_norm, layer.norm_type)
-        return type(layer).forward(layer, input, *args, **kwargs)
+        return type(layer).forward(layer, input, *args, **kwargs)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self.layer).forward, self.layer)

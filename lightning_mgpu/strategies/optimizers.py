@@ -8,46 +8,69 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
 from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.shards import leaves
+from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN
 
 Settings = list[dict[str, Any]]
 
 
 class ReplicaOptimizers:
-    """`copies[i - 1][n]` is replica i's own copy of the user's optimizer n."""
+    """`copies[i - 1][n]` is replica i's own copy of the user's optimizer n.
 
-    def __init__(self, replicas: Replicas, optimizers: Sequence[Optimizer]) -> None:
-        self.replicas, self.originals = replicas, list(optimizers)
+    Args:
+        replicas: Whose parameters they update.
+        optimizers: The user's.
+        give: Gives the replicas the gradients of the original's, as they are when an update begins.
+    """
+
+    def __init__(self, replicas: Replicas, optimizers: Sequence[Optimizer], give: Callable[[], Any]) -> None:
+        self.replicas, self.originals, self.give = replicas, list(optimizers), give
         originals, *others = zip(*replicas.parameters) if replicas.parameters else [()] * len(replicas.modules)
-        self.copies = [[copy_optimizer(opt, originals, copies) for opt in self.originals] for copies in others]
         self._mappings = [dict(zip(map(id, originals), copies)) for copies in others]
         is_mixed = len({device.type for device in replicas.devices}) > 1  # a CPU and a GPU round differently
-        self._first_states = [_first_state(opt) for opt in self.originals]
         self.repeats = [False if is_mixed or not _is_repeatable(opt) else None for opt in self.originals]
+        self.copies = [[self._copy(n, mapping) for n in range(len(self.originals))] for mapping in self._mappings]
+        self._first_states = [_first_state(opt) for opt in self.originals]
         self._begun: dict[int, Settings] = {}  # the settings an original's update began with, by its number
         self._closed: dict[int, Settings] = {}  # and those at the end of its closure
+        self._arguments: dict[str, Any] = {}  # others than the closure
         self._streams: list[Tensor] = []  # generator states then
 
-    def watch(self, n: int, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """A `step_pre_hook` of original n: note the settings it makes its update with.
+    def begin(self, n: int) -> None:
+        """Original n is about to be stepped."""
+        self._begun.pop(n, None)
 
-        Afterwards they may be others: some optimizers count their steps there.
+    def watch(self, n: int, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """A `step_pre_hook` of original n: note the settings it makes its update with, and give its gradients.
+
+        Afterwards they may be others: some optimizers count their steps in the settings, or edit gradients.
         """
-        self._begun[n] = settings_of(optimizer)
-        self._closed.pop(n, None)
-        self._streams = generator_states(self.replicas.devices[0])
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
+        if n in self._begun:  # the step of a class calls that of its base
             return None
+        self._closed.pop(n, None)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._arguments = {name: value for name, value in kwargs.items() if name != "closure"}
+
+        def note() -> Settings:
+            self.give()
+            self._streams = generator_states(self.replicas.devices[0])
+            return settings_of(optimizer)
+
+        if not callable(closure):
+            self._begun[n] = note()
+            return None
+        self._begun[n], self._streams = settings_of(optimizer), generator_states(self.replicas.devices[0])
 
         def watched() -> Any:
             loss = closure()
-            self._closed[n] = settings_of(optimizer)
-            self._streams = generator_states(self.replicas.devices[0])
+            self._closed[n] = note()
             return loss
 
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -75,12 +98,18 @@ class ReplicaOptimizers:
             return
         is_first = self.repeats[n] is None
         with same_generator_states(self.replicas.devices) if is_first else contextlib.nullcontext():
-            self._follow(n, self._begun.pop(n, []))  # none noted: the copies were made since
-            for i, (copies, device) in enumerate(zip(self.copies, self.replicas.devices[1:])):
-                with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one
-                    copies[n].step(partial(self._close, i, n, closure))
+            if n in self._begun:  # else the copies were made since
+                self._follow(n, self._begun[n])
+            try:
+                for i, (copies, device) in enumerate(zip(self.copies, self.replicas.devices[1:])):
+                    with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one
+                        copies[n].step(closure=partial(self._close, i, n, closure), **self._arguments)
+            except Exception as error:
+                if not is_first:
+                    raise
+                self._give_up(n, error)
         if is_first:
-            self.repeats[n] = self.replicas.agree()
+            self.repeats[n] = self.repeats[n] is None and self.replicas.agree()
             if not self.repeats[n]:
                 self.replicas.broadcast_parameters()
         self.replicas.mark_equal()
@@ -99,54 +128,105 @@ class ReplicaOptimizers:
         """Find out in the next update whether copies still make the originals': callbacks may have edited states."""
         self.repeats = [None if repeat else repeat for repeat in self.repeats]
 
-    def _copy_again(self, n: int) -> None:
+    def _copy(self, n: int, mapping: dict[int, nn.Parameter]) -> Optimizer:
         originals = [original for original, *_ in self.replicas.parameters]
+        try:
+            return copy_optimizer(self.originals[n], originals, list(mapping.values()))
+        except Exception as error:
+            self._give_up(n, error)
+            return copy_optimizer(self.originals[n], originals, list(mapping.values()), share=True)
+
+    def _copy_again(self, n: int) -> None:
         for copies, mapping in zip(self.copies, self._mappings):
-            vars(copies[n]).update(vars(copy_optimizer(self.originals[n], originals, list(mapping.values()))))
+            vars(copies[n]).update(vars(self._copy(n, mapping)))
+
+    def _give_up(self, n: int, error: Exception) -> None:
+        self.repeats[n] = False
+        name, reason = type(self.originals[n]).__name__, f"{type(error).__name__}: {error}"
+        rank_zero_info(f"Replicas are given the updates of {name}, which cannot be copied ({reason}).")
 
 
 def copy_optimizer(
-    optimizer: Optimizer, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter]
+    optimizer: Optimizer, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter], share: bool = False
 ) -> Optimizer:
     """A replica's own optimizer: the same class, settings and state, for the replica's parameters.
 
-    Hooks stay with the original, and so does the `step` a scheduler puts on it.
+    Hooks stay with the original, and so does the `step` a scheduler puts on it. Optimizers inside are copied alike.
+
+    Args:
+        optimizer: The user's.
+        originals, copies: The module's parameters, and the replica's.
+        share: Share what cannot be copied.
     """
+    memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
+    return _copied(optimizer, memo, share)
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any], share: bool) -> Optimizer:
     own: dict[str, Any] = {name: value for name, value in vars(optimizer).items() if name != "step"}
     own.update({name: OrderedDict() for name in own if name.endswith("_hooks")})
-    memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
-    replica = object.__new__(type(optimizer))
-    vars(replica).update(copy.deepcopy(own, memo))
+    replica = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for inner in leaves(list(own.values())):
+        if isinstance(inner, Optimizer) and id(inner) not in memo:  # pickled, and so copied, without what is its own
+            _copied(inner, memo, share)
+    for name, value in own.items():
+        try:
+            own[name] = copy.deepcopy(value, memo)
+        except Exception:
+            if not share:
+                raise
+    vars(replica).update(own)
+    device = next((p.device for group in replica.param_groups for p in group["params"]), torch.device("cpu"))
+    vars(replica).update({name: _on(device, own[name]) for name in own if name not in ("state", "param_groups")})
     for parameter, state in replica.state.items():
         for name, value in state.items() if isinstance(state, dict) else ():
-            # but a step counter on the CPU stays where the optimizer keeps it
-            if isinstance(value, Tensor) and (value.shape == parameter.shape or not value.is_cpu):
-                state[name] = value.to(parameter.device)
+            state[name] = _on(parameter.device, value, parameter.shape)
     return replica
 
 
+def _on(device: torch.device, value: Any, shape: torch.Size | None = None) -> Any:
+    """Tensors in a state on a device; but a step counter on the CPU stays where the optimizer keeps it."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if tensor.shape == shape or not tensor.is_cpu else tensor
+
+    return (
+        apply_to_collection(value, Tensor, move) if any(isinstance(part, Tensor) for part in leaves(value)) else value
+    )
+
+
 def settings_of(optimizer: Optimizer) -> Settings:
-    """What is in the parameter groups now; tensors among it are copied."""
-    return [
-        {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    """What is in the parameter groups now, and after them the optimizer's own numbers; what may change is copied."""
+    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, PLAIN)}
+    groups = [
+        {key: value if key == "params" else _snapshot(value) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
+    return [*groups, own]
 
 
 def follow(settings: Settings, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
     """Give a replica's optimizer the settings of the original, and the parameters added to it since."""
-    for i, group in enumerate(settings):
+    *groups, plain = settings
+    vars(replica).update(plain)
+    for i, group in enumerate(groups):
         if i == len(replica.param_groups):  # unfrozen layers, say
             parameters = [mapping[id(parameter)] for parameter in group["params"]]
             replica.add_param_group({**copy.deepcopy(_without_parameters(group)), "params": parameters})
         own = replica.param_groups[i]
         for key, value in _without_parameters(group).items():
             if not isinstance(value, Tensor):
-                own[key] = value
+                own[key] = _snapshot(value)
             elif isinstance(own.get(key), Tensor):
                 own[key].copy_(value)
             else:
                 own[key] = value.to("cpu" if value.is_cpu else own["params"][0].device, copy=True)
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, CONTAINERS) else value
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

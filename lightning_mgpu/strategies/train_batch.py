@@ -96,7 +96,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         if len(self.devices) == 1:
             return
         if self.replicas_update or self._is_manual:
-            self._own = ReplicaOptimizers(self._replicas, self._optimizers)
+            self._own = ReplicaOptimizers(self._replicas, self._optimizers, self._give_gradients)
             self._wrap_copies(self._own.copies if self._is_manual else [])
         for n, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
@@ -248,6 +248,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
         def run(closure: Callable[[], Any]) -> Any:
             """Step the original's optimizer, and the replicas' if it did: a GradScaler may skip it."""
             self._stepped = False
+            if self._own is not None:
+                self._own.begin(n)
             try:
                 result = step(closure=partial(evaluate, closure))
             finally:
@@ -270,6 +272,13 @@ class TrainBatchStrategy(ReplicatedStrategy):
         if self._lockstep is None or not self.team.is_running:
             return run(closure)
         return self._lockstep.step(n, run, closure, before_closure)
+
+    def _give_gradients(self) -> None:
+        """Give the replicas what hooks and clipping have made of the reduced gradients, before the update."""
+        if self._stepped is not None and self.replicas_update:
+            self.gradients.give(
+                everything=getattr(self.precision_plugin, "scaler", None) is not None
+            )  # it leaves no trace
 
     def _on_step(self, n: int) -> None:
         """Called by torch when the original's optimizer `n` has made an update, also one that is part of another."""
