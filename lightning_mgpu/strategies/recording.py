@@ -7,20 +7,24 @@ shards' arguments put together. Equal by construction, for any metric, also one 
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
+from lightning_mgpu.strategies.attributes import OWN
+from lightning_mgpu.strategies.replicas import SHARED
 from lightning_mgpu.strategies.shards import leaves
+from lightning_mgpu.strategies.twins import CONTAINERS, FEW
 
 METHODS = ("forward", "update", "compute", "reset")
 LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -41,16 +45,28 @@ class Record:
 
 
 def find_metrics(module: LightningModule) -> dict[str, Any]:
-    """Metrics, collections and trackers by name, also those inside one another or in plain lists and dicts."""
+    """Metrics, collections and trackers by name, also those inside one another, in plain lists, dicts and objects."""
     found: dict[str, Any] = dict(module.named_modules())
     for name, owner in list(found.items()):
         for attribute, value in vars(owner).items():
-            if type(value) in (list, tuple, dict) and not attribute.startswith("_"):
-                found.update({f"{name}.{attribute}.{n}": item for n, item in enumerate(leaves(value))})
+            if attribute not in OWN and not (isinstance(owner, Metric) and attribute.startswith("_")):
+                found.update({f"{name}.{attribute}.{n}": item for n, item in enumerate(_inside(value, set()))})
     names = {
         id(item): name for name, item in found.items() if isinstance(item, (Metric, MetricCollection, MetricTracker))
     }
     return {name: found[name] for name in names.values()}
+
+
+def _inside(value: Any, visited: set[int]) -> Iterator[Any]:
+    """What is in a value, in order; of objects, what replicas have a copy of."""
+    for item in leaves(value):
+        yield item
+        if isinstance(item, (*SHARED, Trainer, Tensor, nn.Module, type)) or id(item) in visited:
+            continue
+        visited.add(id(item))
+        for part in getattr(item, "__dict__", {}).values():
+            if not isinstance(part, CONTAINERS) or len(part) <= FEW:
+                yield from _inside(part, visited)
 
 
 class Recorder:
@@ -60,10 +76,10 @@ class Recorder:
     is logged, the value for the whole batch is.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, metrics: dict[str, Any]) -> None:
         self.module = module
         self.record = Record()
-        self.metrics = find_metrics(module)
+        self.metrics = metrics
         self.given: dict[str, tuple[Any, int, Any]] = {}  # by key: the last `batch_size`, its shard's size, and the sum
         self.names = {id(metric): name for name, metric in self.metrics.items()}
         self.overrides_log = type(module).log is not LightningModule.log
@@ -156,6 +172,16 @@ class Recorder:
                 return compute()
         nan = torch.tensor(torch.nan)
         return {str(key): nan.clone() for key in copied} if isinstance(copied, MetricCollection) else nan
+
+
+def record_replicas(modules: Sequence[LightningModule]) -> list[Recorder]:
+    """A recorder for each; a metric in something that all replicas share, as it could not be copied, is left alone."""
+    found = [find_metrics(module) for module in modules]
+    num_owners = Counter(id(metric) for metrics in found for metric in metrics.values())
+    return [
+        Recorder(module, {name: metric for name, metric in metrics.items() if num_owners[id(metric)] == 1})
+        for module, metrics in zip(modules, found)
+    ]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.embeddings import synchronize_embedding
 from lightning_mgpu.strategies.per_replica import PerReplica
-from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.recording import Recorder, record_replicas
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.shards import shard_sizes
 from lightning_mgpu.strategies.single_process import SingleProcessStrategy
@@ -47,7 +47,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     def _make_replicas(self) -> None:
         self._replicas = Replicas(self.original, self.devices)
-        self._recorders = [Recorder(module) for module in self._replicas.modules]
+        self._recorders = record_replicas(self._replicas.modules)
         self._syncs_batch_norm = self._layer_sync is not None and len(self.devices) > 1
         if self._syncs_batch_norm:
             for layers in self._replicas.batch_norms:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.optimizers import copy_optimizer
-from lightning_mgpu.strategies.recording import Record, Recorder
+from lightning_mgpu.strategies.recording import Record, Recorder, find_metrics
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.shards import gather
@@ -78,7 +78,7 @@ def test_a_loss_on_the_cpu_is_scaled_on_the_gpu() -> None:
     original = SimpleNamespace(device=torch.device("meta"))
     strategy = SimpleNamespace(original=original, precision_plugin=SimpleNamespace(scaler=scaler))
     Lockstep(team, {0: 0.5, 1: 0.5}, joint=True).backward(strategy, None, torch.ones(()), None)  # type: ignore[arg-type]
-    [loss] = [given for given in team.given if isinstance(given, Tensor)]
+    [(loss, _)] = [given for given in team.given if isinstance(given, tuple)]
     assert loss.device == original.device
 
 
@@ -97,7 +97,7 @@ def test_what_one_replica_logs_alone_comes_to_the_first_device() -> None:
     logged = []
     vars(module)["log"] = lambda name, value, **kwargs: logged.append(value)
     records = [Record(), Record(logged=[("rare", torch.empty((), device=SECOND), {})])]
-    replay(Recorder(module), records, [2, 2])
+    replay(Recorder(module, find_metrics(module)), records, [2, 2])
     assert [value.device for value in logged] == [FIRST]
 
 

@@ -1,6 +1,8 @@
 """Collections, wrappers and other places of torchmetrics objects: over replicas equal to one device."""
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +129,52 @@ def test_metrics_of_a_nested_module(assert_same: Callable[..., None]) -> None:
         module.log(f"{stage}_nested", module.metric.accuracy)
 
     assert_same(step, Head)
+
+
+class Tracker:
+    """An object of the user's, with a metric in another object."""
+
+    def __init__(self) -> None:
+        self.inner = SimpleNamespace(by_name={"f1": tc.MulticlassF1Score(NUM_CLASSES)}, whole=self)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._means = {"a": tm.MeanMetric()}
+        self.tracker = Tracker()
+
+
+def test_metrics_in_private_containers_and_objects(assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        hidden = module.metric[f"on_{stage}"]
+        hidden._means["a"].update(X[:, 0].mean())
+        hidden.tracker.inner.by_name["f1"].update(module.probabilities(X), y)
+
+    def at_end(module: Any, stage: str) -> None:
+        hidden = module.metric[f"on_{stage}"]
+        for name, metric in {**hidden._means, **hidden.tracker.inner.by_name}.items():
+            module.log(f"{stage}_{name}", metric.compute())
+            metric.reset()
+
+    assert_same(step, lambda: nn.ModuleDict({f"on_{stage}": Hidden() for stage in ("train", "val", "test")}), at_end)
+
+
+def test_metrics_that_cannot_be_copied_are_shared(written: Callable[..., list[Any]]) -> None:
+    """In an object with a lock: every replica's call counts, as calls of any shared object."""
+
+    class Locked:
+        def __init__(self) -> None:
+            self.lock, self.total = threading.Lock(), tm.SumMetric()
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        with module.metric.lock:
+            if stage == "train":
+                module.metric.total.update(len(X))
+
+    def at_end(module: Any, stage: str) -> None:
+        if stage == "val":  # before the training epoch is over
+            module.log("total", module.metric.total.compute())
+            module.metric.total.reset()
+
+    assert written(2, step, Locked, at_end)[-2][1]["total"] == 23
