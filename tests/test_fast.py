@@ -136,6 +136,13 @@ def test_what_replicas_cannot_compile_is_refused(strategy: str, train: Callable)
     with pytest.raises(UsageError, match=r"--fast\.compile=default: with --trainer\.sync_batchnorm=true"):
         train(strategy, {"compile": "default"}, sync_batchnorm=True)
 
+    class Rows(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.rows = nn.Embedding(3, 2, max_norm=1.0)
+
+    with pytest.raises(UsageError, match=r"--fast\.compile=default: with Embedding\(max_norm=\.\.\.\)"):
+        train(strategy, {"compile": "default"}, callbacks=[Rows()])
+
 
 def test_compile_needs_a_compiler(train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")

@@ -82,9 +82,12 @@ class FastModel(Callback):
                 "--fast.compile=reduce-overhead records CUDA graphs in one thread, and replicas have one each: take "
                 "--fast.compile=default, or --trainer.strategy=ddp"
             )
-        if getattr(strategy, "_layer_sync", None) is not None and len(replicas) > 1:
+        what = "--trainer.sync_batchnorm=true" if getattr(strategy, "_layer_sync", None) is not None else None
+        if any(getattr(layer, "max_norm", None) is not None for layer in replicas[0].modules()):
+            what = "Embedding(max_norm=...)"
+        if what and len(replicas) > 1:
             raise UsageError(
-                f"--fast.compile={self.compile}: with --trainer.sync_batchnorm=true replicas meet inside of what would "
+                f"--fast.compile={self.compile}: with {what} replicas meet inside of what would "
                 "be compiled: leave one of the two out, or take --trainer.strategy=ddp"
             )
         # one forward for all: its entries in the compiler's cache are shared, and every device needs entries of its own
