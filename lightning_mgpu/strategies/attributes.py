@@ -45,7 +45,7 @@ class Attributes:
                     vars(replica)[name] = type(vars(original)[name])()
                     self._hooks.append((vars(original)[name], vars(replica)[name], {}))
         self._begun: dict[int, tuple[list, list]] = {}  # lists that a step has put in the place of others, by id
-        self._names: dict[int, set[str]] = {}  # of the original's attributes when last seen, by the layer's id
+        self._names = self._names_now()  # of the original's attributes when last seen, by the layer's id
         visited: dict[int, bool] = {}
         for replica, name, value in self._users():
             copied = vars(replica).get(name)
@@ -57,7 +57,7 @@ class Attributes:
         """Give the replica what the original has."""
         self.twins.refresh()
         for original, replica, is_users in self.pairs:
-            if is_users and (known := self._names.get(id(original), set())) != vars(original).keys():
+            if is_users and (known := self._names[id(original)]) != vars(original).keys():
                 for name in known - vars(original).keys():  # a hook has deleted it
                     vars(replica).pop(name, None)
             for name, value in vars(original).items():
@@ -94,7 +94,7 @@ class Attributes:
                     original[at:at] = items
                     inserted[id(original)] = at - then + len(items)
                 _add(original, copied, then, copies, device)
-        self._names = {id(original): set(vars(original)) for original, _, is_users in self.pairs if is_users}
+        self._names = self._names_now()
         here = {id(value) for _, _, value in self._users()}
         self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}
         self.twins.copied, self.twins.ends = {}, {}
@@ -121,6 +121,9 @@ class Attributes:
             return True
         first, last = self.twins.ends.get(id(original), (None, None))
         return len(copied) > then and (then == 0 or copied[0] is first or copied[then - 1] is last)
+
+    def _names_now(self) -> dict[int, set[str]]:
+        return {id(original): set(vars(original)) for original, _, is_users in self.pairs if is_users}
 
     def _users(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """A replica's layer of the user's own, and name and value of an attribute that is more than a number."""

@@ -187,12 +187,12 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], share: bool) -> Optimize
 def _on(device: torch.device, value: Any, shape: torch.Size | None = None) -> Any:
     """Tensors in a state on a device; but a step counter on the CPU stays where the optimizer keeps it."""
 
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device) if tensor.shape == shape or not tensor.is_cpu else tensor
+    def moves(tensor: Tensor) -> bool:
+        return tensor.device != device and (tensor.shape == shape or not tensor.is_cpu)
 
-    return (
-        apply_to_collection(value, Tensor, move) if any(isinstance(part, Tensor) for part in leaves(value)) else value
-    )
+    if not any(isinstance(part, Tensor) and moves(part) for part in leaves(value)):
+        return value  # a list that lies in two places stays one
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device) if moves(tensor) else tensor)
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

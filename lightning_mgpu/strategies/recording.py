@@ -50,23 +50,23 @@ def find_metrics(module: LightningModule) -> dict[str, Any]:
     for name, owner in list(found.items()):
         for attribute, value in vars(owner).items():
             if attribute not in OWN and not (isinstance(owner, Metric) and attribute.startswith("_")):
-                found.update({f"{name}.{attribute}.{n}": item for n, item in enumerate(_inside(value, set()))})
+                found.update({f"{name}.{attribute}.{n}": item for n, item in enumerate(_inside(value))})
     names = {
         id(item): name for name, item in found.items() if isinstance(item, (Metric, MetricCollection, MetricTracker))
     }
     return {name: found[name] for name in names.values()}
 
 
-def _inside(value: Any, visited: set[int]) -> Iterator[Any]:
-    """What is in a value, in order; of objects, what replicas have a copy of."""
-    for item in leaves(value):
-        yield item
-        if isinstance(item, (*SHARED, Trainer, Tensor, nn.Module, type)) or id(item) in visited:
-            continue
-        visited.add(id(item))
-        for part in getattr(item, "__dict__", {}).values():
-            if not isinstance(part, CONTAINERS) or len(part) <= FEW:
-                yield from _inside(part, visited)
+def _inside(value: Any) -> Iterator[Any]:
+    """What is in a value, and in objects in it, in an order that is the same for its copy."""
+    todo, visited = [value], set()
+    while todo:
+        for item in leaves(todo.pop()):
+            yield item
+            if id(item) not in visited and not isinstance(item, (*SHARED, Trainer, Tensor, nn.Module, type)):
+                visited.add(id(item))
+                parts = getattr(item, "__dict__", {}).values()
+                todo.extend(part for part in parts if not isinstance(part, CONTAINERS) or len(part) <= FEW)
 
 
 class Recorder:
