@@ -179,10 +179,19 @@ class Classifier(LightningModule):
                 )
 
     def _run_length(self) -> dict[str, int]:
-        """The scheduler's missing `total_steps`: OneCycleLR needs the number of batches in the whole run."""
+        """The scheduler's missing `total_steps`: OneCycleLR needs the number of batches in the whole run.
+
+        Raises:
+            ValueError: If the run has no end.
+        """
         scheduler = self.lr_scheduler
         if not isinstance(scheduler, partial) or OneCycleLR not in (scheduler.func, *scheduler.args):
             return {}
         if scheduler.keywords.get("total_steps") or scheduler.keywords.get("epochs"):
             return {}
-        return {"total_steps": int(self.trainer.estimated_stepping_batches)}
+        if (num_steps := self.trainer.estimated_stepping_batches) == inf:
+            raise ValueError(
+                "OneCycleLR needs to know when the run ends: set trainer.max_epochs, trainer.max_steps or "
+                "model.lr_scheduler.total_steps"
+            )
+        return {"total_steps": int(num_steps)}

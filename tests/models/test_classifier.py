@@ -177,6 +177,12 @@ def test_one_cycle_is_not_prolonged(make_data: Callable, make_trainer: Callable,
         make_trainer(max_epochs=2).fit(LeNet(lr_scheduler=epochs, lr_interval="epoch"), make_data())
 
 
+def test_one_cycle_needs_an_end(make_data: Callable, make_trainer: Callable) -> None:
+    model = LeNet(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
+    with pytest.raises(ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"):
+        make_trainer(max_epochs=-1).fit(model, make_data())
+
+
 def test_interval_can_be_chosen(make_data: Callable, make_trainer: Callable) -> None:
     scheduler = partial(CosineAnnealingLR, T_max=8)
     found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="step")
