@@ -70,6 +70,7 @@ class EpochLines(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
+        self._validated: int | None = None  # the last epoch that was
 
     @override
     def disable(self) -> None:
@@ -85,12 +86,13 @@ class EpochLines(ProgressBar):
             print(*args, **kwargs, flush=True)
 
     @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = trainer.current_epoch
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        shown = {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith(("train_", "val_", "epoch_"))
-        }
+        kinds = ("train_", "epoch_", *(["val_"] if self._validated == trainer.current_epoch else []))
+        shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(kinds)}
         text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
         seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
         self.print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}{seconds}", file=sys.stdout)

@@ -28,6 +28,7 @@ class LearningCurve(Callback):
     def __init__(self, filename: str = "curve.png") -> None:
         self.filename = filename
         self.points: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}  # (epoch from 1, value)
+        self._validated: int | None = None  # the last epoch that was: its values are there after the next ones, too
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -38,10 +39,15 @@ class LearningCurve(Callback):
         self.points = state_dict["points"]
 
     @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = trainer.current_epoch
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         for name, points in self.points.items():
-            if name in trainer.callback_metrics:
+            is_new = not name.startswith("val_") or self._validated == trainer.current_epoch
+            if is_new and name in trainer.callback_metrics:
                 points.append((epoch, float(trainer.callback_metrics[name])))
         if any(self.points.values()) and (directory := run_directory(trainer)):
             self._draw(trainer, directory / self.filename)
