@@ -1,6 +1,7 @@
 """Where the time of a step goes: a table of operators and a trace for chrome://tracing or ui.perfetto.dev."""
 
 import os
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,13 @@ class Profile(Callback):
         self._rank = trainer.global_rank
         if self.directory is None:  # fast_dev_run
             return
-        if trainer.num_training_batches * (trainer.max_epochs or 1) < self.skip + self.num_batches:
+        num_epochs = inf if trainer.max_epochs in (None, -1) else trainer.max_epochs or 1
+        max_batches = inf if trainer.max_steps == -1 else trainer.max_steps * trainer.accumulate_grad_batches
+        num_batches = min(trainer.num_training_batches * num_epochs, max_batches)
+        if num_batches < self.skip + self.num_batches:
             raise ValueError(
-                f"Profile looks at {self.num_batches} batches after {self.skip}, and the run has only "
-                f"{trainer.num_training_batches} an epoch: give it more, or fewer to Profile."
+                f"Profile looks at {self.num_batches} batches after {self.skip}, and the run has only {num_batches}: "
+                "give it more, or fewer to Profile."
             )
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it complains of missing GPUs
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
