@@ -1,13 +1,15 @@
 """Conveniences of the command line that become plain LightningCLI arguments before anything is parsed."""
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.config_file import check_config_file
+from lightning_mgpu.config_file import read_config
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.tracking.flat import flatten
 
 PACKAGE = Path(__file__).parent
 CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout
@@ -33,22 +35,25 @@ def check_values(args: list[str]) -> list[str]:
 
 
 def with_strategy_class(args: list[str]) -> list[str]:
-    """The arguments with a strategy's registered name replaced by its class where options of it follow.
+    """The arguments with its class after every registered name of a strategy, if options of one are given.
 
     `--trainer.strategy=ddp --trainer.strategy.find_unused_parameters=true`: jsonargparse takes options of classes only.
+    The name may stand in a `--config` file, too.
     """
     if not any(arg.startswith(f"{STRATEGY}.") for arg in args):
         return args
     found: list[str] = []
-    for arg in args:
-        name = arg.removeprefix(f"{STRATEGY}=")
-        is_next = bool(found) and found[-1] == STRATEGY  # given as two arguments
-        if (arg.startswith(f"{STRATEGY}=") or is_next) and name.lower() in StrategyRegistry:
+    for before, arg in zip(["", *args], args):
+        found.append(arg)
+        name: Any = None
+        if before in ("--config", "-c") or arg.startswith("--config="):
+            name = _options_in(arg.removeprefix("--config=")).get(STRATEGY.removeprefix("--"))
+        elif before == STRATEGY or arg.startswith(f"{STRATEGY}="):
+            name = arg.removeprefix(f"{STRATEGY}=")
+        if isinstance(name, str) and name.lower() in StrategyRegistry:
             registered = StrategyRegistry[name.lower()]
-            found[len(found) - is_next :] = [f"{STRATEGY}={_as_argument(registered['strategy'])}"]
+            found.append(f"{STRATEGY}={_as_argument(registered['strategy'])}")
             found += [f"{STRATEGY}.{key}={_as_argument(value)}" for key, value in registered["init_params"].items()]
-        else:
-            found.append(arg)
     return found
 
 
@@ -75,11 +80,34 @@ def find_config(name: str) -> str:
     """The path of a YAML file here or in `configs/`."""
     if name.startswith("{"):  # a configuration itself: a checkpoint's
         return name
-    path = Path(name) if Path(name).exists() else CONFIGS / name
+    path = Path(os.path.expanduser(name))
+    path = path if path.exists() else CONFIGS / name
     if not path.is_file():
         shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
         close = get_close_matches(path.stem, shipped, n=1)
         near = f" (did you mean {shipped[close[0]]}?)" if close else ""
         raise UsageError(f"--config={name}: no such file here{near}; those shipped are {', '.join(shipped.values())}")
-    check_config_file(name, path)
+    read_config(name, path)  # strictly, once before the parser does
     return str(path)
+
+
+def given_options(args: list[str]) -> dict[str, Any]:
+    """What options were given, by name: as flags, and in `--config` files; of two the later one counts."""
+    given: dict[str, Any] = {}
+    for i, arg in enumerate(args):
+        if not arg.startswith("-"):
+            continue
+        name, has_value, value = arg.partition("=")
+        if not has_value:
+            value = args[i + 1] if i + 1 < len(args) else ""
+        if name in ("--config", "-c"):
+            given |= _options_in(value) if value else {}
+        else:
+            given[name.removeprefix("--")] = value
+    return given
+
+
+def _options_in(name: str) -> dict[str, Any]:
+    """What a `--config` gives, by name."""
+    config = find_config(name)
+    return flatten(read_config(name, None if config.startswith("{") else Path(config)))

@@ -44,14 +44,14 @@ class _StrictLoader(yaml.SafeLoader):
 _StrictLoader.add_constructor(OTHER_NUMBER[0], _StrictLoader.refuse_number)
 
 
-def check_config_file(name: str, path: Path) -> None:
-    """Read a `--config` file once before the parser does.
+def read_config(name: str, path: Path | None = None) -> dict[str, Any]:
+    """What a `--config` gives: a file or, without a path, a mapping on the command line itself.
 
     Raises:
         UsageError: If it cannot be read, holds no mapping of options by name, gives one twice, or grows without end.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        content = yaml.load(name if path is None else path.read_text(encoding="utf-8"), _StrictLoader)
     except RecursionError as error:
         raise UsageError(f"--config={name} cannot be read as YAML: it is nested too deeply") from error
     except Exception as error:  # PyYAML's constructors leave ValueError, AttributeError, ... to a tag that does not fit
@@ -63,6 +63,7 @@ def check_config_file(name: str, path: Path) -> None:
         raise UsageError(f"--config={name} {holds}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
     if _num_values(content, {}) > MAX_VALUES:
         raise UsageError(f"--config={name} holds more than {MAX_VALUES} values: an alias repeats or contains itself")
+    return content
 
 
 def _num_values(value: Any, known: dict[int, int]) -> int:
