@@ -12,12 +12,14 @@ import os
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from lightning_mgpu.checks import check_devices
+from lightning_mgpu.checks import check_devices, find_strategy
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.slurm import is_slurm_job
+from lightning_mgpu.strategies.single_process import SingleProcessStrategy
 
 
 def set_rank() -> None:
@@ -41,13 +43,20 @@ def follow_launcher(config: Namespace) -> None:
         num_nodes = _number("WORLD_SIZE", 1) // per_node
     elif is_slurm_job():
         num_nodes = _number("SLURM_NNODES", 1)
-        per_node = _number("SLURM_NTASKS_PER_NODE", 1)
+        # the former is there if `--ntasks-per-node` was given
+        per_node = _number("SLURM_NTASKS_PER_NODE", max(1, _number("SLURM_NTASKS", 1) // num_nodes))
     else:
         _check_plain_environment(config)
         return
     if config.num_nodes == 1:
         config.num_nodes = num_nodes
-    if config.devices == "auto":
+    if config.devices == "auto" and not _is_one_process(config.strategy):
+        check_devices(config)
+        if is_slurm_job() and (here := num_devices(config)) > per_node:
+            rank_zero_warn(
+                f"SLURM starts {per_node} of this on a machine of {here} devices, and each trains on one: take "
+                f"--ntasks-per-node={here}, or --trainer.strategy=manual_allreduce for all of them in one process"
+            )
         config.devices = per_node
 
 
@@ -61,6 +70,14 @@ def num_devices(config: Namespace) -> int:
     accelerator = AcceleratorRegistry.get(name)
     devices = accelerator.auto_device_count() if config.devices == "auto" else config.devices
     return len(accelerator.get_parallel_devices(accelerator.parse_devices(devices)))
+
+
+def _is_one_process(strategy: str | Namespace) -> bool:
+    """Whether a strategy drives all devices of a machine from one process."""
+    found = find_strategy(strategy if isinstance(strategy, str) else strategy.class_path)
+    if isinstance(found, str) and found.lower() in StrategyRegistry:
+        found = StrategyRegistry[found.lower()]["strategy"]
+    return isinstance(found, type) and issubclass(found, SingleProcessStrategy)
 
 
 def _check_plain_environment(config: Namespace) -> None:

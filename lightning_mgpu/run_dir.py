@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.slurm import job_name
+from lightning_mgpu.slurm import is_restart, job_name
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -41,7 +41,9 @@ class RunDir:
             return
         if config.run_dir is not None:
             self.path = Path(config.run_dir)
-            if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+            if self.path.is_dir() and _is_left(self.path):
+                (self.path / "metrics.csv").unlink(missing_ok=True)  # the rest is written anew
+            elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
                 raise UsageError(
                     f"--run_dir={self.path} exists and is not empty: name a new directory, one run has one"
                 )
@@ -76,6 +78,13 @@ class RunDir:
                     path.unlink()
             for directory in self._made:
                 directory.rmdir()
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a directory is that of a job which SLURM starts again, and which had saved no checkpoint yet."""
+    names = {file.name.removeprefix(".").removesuffix(".part") for file in path.iterdir()}
+    has_checkpoint = any(path.glob("checkpoints/*.ckpt"))
+    return is_restart() and names <= {*OURS, "metrics.csv", "curve.png", "checkpoints"} and not has_checkpoint
 
 
 def run_name(config: "Namespace") -> str:

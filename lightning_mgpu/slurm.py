@@ -6,16 +6,14 @@ SLURM sends the signal 90 s before the limit; the checkpoint is the `last.ckpt` 
 would save in the middle of a batch, and train on beyond what it saved until SLURM ends it.
 """
 
+import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from lightning_mgpu.arguments import find_config
+from lightning_mgpu.arguments import given_options
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS
-from lightning_mgpu.tracking.flat import flatten
 
 
 def is_slurm_job() -> bool:
@@ -27,26 +25,30 @@ def job_name() -> str | None:
     """A name for the run that all machines and all restarts of a job agree on, as they would not on the time of day."""
     if not is_slurm_job():
         return None
-    return f"slurm_{_job_id()}.{os.environ.get('SLURM_STEP_ID', '0')}"
+    return f"slurm_{_job_id()}.{os.environ.get('SLURM_STEP_ID') or _command()}"
+
+
+def is_restart() -> bool:
+    """Whether SLURM starts this job again."""
+    return is_slurm_job() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def with_requeued_job(args: list[str]) -> list[str]:
     """The arguments, or for a `fit` that SLURM starts again those that resume it where it has saved a checkpoint."""
-    is_restart = is_slurm_job() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if not is_restart or args[:1] != ["fit"]:
+    if not is_restart() or args[:1] != ["fit"]:
         return args
-    given = _given(args)
+    given = given_options(args)
     if given.get("resume"):
         return args
     if given.get("run_dir"):
-        candidates = [Path(given["run_dir"])]
+        candidates = [_path(given["run_dir"])]
     else:  # restarts before there was a checkpoint have a number after the name
-        runs = Path(given.get("trainer.default_root_dir") or "runs")
+        runs = _path(given.get("trainer.default_root_dir") or "runs")
         candidates = [runs / str(job_name()), *runs.glob(f"{job_name()}_*")]
     saved = [
         (path.stat().st_mtime, config.stat().st_mtime, run)
         for run in candidates
-        for path in _last(Path(given.get("checkpoint.dirpath") or run / "checkpoints"))
+        for path in _last(_path(given.get("checkpoint.dirpath") or run / "checkpoints"))
         if (config := run / "config.yaml").is_file()
     ]
     return ["fit", f"--resume={max(saved)[-1]}"] if saved else args
@@ -68,24 +70,16 @@ def _last(checkpoints: Path) -> list[Path]:
     return [path for name in (LAST, PREVIOUS) if (path := checkpoints / name).is_file()]
 
 
+def _path(given: str | Path) -> Path:
+    return Path(os.path.expanduser(given))
+
+
+def _command() -> str:
+    """A short name for the command line: without `srun`, nothing else tells a script's several commands apart."""
+    return hashlib.sha256("\0".join(sys.orig_argv).encode(errors="surrogateescape")).hexdigest()[:6]
+
+
 def _job_id() -> str:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ["SLURM_JOB_ID"]
-
-
-def _given(args: list[str]) -> dict[str, Any]:
-    """What options were given, by name: as flags, and in `--config` files; of two the later one counts."""
-    given: dict[str, Any] = {}
-    for i, arg in enumerate(args):
-        if not arg.startswith("-"):
-            continue
-        name, has_value, value = arg.partition("=")
-        if not has_value:
-            value = args[i + 1] if i + 1 < len(args) else ""
-        if name in ("--config", "-c"):
-            config = find_config(value)
-            given |= flatten(yaml.safe_load(config if config.startswith("{") else Path(config).read_text()) or {})
-        else:
-            given[name.removeprefix("--")] = value
-    return given

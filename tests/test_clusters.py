@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.arguments import CONFIGS
+from lightning_mgpu.clusters import follow_launcher
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.run_dir import RUN_DIR, RunDir
 from lightning_mgpu.slurm import job_name, requeue, with_requeued_job
 
 CPU = ("--data.source=synthetic", "--trainer.accelerator=cpu")
@@ -202,6 +206,75 @@ def test_a_job_that_was_not_saved_begins_anew(tmp_path: Path, monkeypatch: pytes
     assert job_name() == "slurm_77_3.0"
     monkeypatch.setenv("PATH", "")
     assert requeue().startswith("'scontrol requeue 77_3' failed: ")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "strategy", "devices", "warns"),
+    [
+        ({"SLURM_NTASKS": "1"}, "manual_allreduce", "auto", False),
+        ({"SLURM_NTASKS": "1"}, "auto", 1, True),
+        ({"SLURM_NTASKS": "4"}, "ddp", 4, False),
+        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "ddp", 4, False),
+        ({"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"}, "auto", 4, False),
+    ],
+)
+def test_devices_are_as_many_as_slurms_tasks(
+    tasks: dict[str, str],
+    strategy: str,
+    devices: int | str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Without `--ntasks-per-node` SLURM does not say how many there are on a machine."""
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", **tasks}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightning_mgpu.clusters.num_devices", lambda config: 4)
+    config = Namespace(accelerator="cpu", devices="auto", num_nodes=1, strategy=strategy)
+    follow_launcher(config)
+    assert (config.devices, config.num_nodes) == (devices, int(tasks.get("SLURM_NNODES", 1)))
+    assert ["--ntasks-per-node=4" in str(warning.message) for warning in recwarn] == [True] * warns
+
+
+def test_commands_of_one_script_have_runs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `srun` they are all step 0."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**SLURM, "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID")
+    names = []
+    for args in (["fit", "--model=LeNet"], ["fit", "--model=ResNet18"]):
+        monkeypatch.setattr("sys.orig_argv", ["python", "-m", "lightning_mgpu", *args])
+        assert with_requeued_job(args) is args
+        names.append(job_name())
+        checkpoints = tmp_path / "runs" / names[-1] / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "last.ckpt").touch()
+        (checkpoints.parent / "config.yaml").touch()
+        assert with_requeued_job(args) == ["fit", f"--resume=runs/{names[-1]}"]
+    assert names[0] != names[1]
+
+
+def test_a_restart_takes_the_directory_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    monkeypatch.setenv(RUN_DIR, "")
+    (run := tmp_path / "run").mkdir()
+    for name in ("config.yaml", "metrics.csv", ".hparams.yaml.part"):
+        (run / name).touch()
+    config = Namespace(run_dir=str(run))
+    with pytest.raises(UsageError, match="exists and is not empty"):
+        RunDir(config)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert RunDir(config).path == run
+    assert sorted(path.name for path in run.iterdir()) == [".hparams.yaml.part", "config.yaml"]
+    for theirs in ("notes.txt", "checkpoints/x.ckpt"):
+        (run / theirs).parent.mkdir(exist_ok=True)
+        (run / theirs).touch()
+        with pytest.raises(UsageError, match="exists and is not empty"):
+            RunDir(config)
+        (run / theirs).unlink()
 
 
 def test_fsdp_needs_gpus(main: Callable, capfd: pytest.CaptureFixture) -> None:
