@@ -16,12 +16,12 @@ import importlib
 import json
 import os
 import sys
-from argparse import ArgumentError, RawDescriptionHelpFormatter
+from argparse import ArgumentError
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import DefaultHelpFormatter, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -58,13 +58,14 @@ from lightning_mgpu.checks import (
     find_strategy,
     only_weights,
 )
+from lightning_mgpu.closing_line import closing_line
 from lightning_mgpu.clusters import follow_launcher
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.explain import explain, parameters
 from lightning_mgpu.from_checkpoint import SECTIONS, disagreements
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
-from lightning_mgpu.parser import Parser
+from lightning_mgpu.parser import HelpFormatter, Parser
 from lightning_mgpu.redact import redact
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume
 from lightning_mgpu.run_dir import RunDir
@@ -80,10 +81,6 @@ RESUME_HELP = "Go on with this run in its directory, as if it had never stopped;
 MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
 SCALE_HELP = "Multiply global batch and learning rate by the number of devices."
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-
-
-class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the examples' lines."""
 
 
 class CLI(LightningCLI):
@@ -227,7 +224,7 @@ class CLI(LightningCLI):
         check_devices(config)
         if isinstance(config.strategy, str) and not isinstance(found := find_strategy(config.strategy), str):
             kwargs["strategy"] = found()
-        self.timer = EpochTimer()
+        self.timer = EpochTimer(of_one_run=self.resumed is None)
         header = RunHeader(self.scaled)
         callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.subcommand == "predict":
@@ -272,23 +269,18 @@ class CLI(LightningCLI):
         if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         metrics: dict[str, Any] = {}
+        seconds = self.timer.seconds_per_epoch  # now: `test` restores callbacks, to when the best epoch ended
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
-            path = self.saving.best_model_path or self.saving.last_model_path
-            metrics = dict(self.trainer.test(self.model, self.datamodule, ckpt_path=path or None, verbose=False)[0])
+            path = self.saving.best_there_is()
+            tested = self.trainer.test(self.model, self.datamodule, ckpt_path=path, verbose=False)
+            metrics = dict(tested[0]) if tested else {}  # nothing with `--trainer.limit_test_batches=0`
         if self.trainer.is_global_zero:
-            print(closing_line(metrics, self.timer.seconds_per_epoch, str(devices(self.trainer))), flush=True)
+            print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)
 
 
 def as_saved(parser: LightningArgumentParser, config: Namespace) -> dict[str, Any]:
     """A configuration as `config.yaml` has it: plain values, secrets left out."""
     return yaml.safe_load(redact(parser.dump(config, skip_none=False)))
-
-
-def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
-    """The line both chapters of the book end with: `test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`."""
-    shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
-    results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-    return ", ".join([*results, f"{seconds_per_epoch:.1f} sec/epoch on {devices}"])
 
 
 def _logs_val_acc(config: Namespace) -> bool:

@@ -1,12 +1,17 @@
 """Lightning's argument parser, in which a class named on the command line starts from its own defaults."""
 
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace, dict_to_namespace
+from jsonargparse import DefaultHelpFormatter, Namespace, dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
+
+
+class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the examples' lines."""
 
 
 class Parser(LightningArgumentParser):

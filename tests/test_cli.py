@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_mgpu import __version__
 from lightning_mgpu.checks import check_secrets
-from lightning_mgpu.cli import CONFIGS, closing_line
+from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import did_you_mean
 
@@ -342,12 +342,6 @@ def test_shipped_config_parses_and_names_its_command(path: Path, main: Callable,
         assert main("fit", "--config", relative, "--print_config") == 0, capfd.readouterr().err
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment and any(command in line for line in comment for command in ("lightning_mgpu fit", "wandb sweep"))
-
-
-def test_closing_line() -> None:
-    line = closing_line({"test_acc": 0.8312, "test_loss": 0.5}, 3.14, "[device(type='cpu')]")
-    assert line == "test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]"
-    assert closing_line({"my_metric": 2.0}, 1.0, "x") == "my metric: 2.00, 1.0 sec/epoch on x"
 
 
 def test_did_you_mean() -> None:

@@ -11,9 +11,14 @@ from typing_extensions import override
 
 
 class EpochTimer(Callback):
-    """Logs `epoch_seconds` (s, of training only) and `samples_per_sec` (over all devices) after every epoch."""
+    """Logs `epoch_seconds` (s, of training only) and `samples_per_sec` (over all devices) after every epoch.
 
-    def __init__(self) -> None:
+    Args:
+        of_one_run: Leave out the epochs of a checkpoint's run, which this one is another than.
+    """
+
+    def __init__(self, of_one_run: bool = False) -> None:
+        self.of_one_run = of_one_run
         self.seconds: list[float] = []  # one an epoch
         self._elapsed = 0.0
         self._started: float | None = None  # when the running stretch began
@@ -36,7 +41,7 @@ class EpochTimer(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seconds = list(state_dict["seconds"])
+        self.seconds = [] if self.of_one_run else list(state_dict["seconds"])
         self._elapsed, self._num_samples = state_dict["elapsed"], state_dict["num_samples"]
 
     @override

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import unsaved_state
@@ -56,6 +58,17 @@ class RunCheckpoint(ModelCheckpoint):
     def time_is_up(self) -> bool:
         """Whether SLURM stopped the run, in the first process."""
         return self._signal is not None and self._signal == self.requeue_signal
+
+    def best_there_is(self) -> str | None:
+        """The best checkpoint, else the last one.
+
+        A kill between a new best one and `last.ckpt` leaves this naming the old one, which is gone.
+        """
+        best = self.best_model_path
+        if best and not get_filesystem(best).exists(best):
+            rank_zero_warn(f"{best}, the best checkpoint, is gone: the last one stands in.")
+            best = ""
+        return best or self.last_model_path or None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
