@@ -68,7 +68,7 @@ from lightning_mgpu.models import Classifier
 from lightning_mgpu.parser import HelpFormatter, Parser
 from lightning_mgpu.redact import redact
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume
-from lightning_mgpu.run_dir import RunDir
+from lightning_mgpu.run_dir import RunDir, expand_home
 from lightning_mgpu.run_record import RunRecord
 from lightning_mgpu.scale_k import scaled_by_devices
 from lightning_mgpu.slurm import requeue
@@ -145,22 +145,25 @@ class CLI(LightningCLI):
             raise UsageError(explain(str(error), self.options())) from error
         config = self.config[self.config.subcommand]
         check_numbers(config)
+        expand_home(config)
         check_given(self.given[1:], config)
         check_secrets(config)
         only_weights(config)
+        if config.get("resume"):
+            self._resume(Path(config.resume), config)
+            return  # the checkpoint the run began with need not be there any more
         asked = config.model.class_path if any(arg.startswith("--model=") for arg in self.given) else None
         check_checkpoint(config.ckpt_path, asked)
         if config.ckpt_path and Path(config.ckpt_path).is_file():
             self.changes = disagreements(config.ckpt_path, as_saved(self._parser(self.config.subcommand), config))
-        if config.get("resume"):
-            self._resume(Path(config.resume), config)
 
     def _resume(self, run_dir: Path, config: Namespace) -> None:
         """Find the checkpoint to go on from; the configuration is that of the run, `--resume` no part of it."""
         config.resume = None
         parser = self._parser("fit")
         saved = parser.parse_path(str(run_dir / "config.yaml"))  # with the defaults of options that came after it
-        self.changes = changes(run_dir, as_saved(parser, saved), as_saved(parser, config), config.ckpt_path)
+        expand_home(saved)
+        self.changes = changes(run_dir, as_saved(parser, saved), as_saved(parser, config))
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.lock = claim(run_dir)
         self.checkpoint = choose_checkpoint(run_dir, config.checkpoint.dirpath, config.trainer.max_epochs)

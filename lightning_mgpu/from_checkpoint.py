@@ -7,15 +7,16 @@ silence; flags of the data win, and are reported. So does how a model is evaluat
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_mgpu.arguments import given_options
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.tracking.flat import flatten
 
-FLAG = "--ckpt_path"
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 OF_EVALUATION = ("model.init_args.flip_tta", "model.init_args.shift_tta")  # not of the weights: how they are used
@@ -24,8 +25,11 @@ KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Light
 
 def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
     """The arguments with the checkpoint's configuration before all others, so that what is given goes before it."""
-    path = _given_path(args)
-    if path is None or args[0] not in subcommands:
+    if args[0] not in subcommands:
+        return args
+    given = given_options(args)
+    path = Path(os.path.expanduser(str(given.get("ckpt_path"))))
+    if given.get("resume") or not path.is_file():  # a run that is resumed may have begun with another's checkpoint
         return args
     config = saved_config(path)
     return [args[0], f"--config={json.dumps(config)}", *args[1:]] if config else args
@@ -84,11 +88,3 @@ def _is_new(key: str, given: dict[str, Any], saved: dict[str, Any]) -> bool:
     parts = key.split(".")
     parents = [".".join(parts[:i]) for i in range(1, len(parts))]
     return given[key] is not None and any(parent in saved and saved[parent] is None for parent in parents)
-
-
-def _given_path(args: list[str]) -> Path | None:
-    for i, arg in enumerate(args):
-        name = args[i + 1] if arg == FLAG and i + 1 < len(args) else arg.removeprefix(f"{FLAG}=")
-        if name != arg and Path(name).is_file():
-            return Path(name)
-    return None

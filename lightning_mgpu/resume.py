@@ -10,11 +10,13 @@ for how long.
 import contextlib
 import fcntl
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
+from lightning_mgpu.arguments import given_options
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.from_checkpoint import as_flag, shown
@@ -38,13 +40,17 @@ def with_resumed_run(args: list[str]) -> list[str]:
     """The arguments with the run's configuration before all others, and `--resume` as the path of its directory.
 
     Raises:
-        UsageError: If there is no such run, or it has no configuration.
+        UsageError: If there is no such run, it has no configuration, or another checkpoint is named.
     """
     places = [i for i, arg in enumerate(args) if arg == FLAG or arg.startswith(f"{FLAG}=")]
     if not places:
+        if name := given_options(args).get("resume"):
+            raise UsageError(f"resume: {name} in a --config file: say {FLAG}={name} on the command line instead")
         return args
     if args[0] != "fit":
         raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
+    if any(arg.partition("=")[0] == "--ckpt_path" for arg in args):
+        raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
     at = places[-1]
     rest = args[at + 1 :]
     if args[at] == FLAG:
@@ -68,9 +74,9 @@ def find_run(name: str) -> Path:
     if rank_zero_only.rank != 0 and RUN_DIR in os.environ:  # type: ignore[attr-defined]
         return Path(os.environ[RUN_DIR])
     if name != "last":
-        if not Path(name).is_dir():
+        if not (run_dir := Path(os.path.expanduser(name))).is_dir():
             raise UsageError(f"{FLAG}={name}: no such run directory{_known_runs()}")
-        return Path(name)
+        return run_dir
     saved = [path for path in RUNS.glob("*/checkpoints/*.ckpt") if path.name in (LAST, PREVIOUS)]
     if not saved:
         raise UsageError(f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one")
@@ -112,18 +118,16 @@ def choose_checkpoint(run_dir: Path, directory: str | None = None, max_epochs: i
     why = f"{' and '.join(path.name for path in damaged)} damaged" if damaged else "none was saved before it stopped"
     raise UsageError(
         f"{FLAG}={run_dir}: it has no checkpoint to go on from ({why}); "
-        f"start it again with: python -m lightning_mgpu fit --config {run_dir / 'config.yaml'}"
+        f"start it again with: python -m lightning_mgpu fit --config {shlex.quote(str(run_dir / 'config.yaml'))}"
     )
 
 
-def changes(run_dir: Path, before: dict[str, Any], after: dict[str, Any], ckpt_path: str | None = None) -> list[str]:
+def changes(run_dir: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What the given flags change of the run's configuration, as 'trainer.max_epochs 10 -> 20'.
 
     Raises:
         UsageError: If something else than `MAY_CHANGE` is changed: it would be another run.
     """
-    if ckpt_path is not None:
-        raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
     before, after = flatten(before), flatten(after)
     changed = []
     for key in sorted({*before, *after} - {"resume", "traceback", "config"}):
@@ -170,8 +174,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def how_to_resume(run_dir: Path) -> str:
-    """The command that goes on with a run."""
-    return f"python -m lightning_mgpu fit {FLAG}={run_dir}"
+    """The command that goes on with a run, to be pasted into a shell."""
+    return f"python -m lightning_mgpu fit {FLAG}={shlex.quote(str(run_dir))}"
 
 
 def _remove_later(checkpoints: Path, global_step: int) -> None:
@@ -184,6 +188,6 @@ def _remove_later(checkpoints: Path, global_step: int) -> None:
 
 def _known_runs() -> str:
     with contextlib.suppress(OSError):
-        if names := sorted(str(path.parent) for path in RUNS.glob("*/config.yaml")):
-            return f"; the newest here is {names[-1]}"
+        if configs := list(RUNS.glob("*/config.yaml")):
+            return f"; the newest here is {max(configs, key=lambda path: path.stat().st_mtime).parent}"
     return ""

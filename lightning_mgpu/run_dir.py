@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 OURS = ("config.yaml", "model.txt", "hparams.yaml", "wandb")  # what a run leaves before it trains
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes `ddp` starts where their run is
+PLACES = ("run_dir", "ckpt_path", "checkpoint.dirpath", "trainer.default_root_dir")  # options that name one
+
+
+def expand_home(config: "Namespace") -> None:
+    """Write out `~` in the options that name places; a shell does so only where a word begins with it."""
+    for key in PLACES:
+        if isinstance(place := config.get(key), (str, Path)):
+            config[key] = os.path.expanduser(place)
 
 
 class RunDir:

@@ -77,6 +77,15 @@ def test_training_on(trained: Callable, root: Path, capfd: pytest.CaptureFixture
     assert saved_config(Path("more/checkpoints/last.ckpt"))["model"] == saved_config(Path(LAST))["model"]
 
 
+def test_a_file_names_the_checkpoint(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    data = (CPU, f"--data.root={root}")
+    assert main("fit", *data, *BRIEF, "--data.val_size=99", "--model.optimizer=AdamW", "--run_dir=run") == 0
+    (tmp_path / "y.yaml").write_text(f"ckpt_path: {LAST}\n")
+    capfd.readouterr()
+    assert main("test", *data, "--config=y.yaml") == 0, capfd.readouterr().err
+    assert f"ckpt:     {LAST}\n" in capfd.readouterr().out
+
+
 def test_a_checkpoint_of_lightnings_own(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {"_class_path": "a.B", "width": 3}}, path)

@@ -1,0 +1,26 @@
+"""Where a run's files go: one directory, however it is written, and no other run's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CPU = "--trainer.accelerator=cpu"
+
+
+@pytest.mark.slow
+def test_a_home_directory_is_found_behind_an_equals_sign(
+    main: Callable, root: Path, tmp_path: Path, run_files: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "x.yaml").write_text("trainer: {max_epochs: 1, limit_test_batches: 0}\n")
+    data = (f"--data.root={root}", "--data.val_size=101", CPU)
+    assert main("fit", *data, "--config=~/x.yaml", "--run_dir=~/a", "--checkpoint.dirpath=~/kept") == 0
+    assert main("fit", "--resume=~/a", "--trainer.max_epochs=2") == 0
+    assert main("fit", *data, "--config=~/x.yaml", "--trainer.default_root_dir=~/b") == 0
+    assert main("test", *data, "--ckpt_path=~/kept/last.ckpt", "--run_dir=~/c") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["a", "b", "c", "kept", "x.yaml"]
+    (run,) = (tmp_path / "home" / "b").iterdir()
+    assert {path.name for path in run.iterdir()} == run_files - {"predictions.png", "confusion.png"}  # of the test
