@@ -70,7 +70,7 @@ from lightning_mgpu.redact import redact
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume
 from lightning_mgpu.run_dir import RunDir, expand_home
 from lightning_mgpu.run_record import RunRecord
-from lightning_mgpu.scale_k import scaled_by_devices
+from lightning_mgpu.scale_k import check_scale, scaled_by_devices
 from lightning_mgpu.slurm import requeue
 from lightning_mgpu.tracking import Tracking
 from lightning_mgpu.tracking.csv_logger import RunCSVLogger
@@ -214,10 +214,14 @@ class CLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         self._dump_config()  # for checkpoints, which hold what was given
-        with mistakes(), scaled_by_devices(self.config[self.subcommand]) as self.scaled:
+        config = self.config[self.subcommand]
+        with mistakes(), scaled_by_devices(config) as self.scaled:
+            if self.subcommand == "fit" and self.resumed is None:
+                check_scale(config.ckpt_path, self.scaled)
             super().instantiate_classes()
         check_shares(self.trainer, self.datamodule)
         self.saving = next(c for c in self.trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
+        self.saving.scaled_by = self.scaled.get("scaled_by", 1)
         self.saving.config = json.loads(redact(json.dumps({name: self.config_dump.get(name) for name in SECTIONS})))
 
     @override

@@ -32,6 +32,8 @@ def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> lis
     if given.get("resume") or not path.is_file():  # a run that is resumed may have begun with another's checkpoint
         return args
     config = saved_config(path)
+    if args[0] == "fit" and (scaled_by(path) or 1) > 1:
+        config["scale_by_devices"] = True
     return [args[0], f"--config={json.dumps(config)}", *args[1:]] if config else args
 
 
@@ -52,6 +54,15 @@ def saved_config(path: Path) -> dict[str, Any]:
         kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
         config["data"] = {**data, "init_args": kept}
     return config
+
+
+def scaled_by(path: Path) -> int | None:
+    """What a checkpoint's run multiplied batch and learning rate by (see `scale_k.py`); None if it does not say."""
+    try:
+        k = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["scaled_by"]
+    except Exception:
+        return None
+    return k if isinstance(k, int) else None
 
 
 def disagreements(path: str, config: dict[str, Any]) -> list[str]:

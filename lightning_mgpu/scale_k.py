@@ -2,11 +2,13 @@
 
     --scale_by_devices=true
 
-The configuration keeps what was given, so that a resumed or repeated run multiplies once; checkpoints do, too.
+The configuration keeps what was given, so that a resumed or repeated run multiplies once; checkpoints do, too, and
+`fit --ckpt_path` multiplies by what their run did.
 """
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -14,9 +16,24 @@ from jsonargparse import Namespace
 from lightning_mgpu.checks import check_devices
 from lightning_mgpu.clusters import num_devices
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.from_checkpoint import scaled_by
 
 BATCH = "data.init_args.batch_size"
 RATES = ("model.init_args.optimizer.init_args.lr", "model.init_args.lr_scheduler.init_args.max_lr")
+
+
+def check_scale(path: str | None, scaled: dict[str, Any]) -> None:
+    """Compare what is multiplied by here with what it was in the run of a checkpoint, whose optimizer keeps its rate.
+
+    Raises:
+        UsageError: If they differ.
+    """
+    k, before = scaled.get("scaled_by", 1), scaled_by(Path(path)) if path else None
+    if before not in (None, k):
+        raise UsageError(
+            f"--ckpt_path={path}: its run multiplied batch and learning rate by {before}, this one would by {k}, and "
+            "the optimizer goes on with the rate it has: take the same --scale_by_devices and as many devices"
+        )
 
 
 @contextlib.contextmanager

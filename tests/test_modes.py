@@ -161,6 +161,22 @@ def test_batch_and_learning_rate_grow_with_the_devices(
 
 
 @pytest.mark.slow
+def test_a_scaled_runs_checkpoint_is_scaled_as_it_was(
+    fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    once = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--run_dir=run")
+    assert fit("--scale_by_devices=true", *TWO_REPLICAS, *once) == 0
+    capfd.readouterr()
+    begin = ("--ckpt_path=run/checkpoints/last.ckpt", "--trainer.max_epochs=2")
+    assert fit(*begin, *TWO_REPLICAS, "--run_dir=longer") == 0  # says it no more
+    assert "batch:    128 global" in capfd.readouterr().out
+    assert load(tmp_path / "longer")["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.4)
+    for other in ("--trainer.devices=1", "--scale_by_devices=false"):
+        assert fit(*begin, *TWO_REPLICAS, other) == 2
+        assert "its run multiplied batch and learning rate by 2, this one would by 1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_scaling_under_ddp(command: Any, tmp_path: Path) -> None:
     args = (CPU, "--data.source=synthetic", "--trainer.devices=2", "--trainer.strategy=ddp", "--run_dir=run")
     brief = (*(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")), "--trainer.max_epochs=1")

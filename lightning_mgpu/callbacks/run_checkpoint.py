@@ -46,6 +46,7 @@ class RunCheckpoint(ModelCheckpoint):
         self.keep_last = save_last
         self.last_every_n_minutes = last_every_n_minutes
         self.config: dict[str, Any] = {}  # model, data and seed on the command line, for whoever has the file alone
+        self.scaled_by = 1  # what `--scale_by_devices` has multiplied of it
         self.requeue_signal: signal.Signals | None = None  # SLURM's, which says that the time is up
         self._signal: signal.Signals | None = None
         self._saving_last = False
@@ -107,7 +108,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {"config": self.config}
+        checkpoint[KEY] = {"config": self.config, "scaled_by": self.scaled_by}
         if self._saving_last:
             checkpoint[KEY] |= {"epoch_is_over": self._epoch_is_over, **unsaved_state.collect(trainer, pl_module)}
 
