@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import strip_protocol  # type: ignore[import-untyped]
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.version import InvalidVersion, Version
@@ -70,12 +72,12 @@ def check_given(args: list[str], config: Namespace) -> None:
     """
     for arg, following in zip(args, [*args[1:], ""]):
         name, has_value, value = arg.removeprefix("--").partition("=")
-        value = value if has_value else following
+        value = value if has_value else "" if following.startswith("--") else following
         found: Any = config
         for part in name.split("."):
             found = found.get("init_args", found) if isinstance(found, Namespace) else None
             found = found.get(part, "") if isinstance(found, Namespace) else ""
-        if arg.startswith("--") and isinstance(found, (int, float)) and ":" in value:
+        if arg.startswith("--") and type(found) in (int, float) and ":" in value:
             raise UsageError(f"--{name}={value}: would be read as the number {found}; write it in digits")
         if arg.startswith("--") and found is None and value and not value.partition("#")[0].strip("\ufeff \t\n"):
             raise UsageError(f"--{name}={value}: would be read as null; write null, or another value")
@@ -218,6 +220,36 @@ def _check_contents(path: str, checkpoint: dict[str, Any]) -> None:
     for name, tensor in checkpoint["state_dict"].items():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.isnan().any():
             raise UsageError(f"--ckpt_path={path}: {name} holds NaN, its run had diverged; take an earlier checkpoint")
+
+
+def check_saving(config: Namespace, subcommand: str) -> None:
+    """Ask whether a new run saves checkpoints, and where.
+
+    Raises:
+        UsageError: If the Trainer is told to save none, or if those of another run would be overwritten.
+    """
+    if config.trainer.enable_checkpointing is False:
+        none = "--checkpoint.save_last=false --checkpoint.save_top_k=0"
+        raise UsageError(f"--trainer.enable_checkpointing=false: not taken; {none} saves no checkpoint")
+    dirpath = config.checkpoint.dirpath
+    if subcommand != "fit" or not dirpath or config.trainer.fast_dev_run or not is_local(dirpath):
+        return
+    if any(Path(strip_protocol(dirpath)).glob("*.ckpt")):
+        raise UsageError(
+            f"--checkpoint.dirpath={dirpath} holds checkpoints of another run, which would be overwritten: name a new "
+            "directory, or leave it out"
+        )
+
+
+def check_classes(model: LightningModule, datamodule: LightningDataModule | None) -> None:
+    """Compare the classes a model tells apart with those of the data, where both say how many there are.
+
+    Raises:
+        UsageError: If the model has fewer.
+    """
+    own, there_are = model.hparams.get("num_classes"), getattr(datamodule, "num_classes", None)
+    if isinstance(own, int) and isinstance(there_are, int) and own < there_are:
+        raise UsageError(f"--model.num_classes={own}: the data have {there_are} classes; take {there_are} at least")
 
 
 def check_shares(trainer: Trainer, datamodule: LightningDataModule | None) -> None:

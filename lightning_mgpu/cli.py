@@ -50,9 +50,11 @@ from lightning_mgpu.callbacks import (
 from lightning_mgpu.callbacks.epoch_timer import devices
 from lightning_mgpu.checks import (
     check_checkpoint,
+    check_classes,
     check_devices,
     check_given,
     check_numbers,
+    check_saving,
     check_secrets,
     check_shares,
     find_strategy,
@@ -152,6 +154,7 @@ class CLI(LightningCLI):
         if config.get("resume"):
             self._resume(Path(config.resume), config)
             return  # the checkpoint the run began with need not be there any more
+        check_saving(config, self.config.subcommand)
         asked = config.model.class_path if any(arg.startswith("--model=") for arg in self.given) else None
         check_checkpoint(config.ckpt_path, asked)
         if config.ckpt_path and Path(config.ckpt_path).is_file():
@@ -220,6 +223,7 @@ class CLI(LightningCLI):
                 check_scale(config.ckpt_path, self.scaled)
             super().instantiate_classes()
         check_shares(self.trainer, self.datamodule)
+        check_classes(self.model, self.datamodule)
         self.saving = next(c for c in self.trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
         self.saving.scaled_by = self.scaled.get("scaled_by", 1)
         self.saving.config = json.loads(redact(json.dumps({name: self.config_dump.get(name) for name in SECTIONS})))

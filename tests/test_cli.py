@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 
 from lightning_mgpu import __version__
-from lightning_mgpu.checks import check_secrets
+from lightning_mgpu.checks import check_given, check_secrets
 from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import did_you_mean
@@ -55,6 +55,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
     f"fit {CPU} --data.batch_size=1 --trainer.devices=2": ("--data.batch_size=1", "cannot be shared by 2 processes"),
     f"fit {CPU} --trainer.devices=1000": ("--data.batch_size=256", "cannot be shared by 1000 processes"),
+    "fit --model.num_classes=5 --data.source=synthetic": ("--model.num_classes=5: the data have 10 classes; take 10",),
     "fit --data.root=a_file": ("a_file", "Not a directory", "data directory that can be written"),
     "fit --config nope.yaml": ("--config=nope.yaml: no such file", "model/resnet18.yaml"),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
@@ -214,6 +215,13 @@ def test_a_logger_of_ones_own_writes_where_it_says(
         assert main("fit", *data, f"--trainer.logger={other}", f"--run_dir={has_wandb}") == 0
         assert {path.name for path in (tmp_path / str(has_wandb)).iterdir()} == run_files - theirs
         assert ("\nwandb:    off" in capfd.readouterr().out) == has_wandb
+
+
+def test_values_are_compared_with_their_own_options() -> None:
+    config = Namespace(traceback=True, wandb=Namespace(notes="lr: high"), trainer=Namespace(max_epochs=90))
+    check_given(["--traceback", "--wandb.notes=lr: high", "--trainer.max_epochs", "--x=1:30"], config)
+    with pytest.raises(UsageError, match=r"--trainer\.max_epochs=1:30: would be read as the number 90"):
+        check_given(["--trainer.max_epochs", "1:30"], config)
 
 
 def test_fit_ends_with_the_books_line(

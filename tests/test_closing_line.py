@@ -19,6 +19,14 @@ def test_fit_ends_well_without_a_test(main: Callable, root: Path, capfd: pytest.
     assert re.fullmatch(r"\d+\.\d sec/epoch on \[device.*\]", capfd.readouterr().out.splitlines()[-1])
 
 
+def test_a_run_without_checkpoints(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    run = (f"--data.root={root}", "--data.val_size=101", CPU, "--trainer.max_epochs=1", "--run_dir=run")
+    assert main("fit", *run, "--trainer.enable_checkpointing=false") == 2
+    fix = re.search(r"(--checkpoint\S+) (--checkpoint\S+) saves no checkpoint", capfd.readouterr().err)
+    assert fix and main("fit", *run, *fix.groups()) == 0
+    assert "test acc" in capfd.readouterr().out and not list(tmp_path.rglob("*.ckpt"))
+
+
 def test_the_time_is_that_of_all_epochs(
     main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,3 +24,20 @@ def test_a_home_directory_is_found_behind_an_equals_sign(
     assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["a", "b", "c", "kept", "x.yaml"]
     (run,) = (tmp_path / "home" / "b").iterdir()
     assert {path.name for path in run.iterdir()} == run_files - {"predictions.png", "confusion.png"}  # of the test
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_share_checkpoints(
+    main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    once = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_test_batches=1")
+    run = (f"--data.root={root}", "--data.val_size=101", CPU, *once, "--checkpoint.dirpath=kept")
+    assert main("fit", *run, "--run_dir=a") == 0
+    before = (tmp_path / "kept" / "last.ckpt").read_bytes()
+    capfd.readouterr()
+    for path in ("kept", f"file://{tmp_path}/kept"):
+        assert main("fit", *run, f"--checkpoint.dirpath={path}", "--run_dir=b") == 2
+        assert f"--checkpoint.dirpath={path} holds checkpoints of another run" in capfd.readouterr().err
+    assert (tmp_path / "kept" / "last.ckpt").read_bytes() == before and not (tmp_path / "b").exists()
+    assert main("test", *run, "--ckpt_path=kept/last.ckpt") == 0  # saves none
+    assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
