@@ -30,8 +30,9 @@ class RunRecord(SaveConfigCallback):
         if run_dir := run_directory(trainer):
             replace_text(run_dir / self.config_filename, config)
             (run_dir / "model.txt").write_text(model_table(pl_module) + "\n")
-        # nothing to log with `--trainer.logger=false`, and a W&B logger of one's own has its run
-        if run_dir and trainer.loggers and not any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+            header.notes["wandb"] = "by --trainer.logger; of --wandb.* only watch and watch_freq count, --no-wandb not"
+        elif run_dir and trainer.loggers:  # there is nothing to log with `--trainer.logger=false`
             resolved = yaml.safe_load(config)
             tracking = Tracking(**{**resolved["wandb"], **({"mode": "disabled"} if resolved["no_wandb"] else {})})
             run, where = start_run(tracking, run_dir, stage, resolved)

@@ -215,6 +215,9 @@ def test_a_logger_of_ones_own_writes_where_it_says(
         assert main("fit", *data, f"--trainer.logger={other}", f"--run_dir={has_wandb}") == 0
         assert {path.name for path in (tmp_path / str(has_wandb)).iterdir()} == run_files - theirs
         assert ("\nwandb:    off" in capfd.readouterr().out) == has_wandb
+    theirs_alone = ("--trainer.logger=WandbLogger", "--trainer.logger.mode=disabled", "--wandb.project=x", "--no-wandb")
+    assert main("fit", *data, *theirs_alone, "--run_dir=wandb") == 0
+    assert "\nwandb:    by --trainer.logger; of --wandb.* only watch" in capfd.readouterr().out
 
 
 def test_values_are_compared_with_their_own_options() -> None:
