@@ -1,5 +1,6 @@
 """Processes that this package starts in a group of their own, so that they end together."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
 def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
     """Run a command to its end, with its output in a file if one is given; returns its status.
 
-    On Ctrl-C, or any other exception, it is stopped with the processes it has started.
+    On Ctrl-C, or any other exception, it is stopped with the processes it has started: killed after `STOP_SECONDS`.
     """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT, start_new_session=True
@@ -23,7 +24,8 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
     except BaseException:
         os.killpg(process.pid, signal.SIGINT)
         try:
-            process.wait(STOP_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
+                process.wait(STOP_SECONDS)
         finally:
             kill_group(process)
         raise
