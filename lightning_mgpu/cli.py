@@ -13,7 +13,6 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 """
 
 import importlib
-import json
 import os
 import sys
 from argparse import ArgumentError
@@ -68,7 +67,7 @@ from lightning_mgpu.from_checkpoint import SECTIONS, disagreements
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
 from lightning_mgpu.parser import HelpFormatter, Parser
-from lightning_mgpu.redact import redact
+from lightning_mgpu.redact import redact, redact_values
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, how_to_resume
 from lightning_mgpu.run_dir import RunDir, expand_home
 from lightning_mgpu.run_record import RunRecord
@@ -226,7 +225,7 @@ class CLI(LightningCLI):
         check_classes(self.model, self.datamodule)
         self.saving = next(c for c in self.trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
         self.saving.scaled_by = self.scaled.get("scaled_by", 1)
-        self.saving.config = json.loads(redact(json.dumps({name: self.config_dump.get(name) for name in SECTIONS})))
+        self.saving.config = redact_values({name: self.config_dump.get(name) for name in SECTIONS})
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

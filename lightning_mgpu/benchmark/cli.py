@@ -43,6 +43,7 @@ from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.redact import redact_arguments, redact_values
 from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
 
 PROG = "python -m lightning_mgpu benchmark"
@@ -98,9 +99,9 @@ def main(arguments: Sequence[str]) -> None:
         raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
     run_dir.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", *arguments]),
+        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", *redact_arguments(arguments)]),
         "machine": machine(args.malloc),
-        "options": {name: value for name, value in vars(args).items() if name != "run_dir"},
+        "options": redact_values({name: value for name, value in vars(args).items() if name != "run_dir"}),
         "results": [],
         "exchange": [],
         "gradients": {},

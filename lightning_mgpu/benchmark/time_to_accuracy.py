@@ -27,6 +27,7 @@ from lightning_mgpu.benchmark.runner import machine
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer, own_devices, synchronize
 from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.processes import run_in_group
+from lightning_mgpu.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 CLOCKS = {"seconds": "validation excluded", "seconds_with_validation": "included"}
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
     run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_time_to_accuracy")
     if run_dir.exists() and any(run_dir.iterdir()):
         raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
-    command = shlex.join(["python", "-m", "lightning_mgpu", "benchmark", "time_to_accuracy", *arguments])
+    command = shlex.join([*PROG.split(), *redact_arguments(arguments)])
     runs: list[dict[str, Any]] = []
     try:
         for seed in args.seeds:

@@ -25,6 +25,7 @@ from typing import Any
 from lightning_mgpu.arguments import with_shipped_configs, with_strategy_class
 from lightning_mgpu.cli import CLI
 from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.redact import redact_arguments, redact_values
 from lightning_mgpu.resume import claim, replace_text
 from lightning_mgpu.sweep.bayes import propose
 from lightning_mgpu.sweep.plan import Plan, Values, read_plan
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         if name in own:
             raise UsageError(f"--{name}: {own[name]}; leave it out")
     fit = [*plan.arguments, *(f"--config={config}" for config in args.config[1:]), *others]
-    sweep = Sweep(plan, fit, args.seed, sweep_dir, shlex.join(["python", "-m", "lightning_mgpu", "sweep", *arguments]))
+    command = shlex.join(["python", "-m", "lightning_mgpu", "sweep", *redact_arguments(arguments)])
+    sweep = Sweep(plan, fit, args.seed, sweep_dir, command)
     lock = None
     try:
         sweep.check_arguments()  # before anything is made
@@ -96,8 +98,8 @@ class Sweep:
         self.results: list[Result] = []
         # count and metric may differ from one command to the next
         parameters = {p.name: {"distribution": p.distribution, **p.options} for p in plan.parameters}
-        settings = {"method": plan.method, "seed": seed, "arguments": fit, "parameters": parameters}
-        self.settings: dict[str, Any] = json.loads(json.dumps(settings))
+        settings = {"method": plan.method, "seed": seed, "arguments": redact_arguments(fit), "parameters": parameters}
+        self.settings: dict[str, Any] = redact_values(json.loads(json.dumps(settings)))
         self.load()
 
     def load(self) -> None:

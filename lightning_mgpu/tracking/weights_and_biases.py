@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_mgpu.redact import redact
+from lightning_mgpu.redact import redact, redact_arguments
 from lightning_mgpu.tracking.flat import flatten
 from lightning_mgpu.tracking.server import choose_mode
 
@@ -183,7 +183,7 @@ def _has_upload_errors(log: Path) -> bool:
 
 @contextmanager
 def _redacted_arguments() -> Iterator[None]:
-    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
+    arguments, sys.argv = sys.argv, redact_arguments(sys.argv)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_mgpu.benchmark import cli
 from lightning_mgpu.benchmark.parts import PARTS
 
 SMALL = (
@@ -56,6 +57,13 @@ def test_ctrl_c_keeps_what_is_done(command: Any, tmp_path: Path) -> None:
     measured = [repeat for result in report["results"] for repeat in result["repeats"] if repeat]
     assert len(measured) == 2
     assert not (tmp_path / "bench" / ".benchmark.json").exists()
+
+
+def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_measure", lambda *args: None)
+    assert main("benchmark", *SMALL, "--root=https://bob:hunter2@host") == 0
+    for path in (tmp_path / "bench").iterdir():
+        assert "hunter2" not in path.read_text() and "https://***@host" in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,31 @@ def test_sigterm_ends_the_run_under_way_and_keeps_the_seeds_before(command: Any,
     assert not [line for line in commands if bytes(run_dir) in line], "a fit was left behind"
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The seeds trained, in a moment; each reaches an accuracy of 0.9 in 2 s."""
+    seeds: list[str] = []
+
+    def fake(command: list[str]) -> int:
+        given = dict(argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument)
+        seeds.append(given["seed_everything"])
+        Path(given["run_dir"]).mkdir(parents=True)
+        (Path(given["run_dir"]) / "config.yaml").write_text("malloc: default")
+        Path(given["trainer.callbacks.path"]).write_text(json.dumps(epochs((0.9, 2, 4))))
+        return 0
+
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", fake)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return seeds
+
+
+def test_no_secret_is_written_down(trained: list[str], main: Callable[..., int], tmp_path: Path) -> None:
+    args = ("--target=0.9", "--run_dir=tta", "--trainer.logger.api_key=sesame", "--data.root=https://bob:hunter2@host")
+    assert main("benchmark", "time_to_accuracy", *args) == 0 and trained == ["0"]
+    report = json.loads((tmp_path / "tta" / "time_to_accuracy.json").read_text())
+    assert report["command"].endswith("'--trainer.logger.api_key=***' '--data.root=https://***@host'")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -147,6 +147,16 @@ def test_a_sweep_is_left_alone_while_it_runs(
     assert capsys.readouterr().err.splitlines() == [line]
 
 
+def test_no_secret_is_written_down(trials: list[str], main: Callable[..., int], tmp_path: Path) -> None:
+    write(tmp_path / "rates.yaml", parameters={"model.optimizer.lr": {"values": [0.1, 0.3]}})
+    secrets = ("--trainer.logger.tracking_uri=https://bob:hunter2@host", "--trainer.logger.api_key=sesame")
+    for total in (1, 2):  # it goes on, too
+        assert main("sweep", "--config=rates.yaml", *secrets, f"--count={total}") == 0 and len(trials) == total
+    written = [path.read_text() for path in (tmp_path / "sweeps" / "rates").glob("sweep.[mj]*")]
+    assert len(written) == 2 and not [text for text in written if "hunter2" in text or "sesame" in text]
+    assert all("https://***@host" in text for text in written)
+
+
 def test_sigterm_while_the_arguments_are_checked(
     main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

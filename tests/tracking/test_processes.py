@@ -23,9 +23,10 @@ def holders(directory: Path, *secrets: str) -> list[str]:
 def test_an_online_run_uploads_everything_but_secrets(command: Any, server: Any, key: str, tmp_path: Path) -> None:
     del command.env["WANDB_MODE"]
     command.env.update(WANDB_BASE_URL=server.url, WANDB_API_KEY=key, HF_TOKEN="hf_in_the_environment")
+    command.env["MY_SECRET"] = 'in-"quotes"'  # which JSON escapes
     (tmp_path / ".netrc").write_text("machine elsewhere login me password in-the-netrc\n")
     (tmp_path / ".netrc").chmod(0o600)
-    url = "--data.root=https://me:hunter2@host/data?token=sesame"
+    url = '--data.root=https://me:hunter2@host/data?token=sesame&x=in-"quotes"'
     code, out, err = command(
         "fit", *CPU, *SMALL, url, "--wandb.log_model=true", "--wandb.notes=by hf_in_the_environment"
     )
@@ -34,7 +35,7 @@ def test_an_online_run_uploads_everything_but_secrets(command: Any, server: Any,
     assert f"wandb:    online, {server.url}/someone/lightning-mgpu/runs/{run_id}\n" in out
     assert server.runs[run_id]["jobType"] == "fit" and server.exited == {run_id: 0}
     config = server.config(run_id)
-    assert config["data.init_args.root"] == "https://***@host/data?token=***" and "git_commit" in config
+    assert config["data.init_args.root"] == "https://***@host/data?token=***&x=***" and "git_commit" in config
     history = server.history[run_id]
     assert any("train_loss" in row for row in history) and any("test_acc" in row for row in history)
     assert {"resolved_config.yaml", "resolved_model.txt"} <= server.files.keys()
@@ -43,7 +44,7 @@ def test_an_online_run_uploads_everything_but_secrets(command: Any, server: Any,
     (best,) = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name != "last.ckpt"]
     assert server.files["artifact/model.ckpt"] == best.read_bytes()
 
-    secrets = (key, "hf_in_the_environment", "in-the-netrc", "hunter2", "sesame")
+    secrets = (key, "hf_in_the_environment", "in-the-netrc", 'in-"quotes"', "hunter2", "sesame")
     (tmp_path / ".netrc").unlink()
     assert holders(tmp_path, *secrets) == []  # the run directory, W&B's own logs, and what it keeps in HOME
     assert not [secret for secret in secrets if secret in out + err]
