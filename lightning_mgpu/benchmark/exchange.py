@@ -11,7 +11,6 @@ that.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
+from lightning_mgpu.benchmark.cores import num_cores
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
 from lightning_mgpu.callbacks.epoch_timer import synchronize
 
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     rows = measure_exchange(algorithms, sizes, ks, seconds, progress=progress)
     rows += measure_processes(sizes, ks, seconds, timeout=10 if quick else 300, progress=progress)
-    print(f"\n{torch.get_num_threads()} threads on {os.cpu_count()} cores, torch {torch.__version__}\n")
+    print(f"\n{torch.get_num_threads()} threads on {num_cores()} cores, torch {torch.__version__}\n")
     print(table(sorted(rows, key=lambda row: (row["k"], row["bytes"]))), flush=True)
     gradients = {}
     for name in names:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_mgpu.benchmark.cores import num_cores
+
 
 def measure_processes(
     sizes: Sequence[int],
@@ -86,7 +88,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _rank(rank: int, backend: str, k: int, seconds: float, sizes: list[int], meeting_point: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // k))
+    torch.set_num_threads(max(1, num_cores() // k))
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu import __version__
+from lightning_mgpu.benchmark.cores import num_cores
 from lightning_mgpu.benchmark.plan import Configuration, interleaved
 from lightning_mgpu.benchmark.worker import RESULT
 from lightning_mgpu.processes import kill_group
@@ -62,7 +64,7 @@ def measure_in_process(
 def environment(configuration: Configuration) -> dict[str, str]:
     """The cores are shared out among the processes of a strategy that starts several."""
     processes = configuration.devices if configuration.engine.startswith("ddp") else 1
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, num_cores() // processes)
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     return {**own, "OMP_NUM_THREADS": str(threads)}
 
@@ -133,11 +135,12 @@ def machine(malloc: str) -> dict[str, Any]:
     return {
         "date": f"{datetime.now():%Y-%m-%d}",
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "gpus": gpus,
         "malloc": malloc,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "lightning", "torchmetrics", "lightning-mgpu")},
+        **{name: version(name) for name in ("torch", "lightning", "torchmetrics")},
+        "lightning-mgpu": __version__,  # there also where it is not installed
     }
 
 
