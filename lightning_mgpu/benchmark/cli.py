@@ -15,7 +15,6 @@ import shlex
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.compare import compare, load
+from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.exchange import (
     ALGORITHMS,
     QUICK_SIZES,
@@ -42,7 +42,7 @@ from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expecte
 from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.errors import ToolParser, UsageError, mistakes
 from lightning_mgpu.redact import redact_arguments, redact_values
 from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
 
@@ -50,7 +50,7 @@ PROG = "python -m lightning_mgpu benchmark"
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     result.add_argument("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"])
     result.add_argument("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
     result.add_argument("--devices", nargs="+", type=int, default=[2])
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--root", default="data", help="where the images are")
     result.add_argument("--source", default="auto", help="of the images, as --data.source of fit; synthetic will do")
-    result.add_argument("--run_dir", type=Path, help="must be new")
+    result.add_argument("--run_dir", help="must be new")
     result.add_argument("--no-wandb", action="store_true")
     return result
 
@@ -94,10 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         args.models, args.repeats, args.num_steps = ["LeNet"], 2, args.num_steps or 10
     plan = _plan(args)
     FashionMNIST(root=args.root, source=args.source).prepare_data()
-    run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_benchmark")
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir = new_directory(args.run_dir, "benchmark")
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", *redact_arguments(arguments)]),
         "machine": machine(args.malloc),
@@ -127,10 +124,8 @@ def _plan(args: argparse.Namespace) -> list[Configuration]:
         known = ", ".join(sorted(StrategyRegistry.available_strategies()))
         raise UsageError(f"--strategies {unknown[0]}: no such strategy; registered are {known}")
     for name in args.models:
-        try:
+        with mistakes(f"--models {name}"):
             make_model(name)
-        except ValueError as error:
-            raise UsageError(f"--models: {error}") from error
     for name in ("repeats", "batch_size"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name}={getattr(args, name)}: choose 1 or more")

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.runner import machine
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer, own_devices, synchronize
 from lightning_mgpu.errors import ToolParser, UsageError
@@ -46,10 +46,19 @@ class AccuracyClock(Callback):
         self.path = Path(path)
         self.epochs: list[dict[str, float]] = []
         self._started = 0.0
+        self._before = 0.0  # seconds, of a run that was stopped and goes on
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs, "seconds_with_validation": time.perf_counter() - self._started}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs, self._before = list(state_dict["epochs"]), state_dict["seconds_with_validation"]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started = _now(trainer)
+        self._started = _now(trainer) - self._before
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,15 +107,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`.
 
     Raises:
-        UsageError: For a target that is no fraction, and for options that it sets itself.
+        UsageError: For a target that is no fraction, a seed given twice, and for options that it sets itself.
     """
-    parser = ToolParser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--run_dir", type=Path, help="must be new")
+    parser.add_argument("--run_dir", help="must be new")
     args, of_fit = parser.parse_known_args(arguments)
     if not 0 < args.target <= 1:
         raise UsageError(f"--target={args.target}: choose a fraction, 0.915 say")
+    if twice := [seed for i, seed in enumerate(args.seeds) if seed in args.seeds[:i]]:
+        raise UsageError(f"--seeds: {twice[0]} is given twice; name every seed once")
     for name in ("--data.val_size", "--seed_everything"):
         if any(arg.partition("=")[0] == name for arg in of_fit):
             raise UsageError(f"{name}: time_to_accuracy sets it itself; --seeds names the seeds")
@@ -116,14 +129,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
     args, of_fit = parse(arguments)
-    run_dir = args.run_dir or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}_time_to_accuracy")
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise UsageError(f"--run_dir={run_dir} exists and is not empty: name a new directory, one run has one")
+    run_dir = new_directory(args.run_dir, "time_to_accuracy")
     command = shlex.join([*PROG.split(), *redact_arguments(arguments)])
     runs: list[dict[str, Any]] = []
     try:
         for seed in args.seeds:
             runs.append({"seed": seed, "epochs": _train(of_fit, seed, run_dir / f"seed_{seed}")})
+    except KeyboardInterrupt:
+        print("interrupted: the report has the seeds that are done", flush=True)
+        sys.exit(130)
     finally:  # what is done counts, also if the next seed fails or is interrupted
         if runs:
             _report(runs, args.target, run_dir, command)
@@ -140,17 +154,16 @@ def _report(runs: Sequence[dict[str, Any]], target: float, run_dir: Path, comman
 def _train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
     """The epochs of one run of `fit`, in a process of its own."""
     path = run_dir.parent / f"seed_{seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     command += [f"--trainer.callbacks+={__name__}.AccuracyClock", f"--trainer.callbacks.path={path}"]
-    status = run_in_group(command)
-    if status or not path.exists():
-        if not status:
-            raise UsageError("no epoch was validated: leave limit_val_batches and check_val_every_n_epoch as they are")
+    if status := run_in_group(command):
         if not any(run_dir.parent.iterdir()):
             run_dir.parent.rmdir()
         sys.exit(status)
+    if not path.exists() or not run_dir.exists():
+        settings = "limit_val_batches, check_val_every_n_epoch and fast_dev_run"
+        raise UsageError(f"no epoch was validated, or the run left nothing behind: leave {settings} as they are")
     epochs: list[dict[str, float]] = json.loads(path.read_text())
     return epochs
 

@@ -22,6 +22,7 @@ from lightning_mgpu.benchmark.timing import Timer
 from lightning_mgpu.callbacks.epoch_timer import own_devices
 from lightning_mgpu.console import quieten
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.explain import did_you_mean
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
@@ -163,10 +164,15 @@ def make_model(name: str) -> LightningModule:
         ValueError: If there is none.
     """
     module, _, attribute = name.rpartition(".")
+    own = [each for each in models.__all__ if each != "Classifier"]
     try:
-        return getattr(importlib.import_module(module), attribute)() if module else getattr(models, name)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r}: {error}; give LeNet, ResNet18 or a path like my_package.MyModel.") from error
+        found = getattr(importlib.import_module(module) if module else models, attribute, None)
+    except ImportError as error:
+        raise ValueError(f"{error}; give {', '.join(own)} or a path like my_package.MyModel") from None
+    if not (isinstance(found, type) and issubclass(found, LightningModule)):
+        near = did_you_mean(attribute, own)
+        raise ValueError(f"no LightningModule{near}; give {', '.join(own)} or a path like my_package.MyModel")
+    return found()
 
 
 def main() -> None:

@@ -5,12 +5,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_mgpu.benchmark import cli
+from lightning_mgpu.benchmark import cli, directory
+from lightning_mgpu.benchmark.cores import num_cores
+from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.parts import PARTS
 
 SMALL = (
@@ -26,7 +30,7 @@ def test_report(command: Any, tmp_path: Path) -> None:
     assert code == 0, err
     assert "6 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["machine"]["cores"] == os.cpu_count() and report["machine"]["malloc"] == "default"
+    assert report["machine"]["cores"] == num_cores() and report["machine"]["malloc"] == "default"
     assert len(report["results"]) == 6
     for result in report["results"]:
         [measured] = result["repeats"]
@@ -59,6 +63,34 @@ def test_ctrl_c_keeps_what_is_done(command: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "bench" / ".benchmark.json").exists()
 
 
+def test_a_new_directory(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two begun in the same second have one each; `~` is the home directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    clock = SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5))
+    monkeypatch.setattr(directory, "datetime", clock)
+    found = [new_directory(given, "benchmark") for given in (None, None, "~/mine/a")]
+    names = ("2026-01-02_03-04-05_benchmark", "2026-01-02_03-04-05_benchmark_2")
+    assert found == [Path("runs", name) for name in names] + [tmp_path / "mine" / "a"]
+    assert all(path.is_dir() for path in found)
+
+
+@pytest.mark.parametrize("tool", [("--source=synthetic", "--quick"), ("time_to_accuracy", "--target=0.9")])
+@pytest.mark.parametrize(("given", "said"), [("file", "exists and is not empty"), ("file/x", "cannot be made")])
+def test_a_directory_that_cannot_be(
+    tool: tuple[str, ...],
+    given: str,
+    said: str,
+    main: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    assert main("benchmark", *tool, f"--run_dir={given}") == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert given in line and said in line
+
+
 def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_measure", lambda *args: None)
     assert main("benchmark", *SMALL, "--root=https://bob:hunter2@host") == 0
@@ -70,8 +102,11 @@ def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, mon
     ("args", "words"),
     [
         (["--strategies", "dpp"], ["--strategies dpp: no such strategy", "manual_allreduce"]),
-        (["--models", "LeNett"], ["model 'LeNett'", "LeNet, ResNet18"]),
-        (["--models", "missing.Model"], ["missing.Model"]),
+        (["--models", "LeNett"], ["--models LeNett: ", "did you mean LeNet?", "give LeNet, ResNet18 or a path"]),
+        (["--models", "lenet", "--repeats", "0"], ["--models lenet: no LightningModule (did you mean LeNet?)"]),
+        (["--models", "torch.nn.Linear", "--repeats", "0"], ["--models torch.nn.Linear: no LightningModule"]),
+        (["--models", "missing.Model"], ["--models missing.Model: No module named 'missing'"]),
+        (["--run_di=x", "--repeats", "0"], ["unrecognized arguments: --run_di=x"]),
         (["--devices", "0"], ["--devices", "1 or more"]),
         (["--repeats", "0"], ["--repeats=0", "1 or more"]),
         (["--repeats", "many"], ["--repeats", "many"]),

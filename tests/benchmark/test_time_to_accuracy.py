@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_mgpu.benchmark import time_to_accuracy
+from lightning_mgpu import __version__
+from lightning_mgpu.benchmark import runner, time_to_accuracy
 from lightning_mgpu.benchmark.time_to_accuracy import AccuracyClock, first_reached, summarise, to_line
 from lightning_mgpu.callbacks import EpochTimer, epoch_timer
 from lightning_mgpu.models import LeNet
@@ -70,6 +72,29 @@ def test_clock_stops_for_validation(
     others = [200 + 1200 * i for i in range(len(rows))]
     assert [row["seconds_with_validation"] for row in rows] == [a + b for a, b in zip(seconds, others)]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
+
+
+def test_a_run_that_goes_on_keeps_its_epochs_and_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped 30 s after its first epoch, which took 10 s, and resumed much later."""
+    now = 0.0
+    monkeypatch.setattr(time_to_accuracy, "time", SimpleNamespace(perf_counter=lambda: now))
+    metrics, timer = {"val_acc": 0.5}, SimpleNamespace(seconds_so_far=8.0)
+    monkeypatch.setattr(time_to_accuracy, "EpochTimer", SimpleNamespace)
+    about = {"strategy": SimpleNamespace(root_device=torch.device("cpu")), "callback_metrics": metrics}
+    trainer: Any = SimpleNamespace(callbacks=[timer], is_global_zero=True, sanity_checking=False, **about)
+    before, after = AccuracyClock(str(tmp_path / "clock.json")), AccuracyClock(str(tmp_path / "clock.json"))
+    trainer.current_epoch = 0
+    before.on_train_start(trainer, LeNet())
+    now = 10.0
+    before.on_validation_end(trainer, LeNet())
+    now = 40.0
+    after.load_state_dict(before.state_dict())
+    now = 1000.0
+    after.on_train_start(trainer, LeNet())
+    now, trainer.current_epoch = 1005.0, 1
+    after.on_validation_end(trainer, LeNet())
+    rows = json.loads((tmp_path / "clock.json").read_text())
+    assert [(row["epoch"], row["seconds_with_validation"]) for row in rows] == [(1, 10), (2, 45)]
 
 
 def test_first_epoch_that_reaches_the_target() -> None:
@@ -168,6 +193,43 @@ def test_no_secret_is_written_down(trained: list[str], main: Callable[..., int],
     assert report["command"].endswith("'--trainer.logger.api_key=***' '--data.root=https://***@host'")
 
 
+def test_ctrl_c_keeps_the_seeds_before(
+    trained: list[str], main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = time_to_accuracy.run_in_group
+
+    def stop(command: list[str]) -> int:
+        if trained:
+            raise KeyboardInterrupt
+        return train(command)
+
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", stop)
+    assert main("benchmark", "time_to_accuracy", "--target=0.9", "--seeds", "0", "1", "--run_dir=tta") == 130
+    report = json.loads((tmp_path / "tta" / "time_to_accuracy.json").read_text())
+    assert [run["seed"] for run in report["runs"]] == [0] and report["machine"]["lightning-mgpu"] == __version__
+
+
+def test_machine_of_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "version", lambda name: {"torch": "2", "lightning": "2", "torchmetrics": "1"}[name])
+    assert runner.machine("default")["lightning-mgpu"] == __version__
+
+
+def test_a_run_that_leaves_nothing_behind(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`--trainer.fast_dev_run=true`: the clock's file is there, the run's directory is not."""
+
+    def fake(command: list[str]) -> int:
+        [path] = [each.partition("=")[2] for each in command if each.startswith("--trainer.callbacks.path=")]
+        Path(path).write_text(json.dumps(epochs((0.9, 2, 4))))
+        return 0
+
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", fake)
+    assert main("benchmark", "time_to_accuracy", "--target=0.9", "--run_dir=tta") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no epoch was validated, or the run left nothing behind") and "fast_dev_run" in line
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -176,6 +238,8 @@ def test_no_secret_is_written_down(trained: list[str], main: Callable[..., int],
         (["--target=0.9", "--data.val_size=10"], ["--data.val_size"]),
         (["--target=0.9", "--seed_everything=1"], ["--seed_everything", "--seeds"]),
         (["--target=0.9", "--seeds", "one"], ["--seeds", "one"]),
+        (["--target=0.9", "--seeds", "0", "1", "0"], ["--seeds: 0 is given twice"]),
+        (["--targ=91"], ["required: --target"]),
     ],
 )
 def test_mistake_ends_in_one_line(
