@@ -68,14 +68,14 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
             _ratio(result, _find(results, "loop", configuration, devices=1)),
             _ratio(result, _find(results, "auto", configuration, devices=1)),
             _ratio(result, _find(results, "ddp", configuration)),
+            efficiency(result["repeats"], one["repeats"], configuration["devices"])
+            if one and configuration["devices"] > 1
+            else None,
         ]
         cells += [
             f"{summary.rate:,.0f}",
             f"{summary.step * 1e3:.1f} ({summary.low * 1e3:.1f} to {summary.high * 1e3:.1f})",
             *("" if value is None else f"{value:.2f}" for value in ratios),
-            f"{efficiency(summary.rate, one.rate, configuration['devices']):.2f}"
-            if one and configuration["devices"] > 1
-            else "",
             f"{summary.memory / 2**20:,.0f}",
             f"{summary.threads}",
         ]
@@ -91,10 +91,10 @@ def _find(results: list[dict[str, Any]], engine: str, like: dict[str, Any], devi
     return next(iter(same or found), None)
 
 
-def _one_device(results: list[dict[str, Any]]) -> Summary | None:
+def _one_device(results: list[dict[str, Any]]) -> dict[str, Any] | None:
     """What scaling is compared with: one device at `--batch_size`, the smallest batch of all, weak scaling's too."""
     alone = [result for result in results if result["configuration"]["engine"] == "auto"]
-    return summarise(min(alone, key=lambda r: r["configuration"]["batch_size"])) if alone else None
+    return min(alone, key=lambda r: r["configuration"]["batch_size"], default=None)
 
 
 def _ratio(result: dict[str, Any], other: dict[str, Any] | None) -> float | None:
@@ -115,7 +115,8 @@ def plot(report: Report, directory: Path) -> list[Path]:
         name = model.rpartition(".")[2]
         paths.append(directory / f"parts_{name}.png")
         _plot_parts(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
-        if (one := _one_device(own)) and len({summary.configuration["devices"] for summary in summaries}) > 2:
+        one = summarise(alone) if (alone := _one_device(own)) else None
+        if one and len({summary.configuration["devices"] for summary in summaries}) > 2:
             paths.append(directory / f"scaling_{name}.png")
             _plot_scaling(model, summaries, one, report["machine"]).savefig(paths[-1], dpi=110)
     return paths

@@ -67,9 +67,12 @@ def ratio(own: Sequence[Measurement | None], other: Sequence[Measurement | None]
     return statistics.median(ratios) if ratios else None
 
 
-def efficiency(rate: float, rate_of_one: float, num_devices: int) -> float:
-    """Throughput over k times that of one device: 1 is perfect scaling."""
-    return rate / (num_devices * rate_of_one)
+def efficiency(
+    own: Sequence[Measurement | None], of_one: Sequence[Measurement | None], num_devices: int
+) -> float | None:
+    """Throughput over k times that of one device, the median within each repeat: 1 is perfect scaling."""
+    times_one = ratio(own, of_one)
+    return None if times_one is None else times_one / num_devices
 
 
 def _rate(measurement: Measurement) -> float:

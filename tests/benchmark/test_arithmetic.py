@@ -146,7 +146,12 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 
 def test_efficiency() -> None:
-    assert efficiency(rate=150, rate_of_one=100, num_devices=2) == 0.75
+    """Within a repeat: a machine that is three times slower in the second one changes nothing."""
+    two, one = result("dp", [0.1, 0.3, 0.1]), result("auto", [0.15, 0.45, None], 1)
+    assert efficiency(two["repeats"], one["repeats"], 2) == pytest.approx(0.75)
+    assert efficiency(two["repeats"], [None, None, None], 2) is None
+    rows = to_markdown(report(one, two)).splitlines()
+    assert [row.split(" | ")[7] for row in rows if row.startswith("| dp")] == ["0.75"]
 
 
 def test_plan() -> None:
@@ -233,7 +238,7 @@ def test_table_and_picture_agree_on_efficiency(scaling: str, efficiencies: list[
     results = [result(each.engine, [step], each.devices, each.batch_size) for each, step in zip(plan, steps)]
     rows = [line.split(" | ") for line in to_markdown(report(*results)).splitlines() if line.startswith("| dp")]
     assert [row[7] for row in rows] == efficiencies
-    one = _one_device(results)
+    one = summarise(_one_device(results) or {})
     assert one is not None
     summaries = [summary for each in results if (summary := summarise(each))]
     [axes] = _plot_scaling("LeNet", summaries, one, report()["machine"]).axes
