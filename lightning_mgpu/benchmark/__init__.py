@@ -9,7 +9,7 @@
 | `parts.py`      | where the time of a step goes                                            |
 | `summary.py`    | medians, ratios, efficiency                                              |
 | `report.py`     | the table and the pictures; `compare.py` holds two reports side by side  |
-| `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL    |
+| `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL; `exchange_report.py` |
 | `time_to_accuracy.py` | seconds until a test accuracy                                      |
 | `directory.py`, `cores.py` | where a report goes, and the cores there are                 |
 | `timing.py`     | the book's `Timer` and `Benchmark`                                       |

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
 from lightning_mgpu.benchmark.cores import num_cores
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
+from lightning_mgpu.benchmark.exchange_report import plot_exchange, size_text, table
 from lightning_mgpu.callbacks.epoch_timer import synchronize
 
 ALGORITHMS: dict[str, Allreduce] = {
@@ -210,55 +210,6 @@ def free_memory(devices: Sequence[torch.device]) -> float:
     return min(free, default=float("inf"))
 
 
-def size_text(num_bytes: int) -> str:
-    for unit, size in (("MB", 2**20), ("kB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes} B"
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as text: an algorithm a line, and how it compares with the textbook and with the read-modify-write."""
-    measured = {(r["algorithm"], r["k"], r["bytes"]): r for r in rows if "seconds" in r}
-    lines = [f"{'':>10}  {'k':>2}  {'algorithm':<18} {'ms':>10} {'min':>10} {'runs':>6} {'GB/s':>7} {'bus GB/s':>8}  "]
-    lines[0] += f"{'x textbook':>10} {'x limit':>8}"
-    for row in rows:
-        name, k, num_bytes = row["algorithm"], row["k"], row["bytes"]
-        line = f"{size_text(num_bytes):>10}  {k:>2}  {name:<18} "
-        if "seconds" not in row:
-            lines.append(line + f"not measured: {row['skipped']}")
-            continue
-        line += f"{row['seconds'] * 1e3:>10.3f} {row['min'] * 1e3:>10.3f} {row['runs']:>6} "
-        line += f"{row['algorithm_bandwidth'] / 1e9:>7.2f} {row['bus_bandwidth'] / 1e9:>8.2f}  "
-        for other, width in (("textbook", 10), ("read-modify-write", 8)):
-            reference = measured.get((other, k, num_bytes))
-            line += f"{reference['seconds'] / row['seconds']:>{width}.2f} " if reference else " " * (width + 1)
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def plot_exchange(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Draw bandwidth against size, both logarithmic, a panel for each k, a line for each algorithm."""
-    measured = [row for row in rows if "seconds" in row]
-    ks = sorted({row["k"] for row in measured})
-    figure = Figure(figsize=(4.5 * max(len(ks), 1), 4), layout="constrained")
-    panels = figure.subplots(1, max(len(ks), 1), sharey=True, squeeze=False)[0]
-    for k, panel in zip(ks, panels):
-        for name in dict.fromkeys(row["algorithm"] for row in measured):
-            points = sorted(
-                (r["bytes"], r["algorithm_bandwidth"]) for r in measured if (r["algorithm"], r["k"]) == (name, k)
-            )
-            if points:
-                style = {"linestyle": "--", "color": "grey" if name == "copy" else "black"} if name in LIMITS else {}
-                panel.plot(*zip(*points), marker=".", label=name, **style)
-        panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
-        panel.grid(True, alpha=0.3)
-    panels[0].set_ylabel("bytes / second")
-    if measured:
-        panels[-1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few sizes, k = 2; ends within 20 seconds on two cores")
@@ -270,6 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--picture", type=Path, help="write the picture here")
     args = parser.parse_args(arguments)
+    for path in filter(None, (args.json, args.picture)):
+        if not path.absolute().parent.is_dir():  # better now than after minutes
+            parser.error(f"{path}: there is no directory {path.parent}")
 
     from lightning_mgpu import models  # Lightning: takes seconds to import
 

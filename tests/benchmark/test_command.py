@@ -91,6 +91,25 @@ def test_a_directory_that_cannot_be(
     assert given in line and said in line
 
 
+@pytest.mark.parametrize(
+    ("given", "models", "repeats", "num_steps"),
+    [((), ["LeNet"], 2, 10), (("--models", "ResNet18", "--repeats", "5"), ["ResNet18"], 5, 10)],
+)
+def test_quick_leaves_what_is_given(
+    given: tuple[str, ...],
+    models: list[str],
+    repeats: int,
+    num_steps: int,
+    main: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "_measure", lambda args, *others: seen.append(args))
+    monkeypatch.setattr(cli, "_finish", lambda *args: None)
+    assert main("benchmark", "--quick", "--source=synthetic", *given) == 0
+    assert [(args.models, args.repeats, args.num_steps) for args in seen] == [(models, repeats, num_steps)]
+
+
 def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_measure", lambda *args: None)
     assert main("benchmark", *SMALL, "--root=https://bob:hunter2@host") == 0

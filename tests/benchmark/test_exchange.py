@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_mgpu.allreduce import textbook_allreduce, with_many
 from lightning_mgpu.benchmark import exchange
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
+from lightning_mgpu.benchmark.exchange_report import plot_exchange, table
 
 
 class Clock:
@@ -100,7 +101,7 @@ def test_skips_what_does_not_fit_and_says_so() -> None:
     skipped = [row for row in rows if row["bytes"] == 2**20]
     assert [row["algorithm"] for row in skipped] == ["textbook", "copy", "read-modify-write"]
     assert all(row["skipped"] == "needs 4 MiB, more than half of the 1 MiB that are free" for row in skipped)
-    assert "not measured: needs 4 MiB" in exchange.table(rows)
+    assert "not measured: needs 4 MiB" in table(rows)
 
 
 def test_a_models_gradients_go_through_many() -> None:
@@ -134,12 +135,22 @@ def test_limits_touch_all_bytes() -> None:
 def test_table_and_picture(tmp_path: Path) -> None:
     rows = [exchange.result(*row) for row in [("textbook", 2, 2**20, [3.0]), ("ring", 2, 2**20, [2.0])]]
     rows += [exchange.result("read-modify-write", 2, 2**20, [1.0]), exchange.result("ring", 4, 2**21, [2.0])]
-    lines = exchange.table(rows).splitlines()
+    lines = table(rows).splitlines()
     assert lines[2].split() == ["1", "MB", "2", "ring", "2000.000", "2000.000", "1", "0.00", "0.00", "1.50", "0.50"]
     assert len(lines[4].split()) == 9  # nothing to compare with
-    exchange.plot_exchange(rows, tmp_path / "picture.png")
-    exchange.plot_exchange([], tmp_path / "empty.png")
+    plot_exchange(rows, tmp_path / "picture.png")
+    plot_exchange([], tmp_path / "empty.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(exchange, "measure_exchange", lambda *args, **kwargs: pytest.fail("measured"))
+    for option in ("--json", "--picture"):
+        with pytest.raises(SystemExit):
+            exchange.main([option, str(tmp_path / "missing" / "x")])
+        assert f"there is no directory {tmp_path / 'missing'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
