@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_mgpu.errors import in_one_line
 from lightning_mgpu.redact import redact, redact_arguments
 from lightning_mgpu.tracking.flat import flatten
 from lightning_mgpu.tracking.server import choose_mode
@@ -91,8 +92,15 @@ def start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[str
     """Start the one W&B run of a job, in its first process; continue the one that `run_dir` had before, if it had one.
 
     Returns:
-        The run, `None` where tracking is disabled, and a line that says where it is recorded and why.
+        The run, `None` where tracking is disabled or cannot start, and a line that says where it is recorded and why.
     """
+    try:
+        return _start_run(tracking, run_dir, job_type, config)
+    except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
+        return None, f"off ({type(error).__name__}: {in_one_line(error).partition(' For further information')[0]})"
+
+
+def _start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[str, Any]) -> tuple["Run | None", str]:
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     can_run = tracking.mode == "disabled" or is_installed()

@@ -129,6 +129,20 @@ def test_wandb_need_not_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Tracking(mode="offline")
 
 
+@pytest.mark.parametrize("mode", ["auto", "online", "offline"])
+@pytest.mark.parametrize("url", ["localhost:8080", "foo"])
+def test_a_server_whose_address_is_none_stops_no_run(
+    url: str, mode: Any, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    wandb.teardown()
+    run, where = start_run(Tracking(mode=mode), tmp_path, "fit", {})
+    assert run is None and where.startswith("off (ValidationError: ") and f"input_value='{url}'" in where
+    assert "\n" not in where and key not in where
+    monkeypatch.delenv("WANDB_BASE_URL")
+
+
 class TestOnline:
     """`start_run` and `finish` alone, on servers that misbehave while a run logs."""
 
