@@ -15,7 +15,7 @@ from lightning_mgpu.processes import exit_on_sigterm
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import check_strategy
 from lightning_mgpu.testing.promises import PROMISES, reason
-from lightning_mgpu.testing.table import STRATEGIES, replace_table
+from lightning_mgpu.testing.table import STRATEGIES, around_table, replace_table
 
 
 def main() -> int:
@@ -34,6 +34,16 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120, help="seconds before a case counts as hanging")
     parser.add_argument("--table", type=Path, help="a Markdown file with the lines that mark the table's place")
     args = parser.parse_args()
+    if args.table:  # now, for it takes minutes to fill
+        if args.strategy or args.promises != list(PROMISES):
+            parser.error(
+                "--table writes all columns and rows anew: leave --strategy and --promises out; "
+                "a new strategy gets its column by its name in STRATEGIES, in testing/table.py"
+            )
+        try:
+            around_table(args.table)
+        except ValueError as error:
+            parser.error(f"--table: {error}")
     strategies = args.strategy or STRATEGIES
     outcomes: dict[tuple[str, str], str] = {}
     is_good = True

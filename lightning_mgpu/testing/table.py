@@ -38,15 +38,23 @@ def to_markdown(strategies: Sequence[str], outcomes: Mapping[tuple[str, str], st
     return "\n".join([*lines, "", *(f"({i}) {note[0].upper()}{note[1:]}.  " for i, note in enumerate(notes, start=1))])
 
 
-def replace_table(path: Path, strategies: Sequence[str], outcomes: Mapping[tuple[str, str], str]) -> None:
-    """Put the table between the two marks in a file.
+def around_table(path: Path) -> tuple[str, str]:
+    """What a file has before and after the table, the two marks included.
 
     Raises:
-        ValueError: If they are not there.
+        ValueError: If the file or the marks are not there.
     """
-    text = path.read_text()
-    before, begin, rest = text.partition(BEGIN)
+    try:
+        before, begin, rest = path.read_text().partition(BEGIN)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} has no lines {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n{to_markdown(strategies, outcomes)}\n{END}{after}")
+    return before + begin, end + after
+
+
+def replace_table(path: Path, strategies: Sequence[str], outcomes: Mapping[tuple[str, str], str]) -> None:
+    """Put the table between the two marks in a file."""
+    before, after = around_table(path)
+    path.write_text(f"{before}\n{to_markdown(strategies, outcomes)}\n{after}")

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lightning_mgpu.testing import PROMISES, Result, check_strategy
+from lightning_mgpu.testing import __main__ as suite
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import run_cases
 from lightning_mgpu.testing.promises import close, reason
-from lightning_mgpu.testing.table import to_markdown
+from lightning_mgpu.testing.table import BEGIN, END, to_markdown
 
 pytestmark = pytest.mark.slow
 
@@ -196,6 +197,30 @@ def test_a_broken_strategy_is_found_out(strategy: str, promise: str, wrong: str,
 def test_a_strategy_nobody_knows(strategy: str, strategies: Path) -> None:
     code, output = command(strategies, f"--strategy={strategy}")
     assert code == 2 and f"error: strategy '{strategy}'" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--table=page.md --strategy=ddp", "--table writes all columns and rows anew: leave --strategy"),
+        ("--table=page.md --promises metrics", "--table writes all columns and rows anew: leave --strategy"),
+        ("--table=missing.md", "--table: missing.md: No such file"),
+        ("--table=bare.md", "--table: bare.md has no lines <!-- promises: begin -->"),
+    ],
+)
+def test_a_table_that_would_be_lost_is_told_at_once(
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = f"{BEGIN}\n| all columns |\n{END}\n"
+    Path("page.md").write_text(page)
+    Path("bare.md").touch()
+    monkeypatch.setattr("sys.argv", ["testing", *given.split()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(suite, "check_strategy", lambda *args: [])
+    with pytest.raises(SystemExit):
+        suite.main()
+    assert said in " ".join(capsys.readouterr().err.split()) and Path("page.md").read_text() == page
 
 
 def test_table() -> None:
