@@ -31,10 +31,14 @@ Model = Callable[[Tensor], Tensor]
 
 def main(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu export`."""
-    parser = argparse.ArgumentParser("python -m lightning_mgpu export", exit_on_error=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m lightning_mgpu export", exit_on_error=False, allow_abbrev=False, description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ckpt_path", help="The checkpoint.")
-    parser.add_argument("--output", type=Path, help="The file to write: *.onnx or *.pt2.")
+    parser.add_argument("--ckpt_path", type=os.path.expanduser, help="The checkpoint.")
+    parser.add_argument(
+        "--output", type=lambda path: Path(os.path.expanduser(path)), help="The file to write: *.onnx or *.pt2."
+    )
     options, unknown = parser.parse_known_args(args)
     if options.ckpt_path is None or options.output is None:
         raise UsageError("export takes --ckpt_path=CHECKPOINT and --output=FILE.onnx or FILE.pt2")

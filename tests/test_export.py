@@ -91,8 +91,17 @@ def test_a_wrong_file_is_not_left_behind(tmp_path: Path) -> None:
     assert output.read_text() == "what was there before" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_home_directory(checkpoint: Path, tmp_path: Path, main: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written: list[Path] = []
+    monkeypatch.setattr(export, "export", lambda model, path, write: written.append(path) or 0.0)
+    assert main("export", "--ckpt_path=~/lenet.ckpt", "--output=~/model.pt2") == 0
+    assert written == [tmp_path / "model.pt2"]
+
+
 MISTAKES = {
     "export": "export takes --ckpt_path=CHECKPOINT and --output=FILE.onnx or FILE.pt2",
+    "export --ckpt=lenet.ckpt --out=a.pt2": "export takes --ckpt_path=CHECKPOINT and --output=FILE.onnx",
     "export --ckpt_path=nope.ckpt --output=a.pt2": "--ckpt_path=nope.ckpt: no such file",
     "export --ckpt_path=lenet.ckpt --output=a.txt": "--output=a.txt: end the name in .onnx or .pt2",
     "export --ckpt_path=lenet.ckpt --output=no/a.pt2": "there is no directory no",
