@@ -28,7 +28,7 @@ from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.redact import redact_arguments, redact_values
 from lightning_mgpu.resume import claim, replace_text
 from lightning_mgpu.sweep.bayes import propose
-from lightning_mgpu.sweep.plan import Plan, Values, read_plan
+from lightning_mgpu.sweep.plan import Plan, Values, as_argument, read_plan
 from lightning_mgpu.sweep.report import Result, metric_of, ranked, write_report
 from lightning_mgpu.sweep.trial import divergence, read_metrics, run_trial
 
@@ -53,9 +53,10 @@ def main(arguments: Sequence[str]) -> None:
     """
     args, others = parser().parse_known_args(arguments)
     plan = read_plan(args.config[0], args.count)
-    sweep_dir = args.sweep_dir or Path("sweeps", plan.name)
+    sweep_dir = Path(os.path.expanduser(args.sweep_dir or Path("sweeps", plan.name)))
     own = {parameter.name: "varied by the sweep" for parameter in plan.parameters}
     own["run_dir"] = "every trial has its own, in --sweep_dir"
+    own["trainer.fast_dev_run"] = "such a trial leaves no results"
     for name in (argument.removeprefix("--").partition("=")[0] for argument in others):
         if name in own:
             raise UsageError(f"--{name}: {own[name]}; leave it out")
@@ -152,9 +153,9 @@ class Sweep:
         return propose(self.plan, index, self.seed, [(r["values"], metric_of(self.plan, r)) for r in before])
 
     def arguments(self, index: int, values: Values) -> list[str]:
-        """Of `fit`, in the form the W&B agent gives the parameters in."""
+        """Of `fit`, in the form the W&B agent gives the parameters in, but for null: it gives None, which is none."""
         wandb = [f"--wandb.group={self.dir.name}", f"--wandb.name={self.dir.name}_{index:03}"]
-        return [*wandb, *self.fit, *(f"--{name}={value}" for name, value in values.items())]
+        return [*wandb, *self.fit, *(f"--{name}={as_argument(value)}" for name, value in values.items())]
 
     def run(self) -> None:
         """Run the trials that have no result yet.
@@ -170,7 +171,7 @@ class Sweep:
         self._save()  # an interrupted first trial leaves a sweep, too
         for num_done, index in enumerate(missing, start=1):
             values = self.values(index)
-            varied = [f"{p.name}={values[p.name]}" for p in self.plan.parameters if len(p.choices()) != 1]
+            varied = [f"{p.name}={as_argument(values[p.name])}" for p in self.plan.parameters if len(p.choices()) != 1]
             print(f"{index + 1}/{total}  {' '.join(varied)}  ", end="", flush=True)
             result = self._run(index, values)
             self.results.append(result)

@@ -5,6 +5,7 @@ The format: https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
 import itertools
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def read_plan(config: str, count: int | None = None) -> Plan:
     Raises:
         UsageError: If there is none, or it asks for something that is not done here.
     """
+    if config.startswith("{"):
+        raise UsageError(f"--config={config}: a sweep is a YAML file, here or in configs/, not its contents")
     sweep: dict[str, Any] = yaml.safe_load(Path(find_config(config)).read_text())
 
     def refuse(what: str) -> UsageError:
@@ -233,6 +236,11 @@ def fit_arguments(command: Any) -> list[str]:
     if macros := [word for word in arguments if word.startswith("${")]:
         raise ValueError(f"command: {macros[0]} is filled in by the W&B agent alone; a local sweep takes ${{args}}")
     return arguments
+
+
+def as_argument(value: Any) -> str:
+    """A value as it stands on a command line: `null` and `true`, where Python writes None and True."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def readable(x: float) -> float:

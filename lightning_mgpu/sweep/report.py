@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_mgpu.sweep.plan import Parameter, Plan
+from lightning_mgpu.sweep.plan import Parameter, Plan, as_argument
 
 Result = dict[str, Any]
 """Of a trial: its number `trial`, its `values`, `seconds`, `error` (in one line, or None) and `metrics` (lowest and
@@ -37,7 +37,7 @@ def write_report(plan: Plan, results: list[Result], sweep_dir: Path, command: st
     names = [parameter.name for parameter in varied]
     head = ["trial", *names, plan.metric, "seconds", "note"]
     rows = [
-        [r["trial"], *(r["values"][name] for name in names), metric_of(plan, r), round(r["seconds"], 1), r["error"]]
+        [r["trial"], *(_given(r, name) for name in names), metric_of(plan, r), round(r["seconds"], 1), r["error"]]
         for r in ranked(plan, results)
     ]
     with (sweep_dir / "sweep.csv").open("w", newline="") as file:
@@ -53,12 +53,18 @@ def _markdown(plan: Plan, results: list[Result], head: list[str], rows: list[lis
     best = f"{'highest' if plan.maximize else 'lowest'} over the epochs of a trial"
     failed = sum(metric_of(plan, result) is None for result in results)
     summary = f"{len(results)} of {plan.num_trials} trials" + (f", {failed} failed" if failed else "")
-    constants = [f"{p.name}={p.choices()[0]}" for p in plan.parameters if len(p.choices()) == 1]
+    constants = [f"{p.name}={as_argument(p.choices()[0])}" for p in plan.parameters if len(p.choices()) == 1]
     lines = [f"{plan.name}: {summary}, by `{command}`. {plan.metric}: the {best}.", ""]
     lines += [f"In all trials: {', '.join(constants)}.", ""] if constants else []
     lines += [f"| {' | '.join(head)} |", "| ---: |" + " --- |" * len(head[1:-3]) + " ---: | ---: | --- |"]
     lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _given(result: Result, name: str) -> Any:
+    """The value of a parameter; an empty cell would not tell of null."""
+    value = result["values"][name]
+    return "null" if value is None else value
 
 
 def _cell(value: Any) -> str:
@@ -91,11 +97,11 @@ def _scatter(axes: Axes, plan: Plan, parameter: Parameter, results: list[Result]
     failed = [r for r in best_first if metric_of(plan, r) is None]
     values = [result["values"][parameter.name] for result in best_first]
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    ticks = list(dict.fromkeys(map(str, parameter.options.get("values", values))))
+    ticks = list(dict.fromkeys(map(as_argument, parameter.options.get("values", values))))
 
     def x(chosen: list[Result]) -> list[float]:
         own = [result["values"][parameter.name] for result in chosen]
-        return own if numeric else [ticks.index(str(value)) for value in own]
+        return own if numeric else [ticks.index(as_argument(value)) for value in own]
 
     if not numeric:
         axes.set_xticks(range(len(ticks)), ticks)

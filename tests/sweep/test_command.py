@@ -147,6 +147,29 @@ def test_a_sweep_is_left_alone_while_it_runs(
     assert capsys.readouterr().err.splitlines() == [line]
 
 
+def test_null_and_true_are_written_as_yaml_has_them(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given: list[str] = []
+
+    def fake(arguments: Sequence[str], log: Path) -> str | None:
+        given.extend(argument for argument in arguments if argument.startswith("--trainer."))
+        log.with_suffix("").mkdir()
+        (log.with_suffix("") / "metrics.csv").write_text(f"epoch,val_loss\n0,{len(given)}\n")
+        return None
+
+    monkeypatch.setattr(sweep_cli, "run_trial", fake)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    clip, detect = "trainer.gradient_clip_val", "trainer.detect_anomaly"
+    write(tmp_path / "clip.yaml", parameters={clip: {"values": [None, 1.0]}, detect: {"value": True}})
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main("sweep", "--config=clip.yaml", "--sweep_dir=~/clip") == 0  # fit takes the arguments, too
+    assert given == [f"--{detect}=true", f"--{clip}=null", f"--{detect}=true", f"--{clip}=1.0"]
+    out = capsys.readouterr().out
+    assert f"1/2  {clip}=null  val_loss 2.0000" in out and "| 0 | null | 2 |" in out
+    assert (tmp_path / "home" / "clip" / "sweep.png").exists() and not (tmp_path / "~").exists()
+
+
 def test_no_secret_is_written_down(trials: list[str], main: Callable[..., int], tmp_path: Path) -> None:
     write(tmp_path / "rates.yaml", parameters={"model.optimizer.lr": {"values": [0.1, 0.3]}})
     secrets = ("--trainer.logger.tracking_uri=https://bob:hunter2@host", "--trainer.logger.api_key=sesame")
@@ -198,6 +221,8 @@ def test_order_of_arguments(monkeypatch: pytest.MonkeyPatch, main: Callable[...,
         (["--config=my.yaml", "--run_dir=x"], {}, ["--run_dir: every trial has its own"]),
         (["--config=my.yaml", "--model.optimizer.lr=3"], {}, ["--model.optimizer.lr: varied by the sweep"]),
         (["--config=my.yaml", "--trainer.epochs=3"], {}, ["--trainer.epochs=3: no such option"]),
+        (["--config={method: grid}"], {}, ["--config={method: grid}: a sweep is a YAML file"]),
+        (["--config=my.yaml", "--trainer.fast_dev_run=true"], {}, ["--trainer.fast_dev_run: such a trial leaves no"]),
         (["--config=my.yaml", "--sweep_dir=my.yaml"], {}, ["my.yaml exists and is no sweep's"]),
         (["--config=my.yaml", "--sweep_dir=my.yaml/x"], {}, ["my.yaml/x cannot be made"]),
         (["--config=my.yaml"], {"parameters": {"model.optimizer.rl": {"value": 1}}}, ["--model.optimizer.rl=1"]),
