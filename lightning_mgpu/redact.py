@@ -21,8 +21,9 @@ IN_YAML = re.compile(  # api_key: abc on a line of its own; {"api_key": "abc"} a
 )
 NO_STRING = re.compile(r"(?i)null|true|false|[-+]?[\d.]+(e[-+]?\d+)?")  # in YAML, where it is not quoted
 SECRET_NAME = re.compile(r"(?i)(?:.*[._-])?(?:api_?key|key|token|secret|password|passwd|passphrase|credentials?)")
-PERHAPS_SECRET = re.compile(r"(?i).*(?<!api)(?<!api_)(?:key|token)")  # `key: image` and `pad_token: <pad>` are none
-SHORTEST = 8  # characters; a shorter value of the environment, or of a `key`, is as likely a word of its own
+PERHAPS_SECRET = re.compile(r"(?i).*(?<!api)(?<!api_)(?:key|token)")  # `key: image` and `pad_token: <|end|>` are none
+LIKE_A_SECRET = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.-]{16,}")
+SHORTEST = 8  # characters; a shorter value of the environment is as likely a word of its own
 
 
 def redact(text: str) -> str:
@@ -60,9 +61,9 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether a value is one by its name: that of an option, a variable, or a key in a file."""
-    if not SECRET_NAME.fullmatch(name):
+    if not SECRET_NAME.fullmatch(name) or not value:
         return False
-    return len(value) >= (SHORTEST if PERHAPS_SECRET.fullmatch(name) else 1)
+    return not PERHAPS_SECRET.fullmatch(name) or LIKE_A_SECRET.fullmatch(value) is not None
 
 
 def _hide(match: re.Match[str]) -> str:

@@ -47,7 +47,8 @@ def test_secrets_are_hidden(text: str, shown: str) -> None:
     [
         *("a short story", "https://host/x?page=2&monkey=3", "mail me@host", "model.key: 3", "lr: 0.1\ntokens: 5\n"),
         *("class_path: lightning_mgpu.models.LeNet", "class_path: lightning.pytorch.Trainer"),
-        *("key: image\npad_token: '<pad>'\npassword: null\n", "api_key:\n  path: x", "error: --token=3: wrong"),
+        *("key: pixel_values\npad_token: '<|endoftext|>'\npassword: null\n", "api_key:\n  path: x"),
+        "error: --token=3: wrong",
     ],
 )
 def test_nothing_else_is_touched(text: str, tmp_path: Path) -> None:
