@@ -3,8 +3,8 @@
 Numbers, texts and flags are given as they are. Lists, dicts and sets are copied with all lists, dicts and sets in them,
 and what a replica adds to its copies in the step is added to the original's afterwards: values of new keys, items of
 lists, what a `collections.Counter` counts. What else there is of a replica's own, and what hooks become, `twins.py`
-says. Other objects are the replica's own copies, or shared where they are in a list or a hook has set them since the
-replica was made; arrays of numpy's are shared.
+says. Other objects are the replica's own copies, or shared where a hook has set them since the replica was made; arrays
+of numpy's are shared.
 """
 
 from collections import Counter, deque
@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
@@ -49,9 +48,8 @@ class Attributes:
         visited: dict[int, bool] = {}
         for replica, name, value in self._users():
             copied = vars(replica).get(name)
-            is_object = not isinstance(value, (*CONTAINERS, tuple, torch.Generator, np.ndarray))
-            if not twins.find(value, copied, visited) and is_object and copied is not value:
-                twins.add(value, copied)
+            twins.find(value, copied, visited)
+            twins.add_objects(value, copied, set())
 
     def give(self) -> None:
         """Give the replica what the original has."""
@@ -60,6 +58,8 @@ class Attributes:
             if is_users and (known := self._names[id(original)]) != vars(original).keys():
                 for name in known - vars(original).keys():  # a hook has deleted it
                     vars(replica).pop(name, None)
+            if replica.training != original.training:
+                replica.training = original.training  # a scripted one's is no attribute
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value

@@ -13,14 +13,20 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 
 @contextlib.contextmanager
-def deferred_gradient_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def deferred_gradient_hooks(parameters: Iterable[tuple[nn.Parameter, ...]]) -> Iterator[None]:
     """Keep hooks on gradients from running until the block ends, in which gradients are computed and reduced.
 
-    As in autograd, a hook sees what this backward pass adds to the gradient, not what was accumulated before.
+    As in autograd, a hook sees what this backward pass adds to the gradient, not what was accumulated before. Those a
+    step has put on the replicas' copies do not run: the original's do, for all.
+
+    Args:
+        parameters: The copies of each, the original's first.
     """
+    concerned = [copies for copies in parameters if any(map(has_gradient_hooks, copies))]
+    of_copies = [(hooks, _take(hooks)) for _, *copies in concerned for copy in copies for hooks in _hooks(copy)]
     hooked = [
         (parameter, parameter.grad, [_take(hooks) for hooks in _hooks(parameter)])
-        for parameter in parameters
+        for parameter, *_ in concerned
         if has_gradient_hooks(parameter)
     ]
     for parameter, _, _ in hooked:
@@ -28,6 +34,8 @@ def deferred_gradient_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None
     try:
         yield
     finally:
+        for hooks, own in of_copies:
+            hooks.update(own)
         for parameter, _, taken in hooked:
             for hooks, own in zip(_hooks(parameter), taken):
                 hooks.update(own)

@@ -46,7 +46,7 @@ class Lockstep:
                 strategy.gradients.begin()
                 strategy.pre_backward(loss)
                 loss = plugin.pre_backward(loss, original)  # scales it and calls the hooks
-                stack.enter_context(deferred_gradient_hooks(original.parameters()))
+                stack.enter_context(deferred_gradient_hooks(strategy.gradients.parameters))
             self.team.exchange()
             if not is_first and (scaler := getattr(plugin, "scaler", None)) is not None:
                 loss = scaler.scale(loss.to(original.device))  # it sends its scale to a CPU without waiting for it

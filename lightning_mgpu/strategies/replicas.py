@@ -20,7 +20,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.strategies.attributes import Attributes
 from lightning_mgpu.strategies.embeddings import KINDS
-from lightning_mgpu.strategies.twins import Twins, copy_to, version_of
+from lightning_mgpu.strategies.twins import CONTAINERS, Twins, copy_to, version_of
 
 Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
@@ -48,8 +48,9 @@ def get_params(module: LightningModule, device: torch.device) -> LightningModule
             copied._trainer = trainer  # a deepcopy drops it
             if type(copied).print is LightningModule.print:
                 vars(copied)["print"] = _print_nothing  # the original does, for all
-    for parameter in replica.parameters():
+    for original, parameter in zip(module.parameters(), replica.parameters()):
         parameter.grad = None
+        vars(parameter).update(vars(original))  # a deepcopy drops these, too
     return replica.to(device)
 
 
@@ -188,7 +189,7 @@ class Replicas:
             copied = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
             if original is None:
                 owner._buffers[name] = None
-            elif copied is None or copied.shape != original.shape or copied.is_inference():
+            elif copied is None or copied.shape != original.shape or copied.is_inference() or 0 in copied.stride():
                 owner._buffers[name] = original.detach().to(device, copy=True)
             else:
                 copied.copy_(original, non_blocking=not copied.is_cpu)
@@ -203,6 +204,8 @@ class Replicas:
             for parameter in copies:
                 if parameter.requires_grad != first.requires_grad:
                     parameter.requires_grad_(first.requires_grad)
+                if vars(first):
+                    vars(parameter).update(vars(first))
         return changed_mode
 
     def collect(self) -> None:
@@ -252,12 +255,20 @@ def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.
 
 
 def _is_users(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith(("torch.", "torchvision."))
+    """Whether a layer is of a user's class, or has attributes of a user's: torch's own keep no lists in public."""
+    kept = (value for name, value in vars(module).items() if not name.startswith("_"))
+    return _has_users_class(module) or any(isinstance(value, (Tensor, *CONTAINERS)) for value in kept)
+
+
+def _has_users_class(module: nn.Module) -> bool:
+    places = (each.__module__ for each in type(module).__mro__)
+    place = next(place for place in places if place != "torch.nn.utils.parametrize")  # whose classes are made of others
+    return not place.startswith(("torch.", "torchvision."))
 
 
 def _structure(module: nn.Module) -> list[Any]:
     """Names and identities of what is directly inside a module; buffers of users' own are looked up in every step."""
-    buffers = () if _is_users(module) else module._buffers.keys()
+    buffers = () if _has_users_class(module) else module._buffers.keys()
     parts = (*module._parameters.items(), *module._modules.items())
     return [*buffers, *((name, id(part)) for name, part in parts)]
 

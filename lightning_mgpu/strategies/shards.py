@@ -155,16 +155,27 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 def _cut(part: Any, total: int, samples: slice, nested: bool = True) -> Any:
     if isinstance(part, Array):
-        return part[samples] if part.ndim and len(part) == total else part
+        return _rows(part, samples) if part.ndim and len(part) == total else part
     if nested and _is_list_of_samples(part, total):
         return part[samples]
     return _map(part, lambda item: _cut(item, total, samples))
 
 
+def _rows(part: Any, samples: slice) -> Any:
+    """Rows of a tensor or array; of a subclass's, `tv_tensors.Image` say, with its class and attributes."""
+    rows = part[samples]
+    if isinstance(part, Tensor) and type(rows) is not type(part):
+        rows = rows.as_subclass(type(part))
+    for name, value in getattr(part, "__dict__", {}).items():
+        vars(rows).setdefault(name, value)
+    return rows
+
+
 def _fits(part: Any, size: int, nested: bool = True) -> bool:
     """Whether a part of a batch can be cut into `size` samples, or has nothing to cut."""
     if isinstance(part, Tensor):
-        return not part.ndim or (len(part) in (1, size) and part.layout == torch.strided and not part.is_nested)
+        is_plain = not part.is_nested and part.layout == torch.strided
+        return not part.ndim or (is_plain and len(part) in (1, size))
     if isinstance(part, np.ndarray):
         return not part.ndim or len(part) in (1, size)
     if isinstance(part, PackedSequence):
@@ -255,5 +266,6 @@ def _with_fields(part: Any, values: dict[str, Any]) -> Any:
 
 
 def _arrays(part: Any) -> Iterator[Any]:
-    """The tensors and arrays of a nesting that have a dimension 0."""
-    return (leaf for leaf in leaves(part) if isinstance(leaf, Array) and leaf.ndim)
+    """The tensors and arrays of a nesting that have a dimension 0, and a length along it."""
+    arrays = (leaf for leaf in leaves(part) if isinstance(leaf, Array) and leaf.ndim)
+    return (array for array in arrays if not getattr(array, "is_nested", False))

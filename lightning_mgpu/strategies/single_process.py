@@ -226,13 +226,15 @@ class SingleProcessStrategy(ParallelStrategy):
             return self.team.run(function, active)
         before = generator_states(self.root_device)
         draws = self._draws.get(name)
+        watched = watch_forks() if not draws and name != "backward" else contextlib.nullcontext()
         if draws is False:
-            outputs = self.team.run(function, active)
-            self._draws[name] = not are_equal(before, generator_states(self.root_device))
+            with watched as forks:
+                outputs = self.team.run(function, active)
+            self._draws[name] = bool(forks) or not are_equal(before, generator_states(self.root_device))
             return outputs
         self._streams[0] = before
         streams = list(self._streams)
-        with watch_forks() if draws is None and name != "backward" else contextlib.nullcontext() as forks:
+        with watched as forks:
             outputs = self.team.run(function, active, turns=streams, all_cores=draws is not None)
         set_generator_states(self.root_device, streams[0])
         self._draws[name] = draws or bool(forks) or not all(map(are_equal, self._streams, streams))

@@ -213,7 +213,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._replicas.broadcast_parameters()  # not buffers, which the backward pass may need as they are
         with ExitStack() as stack:
             if len(self.devices) > 1:
-                stack.enter_context(deferred_gradient_hooks(self.original.parameters()))
+                stack.enter_context(deferred_gradient_hooks(self._replicas.parameters))
             self.run_backward(loss, optimizer, *args, **kwargs)
             if not is_blocked and not self.gradients.are_reduced:
                 self.reduce_gradients()

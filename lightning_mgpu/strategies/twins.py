@@ -9,6 +9,7 @@ thing itself.
 """
 
 import copy
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)
-REBUILT = (MethodType, FunctionType, partial, np.generic)  # of what they are made of, or as plain as a number
+REBUILT = (
+    MethodType,
+    FunctionType,
+    partial,
+    weakref.ref,
+    np.generic,
+)  # of what they are made of, or as plain as a number
+NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
 FEW = 100  # longer lists are collected outputs: what is in those stays as it is
 
 
@@ -76,6 +84,19 @@ class Twins:
             if is_object and its_copy is not part and type(its_copy) is type(part) and id(part) not in self.of:
                 self.add(part, its_copy)
 
+    def add_objects(self, value: Any, copied: Any, visited: set[int]) -> None:
+        """Let an object have a twin, and those in a list, tuple or dict, or whose method it is."""
+        if value is copied or type(value) is not type(copied) or id(value) in self.of or id(value) in visited:
+            return
+        visited.add(id(value))
+        if isinstance(value, (*CONTAINERS, tuple)) and len(value) <= FEW:
+            for part, its_copy in () if isinstance(value, set) else _parts(value, copied):
+                self.add_objects(part, its_copy, visited)
+        elif isinstance(value, MethodType):
+            self.add_objects(value.__self__, copied.__self__, visited)
+        elif not isinstance(value, (*NO_OBJECTS, *CONTAINERS, tuple, *REBUILT, *PLAIN)):
+            self.add(value, copied)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Give objects what their originals have; begin a new step.
@@ -120,6 +141,8 @@ class Twins:
         if isinstance(value, MethodType):
             owner = self.own(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, weakref.ref):
+            return weakref.ref(self.of[id(value())]) if id(value()) in self.of else value
         if isinstance(value, partial):
             parts = (value.func, *value.args, *value.keywords.values())
             if (own := self.own(parts)) is parts:
