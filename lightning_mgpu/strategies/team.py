@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu.strategies.forward_mode import is_inside
 from lightning_mgpu.strategies.generators import Streams, generator_states, set_generator_states
 
 
@@ -108,8 +109,11 @@ class Team:
         """Wait until every active replica is here, and return what each of them gave, in order.
 
         Raises:
-            RuntimeError: If another replica ended its step instead of coming here.
+            RuntimeError: If another replica ended its step instead of coming here, or this one is where others wait to
+                come in.
         """
+        if is_inside():
+            raise RuntimeError("replicas cannot meet (manual_backward, step, sync_batchnorm) inside forward-mode AD.")
         assert self.meeting is not None, "only replicas in a running step can meet"
         return self.meeting.exchange(self.index, value)
 

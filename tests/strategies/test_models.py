@@ -1,5 +1,6 @@
 """Models that are more than plain layers: objects with hooks, marked parameters, parametrized and scripted layers."""
 
+import time
 import weakref
 from typing import Any
 
@@ -240,3 +241,43 @@ def test_steps_that_begin_to_fork_the_generator(Regression, train):
     one, two = train(Module), train(Module, 2)
     expected = [value for value in one.drawn[2:5] for _ in range(2)]  # batches 0 to 2 of the second epoch
     assert two.drawn[-7:-1] == expected
+
+
+def laplacian(module, X):
+    hessian = torch.func.vmap(torch.func.hessian(lambda x: module.net(x)[0]))(X)
+    return hessian.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def directional(module, X):
+    with torch.autograd.forward_ad.dual_level():
+        time.sleep(0.003)  # the other replicas come, too
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        return torch.autograd.forward_ad.unpack_dual(module.net(dual)).tangent.sum(1)
+
+
+@pytest.mark.parametrize("derivative", [laplacian, directional])
+def test_forward_mode_derivatives(Regression, assert_parity, derivative):
+    """Their level is one for the whole process."""
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) + 0.1 * derivative(self, batch[0]).square().mean()
+
+    for _ in range(3):
+        assert_parity(Module, (3,))
+
+
+def test_replicas_do_not_meet_inside_forward_mode(Regression, train):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            with torch.autograd.forward_ad.dual_level():
+                self.manual_backward(self.loss(batch))
+
+    with pytest.raises(RuntimeError, match="inside forward-mode AD"):
+        train(Module, 2)
+    with torch.autograd.forward_ad.dual_level():  # it was left
+        pass
