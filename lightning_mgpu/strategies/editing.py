@@ -10,7 +10,7 @@ HOOKS_IN_STEP = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
 )
-HOOKS_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end")
+HOOKS_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "lr_scheduler_step")
 
 
 def overrides(module: LightningModule, hooks: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ replica update itself (`update_replicas`).
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -95,6 +95,28 @@ class Lockstep:
         result = run(all_closures)
         self.team.exchange(("done", without_graph(result)))
         return result
+
+    def schedule(self, name: str, step: Callable, follow: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
+        """`step` of a learning-rate scheduler in one replica: made once, with the whole batch's loss if it wants one.
+
+        Args:
+            name: The scheduler's, for errors.
+            step: The scheduler's own.
+            follow: Gives the replicas' optimizers the new rates.
+        """
+        self._meet(f"step of {name}")
+        given = self.team.exchange((args, kwargs))
+        if self.team.index == 0:
+            weights = list(self.weights.values())
+
+            def whole(parts: Sequence[Any]) -> Any:
+                is_loss = all(isinstance(part, (float, Tensor)) for part in parts)
+                return weighted_mean(move_data_to_device(parts, self.team.devices[0]), weights) if is_loss else parts[0]
+
+            arguments, keywords = zip(*given)
+            step(*map(whole, zip(*arguments)), **{key: whole([own[key] for own in keywords]) for key in kwargs})
+            follow()
+        self.team.exchange()
 
     def after_step(self, count: Callable[[], Any]) -> Callable[[], None]:
         """What `LightningOptimizer` calls after a step: replicas go on when the Trainer has counted it."""

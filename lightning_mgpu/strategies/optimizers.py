@@ -1,24 +1,20 @@
 """Every replica updates itself, as in the book: copies of the user's optimizers, which make the same update."""
 
 import contextlib
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
+from lightning_mgpu.strategies.optimizer_copies import Settings, copy_optimizer, follow, settings_of
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.shards import leaves
-from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN
-
-Settings = list[dict[str, Any]]
 
 
 class ReplicaOptimizers:
@@ -146,91 +142,20 @@ class ReplicaOptimizers:
         rank_zero_info(f"Replicas are given the updates of {name}, which cannot be copied ({reason}).")
 
 
-def copy_optimizer(
-    optimizer: Optimizer, originals: Sequence[nn.Parameter], copies: Sequence[nn.Parameter], share: bool = False
-) -> Optimizer:
-    """A replica's own optimizer: the same class, settings and state, for the replica's parameters.
+def check_parameters(optimizers: Sequence[Optimizer], replicas: Replicas, name: str) -> None:
+    """Refuse a tensor of an optimizer's that is on the module and not among its parameters.
 
-    Hooks stay with the original, and so does the `step` a scheduler puts on it. Optimizers inside are copied alike.
-
-    Args:
-        optimizer: The user's.
-        originals, copies: The module's parameters, and the replica's.
-        share: Share what cannot be copied.
+    Every replica has a copy of it, but nobody would keep them equal.
     """
-    memo: dict[int, Any] = {id(original): parameter for original, parameter in zip(originals, copies)}
-    return _copied(optimizer, memo, share)
-
-
-def _copied(optimizer: Optimizer, memo: dict[int, Any], share: bool) -> Optimizer:
-    own: dict[str, Any] = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    own.update({name: OrderedDict() for name in own if name.endswith("_hooks")})
-    replica = memo[id(optimizer)] = object.__new__(type(optimizer))
-    for inner in leaves(list(own.values())):
-        if isinstance(inner, Optimizer) and id(inner) not in memo:  # pickled, and so copied, without what is its own
-            _copied(inner, memo, share)
-    for name, value in own.items():
-        try:
-            own[name] = copy.deepcopy(value, memo)
-        except Exception:
-            if not share:
-                raise
-    vars(replica).update(own)
-    device = next((p.device for group in replica.param_groups for p in group["params"]), torch.device("cpu"))
-    vars(replica).update({name: _on(device, own[name]) for name in own if name not in ("state", "param_groups")})
-    for parameter, state in replica.state.items():
-        for name, value in state.items() if isinstance(state, dict) else ():
-            state[name] = _on(parameter.device, value, parameter.shape)
-    return replica
-
-
-def _on(device: torch.device, value: Any, shape: torch.Size | None = None) -> Any:
-    """Tensors in a state on a device; but a step counter on the CPU stays where the optimizer keeps it."""
-
-    def moves(tensor: Tensor) -> bool:
-        return tensor.device != device and (tensor.shape == shape or not tensor.is_cpu)
-
-    if not any(isinstance(part, Tensor) and moves(part) for part in leaves(value)):
-        return value  # a list that lies in two places stays one
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device) if moves(tensor) else tensor)
-
-
-def settings_of(optimizer: Optimizer) -> Settings:
-    """What is in the parameter groups now, and after them the optimizer's own numbers; what may change is copied."""
-    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, PLAIN)}
-    groups = [
-        {key: value if key == "params" else _snapshot(value) for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
-    return [*groups, own]
-
-
-def follow(settings: Settings, replica: Optimizer, mapping: dict[int, nn.Parameter]) -> None:
-    """Give a replica's optimizer the settings of the original, and the parameters added to it since."""
-    *groups, plain = settings
-    vars(replica).update(plain)
-    for i, group in enumerate(groups):
-        if i == len(replica.param_groups):  # unfrozen layers, say
-            parameters = [mapping[id(parameter)] for parameter in group["params"]]
-            replica.add_param_group({**copy.deepcopy(_without_parameters(group)), "params": parameters})
-        own = replica.param_groups[i]
-        for key, value in _without_parameters(group).items():
-            if not isinstance(value, Tensor):
-                own[key] = _snapshot(value)
-            elif isinstance(own.get(key), Tensor):
-                own[key].copy_(value)
-            else:
-                own[key] = value.to("cpu" if value.is_cpu else own["params"][0].device, copy=True)
-
-
-def _snapshot(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, CONTAINERS) else value
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    known = {id(original) for original, *_ in replicas.parameters}
+    for optimizer in optimizers:
+        for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
+            if id(parameter) not in known and replicas.have_copies(parameter):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} which is not among "
+                    f"the module's parameters, so that {name} cannot keep its copies equal: register it, as "
+                    "an nn.Parameter, in an nn.ParameterList or an nn.Module."
+                )
 
 
 def _first_state(optimizer: Optimizer) -> Any:
@@ -243,16 +168,3 @@ def _is_repeatable(optimizer: Optimizer) -> bool:
     return not (
         isinstance(optimizer, LBFGS) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )
-
-
-class SchedulerView:
-    """A learning-rate scheduler as replicas above 0 see it: replica 0 steps it, for all."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)

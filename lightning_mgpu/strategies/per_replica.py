@@ -2,19 +2,18 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.optimizers import SchedulerView
+from lightning_mgpu.strategies.optimizer_copies import Settings, settings_of, view_of
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.team import Team
 
@@ -28,22 +27,24 @@ class PerReplica(ParallelStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._wrapped: list[list[LightningOptimizer]] = [[]]  # [replica][optimizer]
-        self._views: dict[int, SchedulerView] = {}  # by the scheduler's id
+        self._seen_by: dict[int, list[LightningOptimizer]] = {}  # by the replica's number, in this step
+        self._settings: list[Settings] = []  # of the optimizers, when this step of training began
         super().__init__(*args, **kwargs)
 
     def _wrap_copies(self, copies: Sequence[Sequence[Optimizer]]) -> None:
         """Set the optimizers of the replicas above 0; they are also what they see where the module keeps its own."""
         self._wrapped[1:] = [[LightningOptimizer._to_lightning_optimizer(opt, self) for opt in own] for own in copies]
-        self._views = {id(config.scheduler): SchedulerView(config.scheduler) for config in self._schedulers}
+        # all replicas have the same
+        schedulers: dict[int, Any] = {id(config.scheduler): config.scheduler for config in self.lr_scheduler_configs}
         for attributes, wrappers in zip(self._replicas.attributes, self._wrapped[1:]):
-            attributes.twins.of |= self._views
+            attributes.twins.of |= schedulers
             for original, wrapper in zip(self._wrapped[0], wrappers):
                 attributes.twins.of |= {id(original): wrapper, id(original._optimizer): wrapper._optimizer}
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without threads and wrappers, which cannot be pickled: users save the Trainer."""
-        state = super().__getstate__() | {"_wrapped": [[]]}
+        state = super().__getstate__() | {"_wrapped": [[]], "_seen_by": {}}
         state.pop("team", None)
         return state
 
@@ -68,7 +69,7 @@ class PerReplica(ParallelStrategy):
 
     @property  # type: ignore[override]
     def optimizers(self) -> list[Optimizer]:
-        return [wrapper._optimizer for wrapper in self._wrapped[self._whose]] if self._whose else self._optimizers
+        return [wrapper._optimizer for wrapper in self._lightning_optimizers] if self._index else self._optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -76,21 +77,38 @@ class PerReplica(ParallelStrategy):
 
     @property
     def _lightning_optimizers(self) -> list[LightningOptimizer]:
+        if self._index and not self._whose:
+            return self._views()
         return self._wrapped[self._whose]
 
     @_lightning_optimizers.setter
     def _lightning_optimizers(self, optimizers: list[LightningOptimizer]) -> None:
         self._wrapped[0] = optimizers
 
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        if not self._whose:
-            return self._schedulers
-        return [replace(config, scheduler=self._views[id(config.scheduler)]) for config in self._schedulers]  # type: ignore[arg-type]
+    def _views(self) -> list[LightningOptimizer]:
+        """What a replica above 0 sees of the optimizers that update the original: what it changes of them is lost."""
+        if self._index not in self._seen_by:
+            originals, copies = (list(self._replicas.modules[i].parameters()) for i in (0, self._index))
+            settings = self._settings or map(settings_of, self._optimizers)
+            views = [view_of(opt, then, originals, copies) for opt, then in zip(self._optimizers, settings)]
+            self._seen_by[self._index] = [LightningOptimizer._to_lightning_optimizer(view, self) for view in views]
+        return self._seen_by[self._index]
 
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self._schedulers = configs
+    @contextlib.contextmanager
+    def _stepped_together(self, lockstep: Lockstep, follow: Callable[[], Any]) -> Iterator[None]:
+        """Let replicas meet where they step a learning-rate scheduler, which they have in common."""
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        before: list[dict[str, Any]] = [dict(vars(scheduler)) for scheduler in schedulers]
+        for scheduler in schedulers:
+            step = partial(lockstep.schedule, type(scheduler).__name__, scheduler.step, follow)
+            vars(scheduler)["step"] = step
+        try:
+            yield
+        finally:
+            for scheduler, had in zip(schedulers, before):
+                del vars(scheduler)["step"]
+                if "step" in had:
+                    vars(scheduler)["step"] = had["step"]
 
 
 @contextlib.contextmanager

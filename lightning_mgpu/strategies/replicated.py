@@ -97,6 +97,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._combine_batch_norms()
+        self._is_stale = True  # `on_save_checkpoint` may edit
         return super().lightning_module_state_dict()
 
     @override
@@ -107,6 +108,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     @override
     def run_step(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[Any]]:
+        self._seen_by.clear()
         if self._replicas.refresh():
             self._draws.clear()
             self.synchronize()

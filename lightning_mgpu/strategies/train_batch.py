@@ -7,13 +7,12 @@ Where the gradients meet, and who makes the update, is what strategies differ in
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,7 +33,8 @@ from lightning_mgpu.strategies.losses import (
     watch_backward,
     without_graph,
 )
-from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
+from lightning_mgpu.strategies.optimizer_copies import settings_of
+from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
 from lightning_mgpu.strategies.shards import find_batch_size, gather
 
@@ -88,7 +88,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
         self._attached, self._is_manual = list(self._optimizers), not self.original.automatic_optimization
-        self._check_parameters()
+        check_parameters(self._optimizers, self._replicas, self.name)
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.give_tensors()
@@ -102,21 +102,6 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
             if self._own is not None:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._own.watch, n)))
-
-    def _check_parameters(self) -> None:
-        """Refuse a tensor of an optimizer's that is on the module and not among its parameters.
-
-        Every replica has a copy of it, but nobody would keep them equal.
-        """
-        known = {id(parameter) for parameter in self.original.parameters()}
-        for optimizer in self._optimizers:
-            for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
-                if id(parameter) not in known and self._replicas.have_copies(parameter):
-                    raise MisconfigurationException(
-                        f"{type(optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} which is not among "
-                        f"the module's parameters, so that {self.name} cannot keep its copies equal: register it, as "
-                        "an nn.Parameter, in an nn.ParameterList or an nn.Module."
-                    )
 
     @override
     def renew_replicas(self) -> None:
@@ -135,8 +120,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
         is_manual = not self.original.automatic_optimization
         if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._optimizers)]:
             self.renew_replicas()  # they were set up again
-        if self._own is not None and (batch_idx == 0 or self._is_evaluated):
-            self._own.try_again()
+        if self._own is not None and (batch_idx == 0 or self._is_evaluated or (self._edits and is_manual)):
+            self._own.try_again()  # a hook may have edited a state
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,18 +137,21 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self.renew_replicas()
         sizes = self._sizes(batch)
         weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
+        meetings: AbstractContextManager = nullcontext()
         if not self.original.automatic_optimization:
             assert self._own is not None
             self._own.follow()
             self._lockstep = Lockstep(self.team, weights, self._is_joint)
+            meetings = self._stepped_together(self._lockstep, self._own.follow)
             for own in self._wrapped:
                 for wrapper in own:
                     wrapper._on_after_step = self._lockstep.after_step(wrapper._on_after_step)
+        self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
         try:
-            with self.precision_plugin.train_step_context():
+            with self.precision_plugin.train_step_context(), meetings:
                 active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)
         finally:
-            self._lockstep = None
+            self._lockstep, self._settings = None, []
             for wrapper in chain(*self._wrapped[1:]):  # the original's are the Trainer's affair
                 wrapper._on_after_step = do_nothing_closure
         self._replicas.mark_step(trained=True)
@@ -213,7 +201,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._replicas.broadcast_parameters()  # not buffers, which the backward pass may need as they are
         with ExitStack() as stack:
             if len(self.devices) > 1:
-                stack.enter_context(deferred_gradient_hooks(self._replicas.parameters))
+                stack.enter_context(deferred_gradient_hooks(self.gradients.parameters))
             self.run_backward(loss, optimizer, *args, **kwargs)
             if not is_blocked and not self.gradients.are_reduced:
                 self.reduce_gradients()
@@ -227,7 +215,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
         if self.overrides_backward:
             loss = watch_backward(loss, self.gradients.begin, self.reduce_gradients)
-        with one_fork_at_a_time(), InputsOfAll(self._replicas.parameters) if self.overrides_backward else nullcontext():
+        with one_fork_at_a_time(), InputsOfAll(self.gradients.parameters) if self.overrides_backward else nullcontext():
             self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
 
     @property
@@ -296,7 +284,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._trains = False
         self._loss, self._own, self._attached = None, None, []
         self.overrides_backward = self._edits_in_step = self._shows_gradients = False
-        self._wrapped[1:], self._views = [], {}
+        self._wrapped[1:], self._seen_by = [], {}
         self.gradients = Gradients([])
         super().teardown()
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.optimizers import copy_optimizer
+from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
 from lightning_mgpu.strategies.recording import Record, Recorder, find_metrics
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.replicas import Replicas

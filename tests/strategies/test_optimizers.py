@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import optim
 
-from lightning_mgpu.strategies.optimizers import copy_optimizer
+from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from lightning_mgpu.strategies.optimizers import copy_optimizer
+from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
 
 pytestmark = pytest.mark.slow
 
