@@ -11,7 +11,7 @@
 | `replicas.py`         | copies of a module, kept like the original                                         |
 | `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
 | `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |
-| `optimizers.py`       | copies of its optimizers, which make the same update                               |
+| `optimizers.py`       | copies of its optimizers make the same update; `optimizer_copies.py`: the copies   |
 | `team.py`             | threads that run replicas side by side                                             |
 | `generators.py`       | states of the random generators replicas draw from                                 |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
@@ -21,7 +21,8 @@
 | `lockstep.py`         | manual optimization                                                                |
 | `per_replica.py`      | the module and optimizers that code finds there, by replica                        |
 | `flat_gradients.py`   | all gradients of a device in one tensor                                            |
-| `buckets.py`, `gradient_hooks.py`, `editing.py`, `sync_batchnorm.py`, `auto_split.py` | one idea each      |
+| `buckets.py`, `gradient_hooks.py`, `editing.py`, `sync_batchnorm.py`, `embeddings.py` | one idea each      |
+| `forward_mode.py`, `auto_split.py` | likewise                                                              |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

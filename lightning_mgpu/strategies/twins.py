@@ -22,13 +22,7 @@ from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)
-REBUILT = (
-    MethodType,
-    FunctionType,
-    partial,
-    weakref.ref,
-    np.generic,
-)  # of what they are made of, or as plain as a number
+REBUILT = (MethodType, FunctionType, partial, weakref.ref, np.generic)  # of what is in them; or as plain as numbers
 NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
 FEW = 100  # longer lists are collected outputs: what is in those stays as it is
 
