@@ -77,6 +77,7 @@ def disagreements(path: str, config: dict[str, Any]) -> list[str]:
     saved, given = flatten(saved_config(Path(path))), flatten({name: config.get(name) for name in SECTIONS})
     different = [key for key, value in saved.items() if key in given and given[key] != value]
     different += [key for key in given if key not in saved and _is_new(key, given, saved)]
+    different += [key for key in OF_EVALUATION if given.get(key) and key not in saved]  # options that came later
     for key in different:
         if key.startswith("model") and key not in OF_EVALUATION:
             raise UsageError(

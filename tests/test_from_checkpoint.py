@@ -110,6 +110,15 @@ def test_how_a_model_is_evaluated_may_change(trained: Callable, root: Path, capf
     assert f"ckpt:     {LAST}; {changed}\n" in capfd.readouterr().out
 
 
+def test_ways_of_evaluation_that_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    model = {"class_path": "a.B", "init_args": {"width": 3}}
+    torch.save({"state_dict": {}, "lightning_mgpu": {"config": {"model": model}}}, path)
+    for is_asked, said in ((True, ["model.shift_tta null -> True"]), (False, [])):
+        given = {"class_path": "a.B", "init_args": {"width": 3, "shift_tta": is_asked}}
+        assert disagreements(str(path), {"model": given}) == said
+
+
 SECRET = "https://me:hunter2@host/x"
 WITH_URL = """
 from lightning_mgpu.data import FashionMNIST
