@@ -74,7 +74,8 @@ def _start(
                 _end(process)
         out.seek(0)
         err.seek(0)
-        times = {int(size): t for line in out if line.endswith("\n") for size, t in json.loads(line).items()}
+        whole = [line for line in out if line.startswith("{") and line.endswith("\n")]  # older gloos print lines, too
+        times = {int(size): t for line in whole for size, t in json.loads(line).items()}
         if error == "failed":
             last = [line for line in err.read().splitlines() if line.strip()][-1:]
             error = f"failed: {''.join(last)[:200]}"
