@@ -62,7 +62,7 @@ class RunDir:
             if config.run_dir is not None:
                 self.path.mkdir(parents=True, exist_ok=True)
             else:
-                self.path = _make_new(self.path)
+                self.path = make_new(self.path)
         except OSError as error:
             raise UsageError(
                 f"the run directory {self.path} cannot be made: {error.strerror}; choose another with --run_dir"
@@ -104,7 +104,7 @@ def run_name(config: "Namespace") -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model}_{strategy}_{devices}"
 
 
-def _make_new(path: Path) -> Path:
+def make_new(path: Path) -> Path:
     """Make the directory, with a number after its name where another run has claimed it in the same second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, new = 1, path

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.run_dir import _make_new
+from lightning_mgpu.run_dir import make_new
 
 
 def new_directory(given: str | None, what: str) -> Path:
@@ -19,7 +19,7 @@ def new_directory(given: str | None, what: str) -> Path:
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory, one run has one")
     try:
         if not given:
-            return _make_new(path)
+            return make_new(path)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(

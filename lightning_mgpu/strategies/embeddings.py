@@ -16,7 +16,7 @@ KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def synchronize_embedding(layers: Sequence[nn.Embedding | nn.EmbeddingBag], team: Team) -> None:
-    """Let the replicas' copies of one layer shorten the same rows, if it has a `max_norm`."""
+    """Let the replicas' copies of one layer, which has a `max_norm`, shorten the same rows."""
     for layer in layers:
         vars(layer)["forward"] = _Synchronized(layer, team)
 
@@ -30,8 +30,9 @@ class _Synchronized:
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
         is_repeated = torch._C._current_graph_task_id() != -1  # activation checkpointing: they are short by now
-        if layer.max_norm is not None and self.team.is_running and not is_repeated:
+        if self.team.is_running and not is_repeated:
             rows = torch.cat([part.to(input.device).flatten() for part in self.team.exchange(input)])
+            assert layer.max_norm is not None
             with torch.no_grad():
                 torch.embedding_renorm_(layer.weight, rows.contiguous(), layer.max_norm, layer.norm_type)
         return type(layer).forward(layer, input, *args, **kwargs)  # type: ignore[arg-type]

@@ -97,18 +97,19 @@ class PerReplica(ParallelStrategy):
     @contextlib.contextmanager
     def _stepped_together(self, lockstep: Lockstep, follow: Callable[[], Any]) -> Iterator[None]:
         """Let replicas meet where they step a learning-rate scheduler, which they have in common."""
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        before: list[dict[str, Any]] = [dict(vars(scheduler)) for scheduler in schedulers]
-        for scheduler in schedulers:
-            step = partial(lockstep.schedule, type(scheduler).__name__, scheduler.step, follow)
-            vars(scheduler)["step"] = step
+        own: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # attributes; `step`, if it is one
+        for scheduler in (config.scheduler for config in self.lr_scheduler_configs):
+            attributes: dict[str, Any] = vars(scheduler)
+            own.append((attributes, {"step": attributes["step"]} if "step" in attributes else {}))
+            attributes["step"] = partial(lockstep.schedule, type(scheduler).__name__, scheduler.step, follow)
         try:
             yield
         finally:
-            for scheduler, had in zip(schedulers, before):
-                del vars(scheduler)["step"]
-                if "step" in had:
-                    vars(scheduler)["step"] = had["step"]
+            for attributes, before in own:
+                del attributes["step"]
+                attributes.update(before)
 
 
 @contextlib.contextmanager

@@ -146,7 +146,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
             for own in self._wrapped:
                 for wrapper in own:
                     wrapper._on_after_step = self._lockstep.after_step(wrapper._on_after_step)
-        self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
+        else:
+            self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
         try:
             with self.precision_plugin.train_step_context(), meetings:
                 active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Train the same small module in float64 on one device and on several, and compare."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -154,6 +154,15 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
         return modules
 
     return check
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Replicas are threads themselves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torchmetrics import SumMetric
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 Pair = namedtuple("Pair", "X y")
 
@@ -30,14 +30,6 @@ ENGINE = "manual_allreduce"  # or what the fixture says
 @pytest.fixture(autouse=True)
 def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ENGINE", engine)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trainer_on(k: int, **kwargs: Any) -> Trainer:

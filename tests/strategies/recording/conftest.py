@@ -1,7 +1,7 @@
 """A model that calls a test's step in every hook, trained on one device and on several: what is logged is the same."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 
 NUM_CLASSES = 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Written(DummyLogger):
@@ -105,7 +97,7 @@ def run(
 
 
 @pytest.fixture
-def written(engine: str) -> Callable[..., list[Any]]:
+def written(engine: str, one_thread: None) -> Callable[..., list[Any]]:
     """`written(k, step, make, at_end)`: what a run with k replicas logs; k = 1 is one device."""
     return partial(run, engine)
 
