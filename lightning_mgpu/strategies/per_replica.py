@@ -97,9 +97,7 @@ class PerReplica(ParallelStrategy):
     @contextlib.contextmanager
     def _stepped_together(self, lockstep: Lockstep, follow: Callable[[], Any]) -> Iterator[None]:
         """Let replicas meet where they step a learning-rate scheduler, which they have in common."""
-        own: list[
-            tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # attributes; `step`, if it is one
+        own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes; `step`, if it is one
         for scheduler in (config.scheduler for config in self.lr_scheduler_configs):
             attributes: dict[str, Any] = vars(scheduler)
             own.append((attributes, {"step": attributes["step"]} if "step" in attributes else {}))
