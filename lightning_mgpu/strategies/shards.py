@@ -34,7 +34,8 @@ def find_batch_size(batch: Any) -> int | None:
 
     Samples lie along dimension 0 of all tensors and arrays (those of length 1, or without dimensions, belong to all
     samples) and in lists of that length. Detection models take nothing but lists of samples: those are counted. Parts
-    of different lengths (a graph's nodes and edges, loaders combined with different batch sizes) cannot be split.
+    of different lengths (a graph's nodes and edges, loaders combined with different batch sizes) cannot be split, nor
+    can objects that move to a device as a whole, nor lists of which one cannot tell what lies along dimension 0.
     """
     if (length := _length_of_lists(batch)) is not None:
         return length
@@ -77,8 +78,10 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
         return _gather_tensors([output.to(device) for output in outputs], sizes)
     if all(isinstance(output, np.ndarray) and output.ndim for output in outputs):
         return np.concatenate(outputs)
+    if _is_tensordict(first):
+        return torch.cat([output.to(device) for output in outputs])
     if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for output in outputs for key in output)
+        keys = dict.fromkeys(key for output in outputs for key in output.keys())  # noqa: SIM118 (of a TensorDict: rows)
         return _with_items(first, {key: gather([output.get(key) for output in outputs], sizes, device) for key in keys})
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
@@ -156,9 +159,15 @@ def _is_inexact(tensor: Tensor) -> bool:
 def _cut(part: Any, total: int, samples: slice, nested: bool = True) -> Any:
     if isinstance(part, Array):
         return _rows(part, samples) if part.ndim and len(part) == total else part
+    if _is_tensordict(part):
+        return part[samples]
     if nested and _is_list_of_samples(part, total):
         return part[samples]
-    return _map(part, lambda item: _cut(item, total, samples))
+    shard = _map(part, lambda item: _cut(item, total, samples))
+    if isinstance(part, UserDict):  # what it has beside its items: the words of every sample (transformers)
+        lists = {name: value for name, value in vars(part).items() if isinstance(value, list) and len(value) == total}
+        vars(shard).update({name: value[samples] for name, value in lists.items()})
+    return shard
 
 
 def _rows(part: Any, samples: slice) -> Any:
@@ -178,9 +187,22 @@ def _fits(part: Any, size: int, nested: bool = True) -> bool:
         return not part.ndim or (is_plain and len(part) in (1, size))
     if isinstance(part, np.ndarray):
         return not part.ndim or len(part) in (1, size)
-    if isinstance(part, PackedSequence):
+    if isinstance(part, PackedSequence) or _is_opaque(part) or _is_ambiguous(part, size, nested):
         return False
     return (nested and _is_list_of_samples(part, size)) or all(_fits(item, size) for item in _children(part))
+
+
+def _is_opaque(part: Any) -> bool:
+    """Whether something holds samples that nobody here knows how to cut: a batch of graphs, say."""
+    return not isinstance(part, (Mapping, list, tuple)) and not _is_dataclass(part) and hasattr(part, "to")
+
+
+def _is_ambiguous(part: Any, size: int, nested: bool) -> bool:
+    """Whether a list of tensors of `size` rows may hold samples: as many as rows, or images, which have 3 channels."""
+    arrays = list(_arrays(part)) if _is_sequence(part) and all(isinstance(item, Array) for item in part) else []
+    if not arrays or len(arrays) < len(part) or any(len(array) != size for array in arrays):
+        return False
+    return (nested and len(part) == size) or (len(part) > 1 and size == 3 and all(item.ndim == 3 for item in part))
 
 
 def _is_list_of_samples(part: Any, size: int) -> bool:
@@ -224,6 +246,11 @@ def _is_sequence(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and not hasattr(part, "_fields")  # not a named tuple
 
 
+def _is_tensordict(part: Any) -> bool:
+    """A TensorDict or tensorclass with batch dimensions: indexed and concatenated like a tensor."""
+    return hasattr(type(part), "batch_size") and isinstance(part.batch_size, torch.Size) and len(part.batch_size) > 0
+
+
 def _is_dataclass(part: Any) -> bool:
     return is_dataclass(part) and not isinstance(part, type)
 
@@ -241,7 +268,7 @@ def _children(part: Any) -> Iterator[Any]:
 def _map(part: Any, function: Callable[[Any], Any]) -> Any:
     """The same container with the function applied to what is directly inside."""
     if isinstance(part, Mapping):
-        return _with_items(part, {key: function(part[key]) for key in part})
+        return _with_items(part, {key: function(part[key]) for key in part.keys()})  # noqa: SIM118
     if isinstance(part, (list, tuple)):
         return like(part, [function(item) for item in part])
     if _is_dataclass(part):
@@ -250,7 +277,8 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _with_items(part: Mapping, items: dict[Any, Any]) -> Any:
-    if not isinstance(part, (dict, UserDict)) and not hasattr(part, "__copy__"):  # a copy may share what is inside
+    is_copied = isinstance(part, (dict, UserDict)) or hasattr(part, "__copy__")  # else a copy may share what is inside
+    if not is_copied or not hasattr(part, "__setitem__"):
         return type(part)(items)  # type: ignore[call-arg]
     changed: Any = copy.copy(part)
     for key, value in items.items():
