@@ -179,7 +179,7 @@ class Classifier(LightningModule):
                 )
 
     def _run_length(self) -> dict[str, int]:
-        """The scheduler's missing `total_steps`: OneCycleLR needs the number of batches in the whole run.
+        """The scheduler's missing `total_steps`: OneCycleLR needs to know how often it is stepped in the whole run.
 
         Raises:
             ValueError: If the run has no end.
@@ -189,9 +189,11 @@ class Classifier(LightningModule):
             return {}
         if scheduler.keywords.get("total_steps") or scheduler.keywords.get("epochs"):
             return {}
-        if (num_steps := self.trainer.estimated_stepping_batches) == inf:
+        by_epoch = self.lr_interval == "epoch"
+        num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
+        if num_steps in (None, -1, inf):
             raise ValueError(
-                "OneCycleLR needs to know when the run ends: set trainer.max_epochs, trainer.max_steps or "
-                "model.lr_scheduler.total_steps"
+                "OneCycleLR needs to know when the run ends: set trainer.max_epochs, "
+                f"{'' if by_epoch else 'trainer.max_steps '}or model.lr_scheduler.total_steps"
             )
-        return {"total_steps": int(num_steps)}
+        return {"total_steps": int(num_steps)}  # type: ignore[arg-type]

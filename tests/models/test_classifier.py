@@ -162,6 +162,18 @@ def test_one_cycle_steps_every_batch_of_the_whole_run(make_data: Callable, make_
     assert found == pytest.approx(wanted)
 
 
+def test_one_cycle_of_epochs(make_data: Callable, make_trainer: Callable) -> None:
+    scheduler = partial(OneCycleLR, max_lr=0.4)
+    found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="epoch")
+    wanted = scheduler(optimizer := SGD([torch.zeros(1, requires_grad=True)], lr=0.1), total_steps=2)
+    first = wanted.get_last_lr()
+    optimizer.step()
+    wanted.step()
+    assert found == pytest.approx([*first * 4, *wanted.get_last_lr() * 4])
+    with pytest.raises(ValueError, match=r"set trainer.max_epochs, or model.lr_scheduler.total_steps"):
+        make_trainer(max_steps=2, max_epochs=-1).fit(LeNet(lr_scheduler=scheduler, lr_interval="epoch"), make_data())
+
+
 def test_one_cycle_is_not_prolonged(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
     make = partial(LeNet, lr_scheduler=partial(OneCycleLR, max_lr=0.4))
     trainer = make_trainer(max_epochs=2)
