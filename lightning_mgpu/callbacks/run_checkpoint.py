@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_mgpu.callbacks import unsaved_state
 from lightning_mgpu.callbacks.run_directory import is_run_dir
 from lightning_mgpu.checkpoint_io import LAST, AtomicCheckpointIO, keep_previous
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.from_checkpoint import KEY
 
 SECONDS_BETWEEN_QUESTIONS = 1.0  # processes ask the first one what to do: a broadcast, and on a GPU a wait
@@ -116,8 +117,14 @@ class RunCheckpoint(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
             return
-        loop = checkpoint["loops"]["fit_loop"]
-        if loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        try:
+            loop, _ = checkpoint["loops"]["fit_loop"], checkpoint["optimizer_states"]
+            is_over = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                "the checkpoint holds weights only, or does not say how far its run was: no run can go on from it"
+            ) from error
+        if is_over:
             loop["state_dict"].pop("combined_loader", None)  # `limit_train_batches` may have ended the epoch
         if "processes" in checkpoint.get(KEY, {}):
             self._resumed = checkpoint[KEY]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,6 +99,9 @@ def changed(checkpoint: dict[str, Any], place: tuple[str, ...], value: Any) -> d
 
 
 @settings(max_examples=8)
+@example(place=("loops", "fit_loop"), value=3, subcommand="fit")
+@example(place=("loops",), value=NOTHING, subcommand="fit")
+@example(place=("optimizer_states",), value=NOTHING, subcommand="fit")  # save_weights_only
 @given(st.sampled_from(PLACES), st.sampled_from(WRONG), st.sampled_from(["test", "fit"]))
 def test_changed_contents(
     ends: Callable, root: Path, checkpoint: Path, tmp_path: Path, place: tuple[str, ...], value: Any, subcommand: str
