@@ -46,7 +46,8 @@ class Record:
 
 def find_metrics(module: LightningModule) -> dict[str, Any]:
     """Metrics, collections and trackers by name, also those inside one another, in plain lists, dicts and objects."""
-    found: dict[str, Any] = dict(module.named_modules())
+    # some metrics are equal to others, ROUGEScores say, and would be left out as duplicates
+    found: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     for name, owner in list(found.items()):
         for attribute, value in vars(owner).items():
             if attribute not in OWN and not (isinstance(owner, Metric) and attribute.startswith("_")):

@@ -3,13 +3,14 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from numbers import Number
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
-from torchmetrics import MaxMetric, MinMetric, SumMetric
+from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, inner_metric
@@ -70,8 +71,24 @@ def _call_metric(
             args, kwargs = _joined(arguments, sizes, device)
             return call(*args, **kwargs)
     # Sums and counts for a metric of the user's own, texts, or tensors that do not fit together: one by one
+    if method == "forward" and type(metric).forward in (Metric.forward, MetricCollection.forward):
+        return _forward_in_parts(metric, move_data_to_device(arguments, device))
     returned = [call(*move_data_to_device(args, device), **move_data_to_device(kw, device)) for args, kw in arguments]
     return gather(returned, sizes, device)
+
+
+def _forward_in_parts(metric: Any, arguments: list[tuple[tuple, dict[str, Any]]]) -> Any:
+    """`forward` of a metric with the arguments of several shards: an update with each, and the value of all of them."""
+    batch = deepcopy(metric)
+    batch.reset()
+    for args, kwargs in arguments:
+        batch.update(*args, **kwargs)
+        metric.update(*args, **kwargs)
+    value = batch.compute()
+    for part, its_copy in zip(metric.modules(), batch.modules()):
+        if isinstance(part, Metric):
+            part._forward_cache = its_copy.compute()  # what is logged of the step
+    return value
 
 
 def _joined(

@@ -175,3 +175,41 @@ def test_aggregators(way: Callable[..., None], assert_same: Callable[..., None])
             way(module, f"{stage}_{name}", module.metric[f"on_{stage}"][name], *args)
 
     assert_same(step, lambda: for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})))
+
+
+@pytest.mark.parametrize("in_collection", [False, True])
+def test_sums_and_counts_of_a_step(in_collection: bool, assert_same: Callable[..., None]) -> None:
+    """What is logged of the step is the whole batch's, where the arguments of the shards cannot be joined."""
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        metric = module.metric[f"on_{stage}"]
+        hits = (module.probabilities(X).argmax(1) == y)[y > 0]
+        value = metric(hits.sum().double(), len(hits))
+        if in_collection:
+            module.log_dict(metric, on_step=True, on_epoch=True)
+            value = value["ratio"]
+        else:
+            module.log(f"{stage}_metric", metric, on_step=True, on_epoch=True)
+        module.log(f"{stage}_returned", value, on_step=True)
+
+    make = (lambda: tm.MetricCollection({"ratio": Ratio()})) if in_collection else Ratio
+    assert_same(step, lambda: for_stages(make))
+
+
+class Alike(Ratio):
+    """Equal to others of its kind while it is empty, as torchmetrics' ROUGEScore."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_metrics_that_are_equal(assert_same: Callable[..., None]) -> None:
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        module.metric[f"on_{stage}"].update(X.sum(), len(X))
+
+    def at_end(module: Any, stage: str) -> None:
+        metric = module.metric[f"on_{stage}"]
+        module.log_dict({f"{stage}_ratio": metric.compute(), f"{stage}_count": metric.count.double()})
+        metric.reset()
+
+    assert_same(step, lambda: for_stages(Alike), at_end)
