@@ -40,32 +40,32 @@ class Lockstep:
         loss = loss * self.weights[self.team.index]
         original, plugin = strategy.original, strategy.precision_plugin
         self._meet("manual_backward")  # now nobody looks at gradients
+        losses, inputs = zip(*self.team.exchange((loss, kwargs.get("inputs"))))
         with contextlib.ExitStack() as stack:
             if is_first:
                 self.num_backwards += 1
                 strategy.gradients.begin()
-                strategy.pre_backward(loss)
-                loss = plugin.pre_backward(loss, original)  # scales it and calls the hooks
+                total = sum(part.to(loss.device) for part in losses)  # the whole batch's, for the hooks
+                strategy.pre_backward(total)
+                total = plugin.pre_backward(total, original)  # scales it and calls the hooks
                 stack.enter_context(deferred_gradient_hooks(strategy.gradients.parameters))
             self.team.exchange()
-            if not is_first and (scaler := getattr(plugin, "scaler", None)) is not None:
-                loss = scaler.scale(loss.to(original.device))  # it sends its scale to a CPU without waiting for it
-            losses, inputs = zip(*self.team.exchange((loss, kwargs.get("inputs"))))
+            if not self.joint and (scaler := getattr(plugin, "scaler", None)) is not None:
+                loss = scaler.scale(loss)
             if not self.joint:
                 if loss.requires_grad or not any(part.requires_grad for part in losses):  # else the shard has no part
                     plugin.backward(loss, module, optimizer, *args, **kwargs)
             elif is_first:
                 if kwargs.get("inputs") is not None:  # each replica means its own
                     kwargs["inputs"] = [part for own in inputs for part in ([own] if isinstance(own, Tensor) else own)]
-                total = sum(part.to(loss.device) for part in losses)
                 strategy.run_backward(total, optimizer, *args, **kwargs)
             self.team.exchange()
             if is_first and not strategy.gradients.are_reduced:
                 strategy.reduce_gradients()
         if is_first:
             strategy.gradients.mark()
-            loss = plugin.post_backward(loss, original)
-            strategy.post_backward(loss)
+            total = plugin.post_backward(total, original)
+            strategy.post_backward(total)
             strategy.gradients.give(everything=strategy.overrides_backward)
         self.team.exchange()
         return loss.detach()

@@ -1,7 +1,6 @@
 """What shows only where devices differ, on fake tensors, which have a device and no data: mixing devices raises."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,17 +68,6 @@ def test_losses_of_closures_meet_on_the_first_device() -> None:
         0, lambda closure: closure(), lambda: torch.empty((), device=FIRST), lambda: None
     )
     assert loss.device == FIRST
-
-
-def test_a_loss_on_the_cpu_is_scaled_on_the_gpu() -> None:
-    """`GradScaler` sends its scale after the loss, and to a CPU it does so without waiting; `meta` is the GPU here."""
-    team: Any = Alone(1, [])
-    scaler = SimpleNamespace(scale=lambda loss: 2 * loss)
-    original = SimpleNamespace(device=torch.device("meta"))
-    strategy = SimpleNamespace(original=original, precision_plugin=SimpleNamespace(scaler=scaler))
-    Lockstep(team, {0: 0.5, 1: 0.5}, joint=True).backward(strategy, None, torch.ones(()), None)  # type: ignore[arg-type]
-    [(loss, _)] = [given for given in team.given if isinstance(given, tuple)]
-    assert loss.device == original.device
 
 
 @pytest.mark.usefixtures("gpus")

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn, optim
 from torch.nn import functional as F
 
@@ -395,3 +396,23 @@ def test_a_step_is_counted_before_anybody_goes_on(Regression, assert_parity):
             progress.increment_completed = lambda: (time.sleep(0.01), count())
 
     assert_parity(Module, callbacks=lambda: [Slow()])
+
+
+@pytest.mark.parametrize("precision", ["64-true", "scaled"])
+@pytest.mark.parametrize("own_backward", [False, True])
+def test_hooks_see_the_whole_batchs_loss(Manual, train, precision, own_backward):
+    class Module(Manual):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_before_backward(self, loss):
+            self.seen.append(loss.item())
+
+    if own_backward:
+        Module.backward = lambda self, loss, *args, **kwargs: loss.backward(*args, **kwargs)
+    scaled = {"plugins": lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))}
+    kwargs = scaled if precision == "scaled" else {"precision": precision}
+    one, *others = [train(Module, k, **kwargs) for k in (1, 2, 3)]
+    for other in others:
+        assert other.seen == pytest.approx(one.seen, rel=1e-3 if precision == "scaled" else 1e-12)
