@@ -2,9 +2,9 @@
 
 `GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch alone. Every process
 of a multi-process strategy gets its slice of each one, a single process gets the whole batch (and a single-process
-strategy splits it over its replicas by the same rule, `torch.tensor_split`). `BatchLoader` is a `DataLoader` that
-fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch. `batch_loader` puts the
-three together for any dataset:
+strategy splits it over its replicas by the same rule, `torch.tensor_split`, unless its `split` says otherwise).
+`BatchLoader` is a `DataLoader` that fetches a whole batch in one indexing operation and can be resumed in the middle of
+an epoch. `batch_loader` puts the three together for any dataset:
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)

@@ -7,8 +7,8 @@
 | `train_batch.py`      | what both do: loss and gradient of every shard, on its device                      |
 | `single_process.py`   | devices, ranks, and a step split over replicas                                     |
 | `shards.py`           | cut a batch, put outputs together                                                  |
-| `replicated.py`       | replicas made once and kept like the original, which others see and edit           |
-| `replicas.py`         | copies of a module, kept like the original                                         |
+| `replicas.py`         | the replicas: copies of a module, what is given to them, what is taken from them   |
+| `replicated.py`       | when: wherever somebody else may have edited the original, or looks at it          |
 | `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
 | `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |
 | `optimizers.py`       | copies of its optimizers make the same update; `optimizer_copies.py`: the copies   |
@@ -21,8 +21,13 @@
 | `lockstep.py`         | manual optimization                                                                |
 | `per_replica.py`      | the module and optimizers that code finds there, by replica                        |
 | `flat_gradients.py`   | all gradients of a device in one tensor                                            |
-| `buckets.py`, `gradient_hooks.py`, `editing.py`, `sync_batchnorm.py`, `embeddings.py` | one idea each      |
-| `forward_mode.py`, `auto_split.py` | likewise                                                              |
+| `buckets.py`          | gradients packed into flat buckets before they are reduced                         |
+| `gradient_hooks.py`   | hooks on parameters, called with the whole batch's gradient                        |
+| `editing.py`          | whether users' hooks may edit weights or gradients                                 |
+| `sync_batchnorm.py`   | BatchNorm over the whole batch                                                     |
+| `embeddings.py`       | `Embedding(max_norm=...)`, which edits its weights in `forward`                    |
+| `forward_mode.py`     | forward-mode AD, one replica at a time                                             |
+| `auto_split.py`       | `split="auto"`                                                                     |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

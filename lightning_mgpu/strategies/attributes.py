@@ -2,9 +2,9 @@
 
 Numbers, texts and flags are given as they are. Lists, dicts and sets are copied with all lists, dicts and sets in them,
 and what a replica adds to its copies in the step is added to the original's afterwards: values of new keys, items of
-lists, what a `collections.Counter` counts. What else there is of a replica's own, and what hooks become, `twins.py`
-says. Other objects are the replica's own copies, or shared where a hook has set them since the replica was made; arrays
-of numpy's are shared.
+lists, what a `collections.Counter` counts. So are those in the body of a user's class. What else there is of a
+replica's own, and what hooks become, `twins.py` says. Other objects are the replica's own copies, or shared where a
+hook has set them since the replica was made; arrays of numpy's are shared.
 """
 
 from collections import Counter, deque
@@ -43,6 +43,7 @@ class Attributes:
                 if name in vars(original):
                     vars(replica)[name] = type(vars(original)[name])()
                     self._hooks.append((vars(original)[name], vars(replica)[name], {}))
+        self._of_classes = [(*pair[:2], *found) for pair in pairs if pair[2] for found in _in_classes(pair[0])]
         self._begun: dict[int, tuple[list, list]] = {}  # lists that a step has put in the place of others, by id
         self._names = self._names_now()  # of the original's attributes when last seen, by the layer's id
         visited: dict[int, bool] = {}
@@ -65,6 +66,9 @@ class Attributes:
                     vars(replica)[name] = value
                 elif is_users and name not in OWN and not isinstance(value, Tensor):
                     vars(replica)[name] = self.twins.own(value)
+        for original, replica, owner, name in self._of_classes:
+            if name not in vars(original):
+                vars(replica)[name] = self.twins.own(vars(owner)[name])
         for hooks, own, given in self._hooks:
             is_same = hooks == given and hooks.keys() == own.keys()  # then compiled code need not look at them again
             if not is_same or any(isinstance(hook, partial) for hook in hooks.values()):
@@ -72,6 +76,10 @@ class Attributes:
                 own.update({key: self.twins.own(hook) for key, hook in hooks.items()})
                 given.clear()
                 given.update(hooks)
+
+    def share_layers(self) -> bool:
+        """Whether an object that the replica shares, as it has none of its own, leads to the original's layers."""
+        return any(self.twins.shares_layers(value, set()) for _, _, value in self._users())
 
     def collect(self, device: torch.device, inserted: dict[int, int]) -> None:
         """Add to the original's lists and dicts what the replica added to its copies, in order.
@@ -132,6 +140,15 @@ class Attributes:
                 for name, value in vars(original).items():
                     if name not in OWN and not isinstance(value, (Tensor, *PLAIN)):
                         yield replica, name, value
+
+
+def _in_classes(module: nn.Module) -> Iterator[tuple[type, str]]:
+    """Lists, dicts and sets in the body of a user's class, `outputs = []` say, which all its objects share."""
+    for owner in type(module).__mro__:
+        if not owner.__module__.startswith(("torch.", "lightning.", "builtins")):
+            for name, value in vars(owner).items():
+                if isinstance(value, CONTAINERS) and not name.startswith("__"):
+                    yield owner, name
 
 
 def _add(original: Any, copied: Any, then: Any, copies: set[int], device: torch.device) -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 HOOKS_IN_STEP = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -21,6 +20,11 @@ def overrides(module: LightningModule, hooks: Sequence[str]) -> bool:
         if isinstance(callback, LambdaCallback)
         or not type(callback).__module__.startswith(("lightning.", "lightning_mgpu."))
     ]
-    return any(is_overridden(hook, module) for hook in hooks) or any(
-        is_overridden(hook, callback) for hook in hooks for callback in callbacks
-    )
+    return any(is_own(hook, owner) for hook in hooks for owner in (module, *callbacks))
+
+
+def is_own(hook: str, owner: LightningModule | LightningDataModule | Callback) -> bool:
+    """Whether a hook is not Lightning's own; `is_overridden` takes one set on the instance for what it wraps."""
+    base = next(base for base in (LightningModule, LightningDataModule, Callback) if isinstance(owner, base))
+    method = getattr(owner, hook, None)
+    return getattr(method, "__func__", method) is not getattr(base, hook, None)

@@ -22,7 +22,7 @@ def synchronize_embedding(layers: Sequence[nn.Embedding | nn.EmbeddingBag], team
 
 
 class _Synchronized:
-    """`forward` of a layer; in copies of the layer, also pickled ones, it is that of the class."""
+    """`forward` of a layer; a copied or unpickled one has that of its class again."""
 
     def __init__(self, layer: nn.Embedding | nn.EmbeddingBag, team: Team) -> None:
         self.layer, self.team = layer, team

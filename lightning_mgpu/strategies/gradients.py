@@ -5,6 +5,7 @@ from functools import reduce
 from itertools import repeat
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_mgpu.strategies.flat_gradients import FlatGradients
@@ -17,7 +18,7 @@ class Gradients:
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, ...]]) -> None:
         self.parameters = parameters
         self.flat: FlatGradients | None = None  # buffers to collect them in
-        self.are_reduced = True  # else parts of a sum
+        self.are_reduced = True  # else each replica holds its shard's part of the sum
         self._reduced: list[tuple[Tensor | None, int]] = []  # the original's gradients then, and their versions
 
     def begin(self) -> None:
@@ -50,6 +51,11 @@ class Gradients:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                 dense.append([parameter.grad for parameter in parameters])  # type: ignore[misc]
+        if any(part.requires_grad for parts in dense for part in parts):
+            rank_zero_warn(
+                "Gradients with a graph (create_graph=True): who differentiates them again, a Hessian-based optimizer "
+                "say, finds the first replica's loss alone."
+            )
         add_up(dense)
         self.are_reduced = True
         return dense

@@ -80,7 +80,8 @@ class Replicas:
             if id(owners[0]) not in own and (owners[0]._buffers or _is_users(owners[0]))
         ]
         self._parts = [m for m in module.modules() if not isinstance(m, (Metric, MetricCollection, MetricTracker))]
-        self._structure = list(map(_structure, self._parts))
+        self._are_users = [_has_users_class(part) for part in self._parts]
+        self._structure = list(map(_structure, self._parts, self._are_users))
         inside = [[*m.modules(), *m.parameters()] for m in self.modules]
         self.attributes = [
             Attributes(
@@ -93,7 +94,7 @@ class Replicas:
         # The original's buffers and other tensors after a step, by the owner's id
         self._seen: dict[int, dict[str, Version]] = {id(owners[0]): {} for owners, _ in self._owners}
         self._seen |= {id(layers[0]): {} for layers in self.batch_norms}
-        self._is_combined = True  # BatchNorm's statistics, since the last step
+        self._num_samples = [0] * len(self.devices)  # each has trained on since BatchNorm's statistics were combined
 
     def broadcast(self, norms: bool = False) -> None:
         """Make every replica's parameters and buffers equal to the original's.
@@ -123,41 +124,52 @@ class Replicas:
         return self._versions != tuple(parameters[0]._version for parameters in self.parameters)
 
     def is_outgrown(self) -> bool:
-        """Whether layers or parameters of the original were added, removed or replaced since it was copied."""
-        return any(_structure(part) != known for part, known in zip(self._parts, self._structure))
+        """Whether layers or parameters of the original were added, removed, replaced or cut since it was copied."""
+        return any(now != known for now, known in zip(map(_structure, self._parts, self._are_users), self._structure))
+
+    def have_objects_of_originals(self) -> bool:
+        """Whether hooks have made objects since the replicas, which share them, that use the original's weights.
+
+        An average of the weights made in `configure_optimizers`, say.
+        """
+        return any(attributes.share_layers() for attributes in self.attributes)
 
     def have_copies(self, tensor: Tensor) -> bool:
         """Whether a tensor that is not registered with the module is on it all the same, and so on the replicas."""
-        owners = (owner for owners, _ in self._owners for owner in owners[:1])
-        is_attribute = any(value is tensor for owner in owners for value in vars(owner).values())
+        is_attribute = any(value is tensor for (original, *_), _ in self._owners for value in vars(original).values())
         return is_attribute or any(id(tensor) in attributes.twins.of for attributes in self.attributes)
 
     def agree(self) -> bool:
         """Whether all replicas hold the same parameters, bit for bit."""
         return all(torch.equal(first, other.to(first.device)) for first, *rest in self.parameters for other in rest)
 
-    def combine_batch_norms(self, shares: Sequence[float]) -> None:
-        """Average BatchNorm's running statistics over the replicas, weighted by their shares of the batch.
+    def combine_batch_norms(self, are_synchronized: bool) -> None:
+        """Average BatchNorm's running statistics over the replicas, weighted by the samples they have trained on since.
 
         Where somebody else has changed the original's since the last step (averaged weights, say), those count.
         """
+        shares: Sequence[int] = [1, *[0] * (len(self.devices) - 1)] if are_synchronized else self._num_samples
         with torch.no_grad():
             for layers in self.batch_norms:
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     stats = [layer._buffers[name] for layer in layers]
-                    if stats[0] is None or self._is_combined or self._is_set(layers[0], name):
+                    if stats[0] is None or not any(self._num_samples) or self._is_set(layers[0], name):
                         continue
                     if name != "num_batches_tracked":
                         parts = [stat.to(stats[0].device) * share for stat, share in zip(stats, shares)]  # type: ignore[union-attr]
                         stats[0].copy_(sum(parts) / sum(shares))
                     self._copy_buffer(layers, name)
                     self._seen[id(layers[0])][name] = _version(stats[0])
-        self._is_combined = True
+        self._num_samples = [0] * len(self.devices)
 
-    def mark_step(self, trained: bool = False) -> None:
-        """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two."""
-        if trained:
-            self._is_combined = False
+    def mark_step(self, trained: dict[int, int] | None = None) -> None:
+        """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two.
+
+        Args:
+            trained: After a step of training, the samples of every replica that had some.
+        """
+        for i, size in (trained or {}).items():
+            self._num_samples[i] += size
         for owners, is_norm in self._owners:
             now = _versions(owners[0])
             if trained and not is_norm:  # its buffers are given to the replicas
@@ -266,11 +278,11 @@ def _has_users_class(module: nn.Module) -> bool:
     return not place.startswith(("torch.", "torchvision."))
 
 
-def _structure(module: nn.Module) -> list[Any]:
-    """Names and identities of what is directly inside a module; buffers of users' own are looked up in every step."""
-    buffers = () if _has_users_class(module) else module._buffers.keys()
-    parts = (*module._parameters.items(), *module._modules.items())
-    return [*buffers, *((name, id(part)) for name, part in parts)]
+def _structure(module: nn.Module, is_users: bool) -> list[Any]:
+    """Names, identities and shapes of what is directly inside a module; buffers of users' own are looked up anyway."""
+    parameters = [(name, id(part), getattr(part, "shape", None)) for name, part in module._parameters.items()]
+    layers = [(name, id(part)) for name, part in module._modules.items()]
+    return [*(() if is_users else module._buffers.keys()), *parameters, *layers]
 
 
 def _versions(module: nn.Module) -> dict[str, Version]:

@@ -80,8 +80,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     def _combine_batch_norms(self) -> None:
         if self.is_split:
-            shares = [1.0] + [0.0] * (len(self.devices) - 1) if self._syncs_batch_norm else self.shares
-            self._replicas.combine_batch_norms(shares)
+            self._replicas.combine_batch_norms(self._syncs_batch_norm)
 
     def synchronize(self) -> None:
         """Combine BatchNorm's running statistics, and make all replicas equal to the original before the next step."""
@@ -152,6 +151,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
     def teardown(self) -> None:
         self._recorders = []
         if hasattr(self, "_replicas"):
+            self._combine_batch_norms()  # after an exception or Ctrl-C nobody has
             self._remove_forwards()
             del self._replicas
         super().teardown()

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +9,11 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mgpu.strategies.editing import is_own
 from lightning_mgpu.strategies.generators import (
     Streams,
     are_equal,
@@ -28,7 +27,7 @@ from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
 from lightning_mgpu.strategies.team import Team
-from lightning_mgpu.strategies.twins import PLAIN
+from lightning_mgpu.strategies.twins import PLAIN, version_of
 
 Versions = list[tuple[Any, int]]
 
@@ -38,7 +37,8 @@ DEVICE_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 class SingleProcessStrategy(ParallelStrategy):
     """Runs each step of a LightningModule on several devices of this process, a shard of the batch on each.
 
-    A subclass gives `replicas()`, the modules to run, one a device; the first is the user's own.
+    Subclasses implement `replicas()`, the modules to run, one a device, of which the first is the user's own, and
+    `recorders()`, which write down what they log.
 
     Args:
         parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
@@ -150,9 +150,7 @@ class SingleProcessStrategy(ParallelStrategy):
         whole = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         sources = (self.lightning_module, getattr(self.lightning_module._trainer, "datamodule", None))
-        has_hooks = any(
-            is_overridden(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None
-        )
+        has_hooks = any(is_own(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None)
         self._sent = None
         if len(self.devices) > 1 and find_batch_size(whole) is None:
             if any(not isinstance(leaf, PLAIN) and getattr(leaf, "ndim", 1) for leaf in leaves(whole)):
@@ -178,8 +176,11 @@ class SingleProcessStrategy(ParallelStrategy):
         modules, recorders = self.replicas(), self.recorders()
         sent, self._sent = self._sent, None
         if active == [0]:  # it has the whole batch, and nothing has to be put together
-            run = partial(getattr(modules[0], name), batch, *args, **kwargs)
-            return active, sizes[:1], self._run(name, lambda _: run(), active)
+            return (
+                active,
+                sizes[:1],
+                self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active),
+            )
         if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
             shards = sent[2]
         else:  # a hook has changed it since
@@ -251,7 +252,7 @@ class SingleProcessStrategy(ParallelStrategy):
             return [1] + [0] * (len(self.devices) - 1)
         return shard_sizes(batch_size, self.shares)
 
-    # One process has nobody to talk to
+    # Collectives: nothing to do in one process
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,9 +295,7 @@ class SingleProcessStrategy(ParallelStrategy):
 
 def _versions(batch: Any) -> Versions:
     """What a batch is made of, and how often each tensor of it was changed in place."""
-    return [
-        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0) for leaf in leaves(batch)
-    ]
+    return [(leaf, version_of(leaf)) for leaf in leaves(batch)]
 
 
 def _is_same(now: Versions, then: Versions) -> bool:

@@ -26,7 +26,7 @@ def synchronize_batch_norm(layers: Sequence[_BatchNorm], team: Team) -> None:
 
 
 class _Synchronized:
-    """`forward` of a layer while it trains; in copies of the layer, also pickled ones, it is that of the class."""
+    """`forward` of a layer while it trains; a copied or unpickled layer has that of its class again."""
 
     def __init__(self, layer: _BatchNorm, team: Team) -> None:
         self.layer, self.team = layer, team

@@ -109,8 +109,8 @@ class Team:
         """Wait until every active replica is here, and return what each of them gave, in order.
 
         Raises:
-            RuntimeError: If another replica ended its step instead of coming here, or this one is where others wait to
-                come in.
+            RuntimeError: If another replica ended its step instead of coming here, or this one is inside forward-mode
+                AD, which others may be waiting to enter.
         """
         if is_inside():
             raise RuntimeError("replicas cannot meet (manual_backward, step, sync_batchnorm) inside forward-mode AD.")

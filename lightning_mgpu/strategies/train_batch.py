@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP, overrides
+from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP, is_own, overrides
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
@@ -42,8 +41,8 @@ from lightning_mgpu.strategies.shards import find_batch_size, gather
 class TrainBatchStrategy(ReplicatedStrategy):
     """Trains k replicas of the module side by side, each on its shard of the batch.
 
-    A subclass gives `reduce_gradients` and `update_replicas`, and says with `replicas_update` whether every replica has
-    optimizers that count, or only the original has.
+    Subclasses implement `reduce_gradients` and `update_replicas`, and say with `replicas_update` whether every replica
+    has optimizers that count, or only the original has.
     """
 
     replicas_update: bool
@@ -75,10 +74,12 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def on_train_start(self) -> None:
         """Everything is restored by now, optimizers too."""
         self._trains = True
+        if self._replicas.have_objects_of_originals():
+            super().renew_replicas()
         self._attach()
         if len(self.devices) == 1:
             return
-        self.overrides_backward = is_overridden("backward", self.original)
+        self.overrides_backward = is_own("backward", self.original)
         self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
         hooks = ("on_after_backward", *HOOKS_BETWEEN_STEPS)
@@ -135,12 +136,12 @@ class TrainBatchStrategy(ReplicatedStrategy):
             return super().training_step(batch, *args, **kwargs)
         if self._replicas.is_outgrown():
             self.renew_replicas()
-        sizes = self._sizes(batch)
-        weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
         meetings: AbstractContextManager = nullcontext()
         if not self.original.automatic_optimization:
             assert self._own is not None
             self._own.follow()
+            sizes = self._sizes(batch)
+            weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
             self._lockstep = Lockstep(self.team, weights, self._is_joint)
             meetings = self._stepped_together(self._lockstep, self._own.follow)
             for own in self._wrapped:
@@ -155,7 +156,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._lockstep, self._settings = None, []
             for wrapper in chain(*self._wrapped[1:]):  # the original's are the Trainer's affair
                 wrapper._on_after_step = do_nothing_closure
-        self._replicas.mark_step(trained=True)
+        self._replicas.mark_step(trained=dict(zip(active, sizes)))
         if self._is_stale or len(active) < len(self.devices):  # a replica without samples has missed something
             self._replicas.broadcast_parameters()
             self._is_stale = True  # buffers: not now, the backward pass may need them

@@ -18,12 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)
 REBUILT = (MethodType, FunctionType, partial, weakref.ref, np.generic)  # of what is in them; or as plain as numbers
 NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
+FOLLOWED = (Optimizer, LightningOptimizer, LRScheduler, Trainer)  # they lead to layers, and are seen to elsewhere
 FEW = 100  # longer lists are collected outputs: what is in those stays as it is
 
 
@@ -83,13 +88,33 @@ class Twins:
         if value is copied or type(value) is not type(copied) or id(value) in self.of or id(value) in visited:
             return
         visited.add(id(value))
-        if isinstance(value, (*CONTAINERS, tuple)) and len(value) <= FEW:
+        if isinstance(value, (*CONTAINERS, tuple)) and num_items(value) <= FEW:
             for part, its_copy in () if isinstance(value, set) else _parts(value, copied):
                 self.add_objects(part, its_copy, visited)
         elif isinstance(value, MethodType):
             self.add_objects(value.__self__, copied.__self__, visited)
         elif not isinstance(value, (*NO_OBJECTS, *CONTAINERS, tuple, *REBUILT, *PLAIN)):
             self.add(value, copied)
+
+    def shares_layers(self, value: Any, visited: set[int]) -> bool:
+        """Whether a value is, or holds in lists and dicts, an object without a twin that leads to layers with one."""
+        is_known = id(value) in self.of or id(value) in visited
+        if is_known or isinstance(value, (*NO_OBJECTS, *REBUILT, *PLAIN, *FOLLOWED)):
+            return False
+        if isinstance(value, (*CONTAINERS, tuple)):
+            visited.add(id(value))
+            return any(self.shares_layers(part, visited) for _, part in _items(value))
+        return self._leads_to_layers(value, visited)
+
+    def _leads_to_layers(self, value: Any, visited: set[int]) -> bool:
+        if isinstance(value, weakref.ref):
+            value = value()
+        if id(value) in self.of:
+            return True
+        if id(value) in visited or isinstance(value, (*PLAIN, *FOLLOWED, Tensor, nn.Module)):
+            return False
+        visited.add(id(value))
+        return any(self._leads_to_layers(part, visited) for part, _ in _parts(value, value))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -167,7 +192,11 @@ class Twins:
                 self._kept[id(value)] = value, version_of(value), own
             elif isinstance(value, dict) and len(value) <= FEW:
                 todo += [(item, own[key]) for key, item in value.items() if key in own]
-            elif isinstance(value, (list, tuple, deque)) and len(value) <= FEW and not getattr(value, "maxlen", None):
+            elif (
+                isinstance(value, (list, tuple, deque))
+                and num_items(value) <= FEW
+                and not getattr(value, "maxlen", None)
+            ):
                 _, copied, length = self.copied.get(id(value), (None, None, FEW))
                 todo += list(zip(value, own))[: length if copied is own else FEW]  # what was added has no place yet
             elif id(value) not in self.of and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT)):
@@ -199,14 +228,20 @@ class Twins:
 
     def _rebound(self, function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
         """The function, with the replica's layers among the variables it has taken from around it."""
-        twins = [None if cell == CellType() else self.of.get(id(cell.cell_contents)) for cell in cells]
-        if all(twin is None for twin in twins):
+        closure = tuple(self._own_cell(cell) for cell in cells)
+        if all(own is cell for own, cell in zip(closure, cells)):
             return function
-        closure = tuple(cell if twin is None else CellType(twin) for cell, twin in zip(cells, twins))
         own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
         own.__kwdefaults__ = function.__kwdefaults__
         vars(own).update(vars(function))
         return own
+
+    def _own_cell(self, cell: CellType) -> CellType:
+        value = None if cell == CellType() else cell.cell_contents
+        own = self.of.get(id(value), value)
+        if isinstance(value, MethodType):  # of what a decorator has wrapped
+            own = self.own(value)
+        return cell if own is value else CellType(own)
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -221,6 +256,11 @@ def version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
 
+def num_items(value: Any) -> int:
+    """Of a container; a tuple of somebody's own may count something else, or refuse to (e3nn's irreps)."""
+    return tuple.__len__(value) if isinstance(value, tuple) else len(value)
+
+
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     """Keys and values of a container, as far as there may be something of the replica's among them."""
     if isinstance(value, dict):
@@ -230,14 +270,14 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_looked_into(items: Sequence[Any]) -> bool:
-    return len(items) <= FEW or isinstance(items[0], nn.Module)
+    return num_items(items) <= FEW or isinstance(items[0], nn.Module)
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     """An object's attributes, but not those of a layer, and not what was collected in long lists."""
     if not isinstance(value, (nn.Module, nn.Parameter)):
         for name, part in getattr(value, "__dict__", {}).items():
-            if not isinstance(part, (*CONTAINERS, tuple)) or len(part) <= FEW:
+            if not isinstance(part, (*CONTAINERS, tuple)) or num_items(part) <= FEW:
                 yield name, part
 
 

@@ -351,3 +351,19 @@ def test_the_last_samples_of_all_replicas(Regression, assert_parity):
             return self.loss(batch) * (2 + before)
 
     assert_parity(Module)
+
+
+def test_tuples_that_have_no_length(Regression, assert_parity):
+    class Irreps(tuple):  # as e3nn's
+        def __len__(self):
+            raise NotImplementedError
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.irreps = Irreps([Irreps([1, 2]), 3])
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * self.irreps[1]
+
+    assert_parity(Module)

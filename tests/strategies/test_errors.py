@@ -245,7 +245,7 @@ SCRIPT = """
 
     if __name__ == "__main__":
         X = torch.arange(4.0).repeat(2, 1).T.contiguous().repeat(100, 1)
-        Trainer(accelerator="cpu", devices=2, strategy="manual_allreduce", max_epochs=1, logger=False,
+        Trainer(accelerator="cpu", devices=2, strategy="{engine}", max_epochs=1, logger=False,
                 enable_checkpointing=False, enable_progress_bar=False).fit(
             Slow(), torch.utils.data.DataLoader(X, 4))
 """
@@ -253,10 +253,10 @@ SCRIPT = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("automatic", [True, False])
-def test_sigint_ends_the_process(automatic: bool, tmp_path: Path) -> None:
+def test_sigint_ends_the_process(automatic: bool, engine: str, tmp_path: Path) -> None:
     """While replica 1 is busy and replica 0 waits for it."""
     script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(automatic=automatic, seconds=3))
+    script.write_text(textwrap.dedent(SCRIPT).format(automatic=automatic, engine=engine, seconds=3))
     with subprocess.Popen(
         [sys.executable, script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},

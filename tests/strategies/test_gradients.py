@@ -216,3 +216,17 @@ def test_hooks_in_the_step_of_a_run_that_is_over(Regression, train, make_loader)
     module.zero_grad()
     module.trainer.strategy.backward(module.loss(next(iter(make_loader()))), None)
     assert module.net[0].bias.grad.count_nonzero()
+
+
+def test_gradients_with_a_graph_are_warned_of(Regression, train, recwarn):
+    class Module(Regression):
+        def backward(self, loss):
+            loss.backward(create_graph=True)
+
+        def on_train_batch_end(self, *_):
+            self.zero_grad()  # or the graph is never freed
+
+    train(Module, check=False)
+    assert not [warning for warning in recwarn if "first replica" in str(warning.message)]
+    train(Module, 2, check=False)
+    assert [warning for warning in recwarn if "finds the first replica's loss alone" in str(warning.message)]

@@ -1,5 +1,7 @@
 """BatchNorm: statistics of each replica's shard, combined when somebody looks; or of the whole batch, as one device."""
 
+import contextlib
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -185,3 +187,48 @@ def test_devices_go_without_rather_than_get_a_single_sample(Regression, train, m
         sizes.clear()
         train(lambda: Sizes(bn1d()), k, loader=make_loader(8, num_samples), max_epochs=1, check=False)
         assert sum(sizes) == num_samples and min(sizes) > 1
+
+
+def test_statistics_of_a_replica_without_samples_do_not_count(Regression, train, make_loader):
+    """Batches too small to share are one replica's, and so are their statistics."""
+    loader = make_loader(2, num_samples=10)
+    one, *others = [train(lambda: Regression(bn1d()), k, loader=loader).net[1].state_dict() for k in (1, 2, 3)]
+    for other in others:
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=0)
+
+
+def test_statistics_count_with_the_samples_of_a_replica(Regression, train, make_loader):
+    """Of batches of 8 each has 4, and of those of 2 the first has both."""
+    loader = make_loader(8, num_samples=10)
+    module = train(
+        lambda: Regression(bn1d(), lambda module: torch.optim.SGD(module.parameters(), 0.0)), 2, loader=loader
+    )
+    first, second = (nn.BatchNorm1d(8).double() for _ in range(2))
+    for X, _ in [*loader, *loader]:
+        h = module.net[0](X).detach()
+        first(h[:4])
+        if len(h) == 8:
+            second(h[4:])
+    for name in ("running_mean", "running_var"):
+        expected = (12 * getattr(first, name) + 8 * getattr(second, name)) / 20
+        torch.testing.assert_close(getattr(module.net[1], name), expected, rtol=1e-10, atol=0)
+
+
+def test_statistics_after_an_error(Regression, train):
+    class Failing(Callback):
+        __module__ = "lightning.checks"
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if fails and trainer.global_step == 2:
+                raise KeyboardInterrupt
+
+    modules = []
+    for fails in (False, True):
+
+        def make():
+            modules.append(Regression(bn1d()))
+            return modules[-1]
+
+        with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+            train(make, 2, callbacks=lambda: [Failing()], max_steps=2, limit_train_batches=3)
+    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-12, atol=0)

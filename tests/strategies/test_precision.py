@@ -1,5 +1,7 @@
 """Every precision of the Trainer; the low ones to their own accuracy, with replicas equal bit for bit all the same."""
 
+import contextlib
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -83,6 +85,23 @@ def test_scaled_gradients(Regression, assert_parity, fused, manual, clip):
     )
     assert skips[0] < 2.0**8 * 64.0**8  # steps were skipped
     assert len(set(skips)) == 1  # the same ones
+
+
+def test_an_optimizer_that_unscales_by_itself(Regression, assert_parity, make_loader):
+    """Its copies would step with other scales when the GradScaler's grows in the middle of an epoch."""
+
+    class Growing(MixedPrecision):
+        def __init__(self):
+            super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=2))
+
+        def forward_context(self):
+            return contextlib.nullcontext()  # all of it in float64
+
+    assert_parity(
+        lambda: Regression(optimizer=lambda module: optim.SGD(module.parameters(), 0.1, fused=True)),
+        plugins=lambda: [Growing()],
+        loader=make_loader(num_samples=80),
+    )
 
 
 def test_a_skipped_step_changes_nothing(Regression, train):

@@ -1,5 +1,7 @@
 """What a module keeps from step to step: tensors and objects that steps make, and hooks swap, put back and delete."""
 
+import contextlib
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
@@ -169,3 +171,53 @@ def test_windows(Regression, train, make_loader):
     assert len(two.newest_first) == 3 + 1  # and the second's of the first step, when there was nothing to be before
     assert set(one.of_the_last) <= set(two.of_the_last)
     assert set(two.of_the_last.values()) >= {2}
+
+
+class Ema:
+    """As torch_ema's: refers to the weights, and puts their average in their place for a while."""
+
+    def __init__(self, parameters) -> None:
+        self.parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.averages = [parameter().detach().clone() for parameter in self.parameters]
+
+    def update(self) -> None:
+        for average, parameter in zip(self.averages, self.parameters):
+            average.lerp_(parameter().detach(), 0.1)
+
+    @contextlib.contextmanager
+    def swapped(self):
+        kept = [parameter().detach().clone() for parameter in self.parameters]
+        for values in (self.averages, kept):
+            for parameter, value in zip(self.parameters, values):
+                parameter().data.copy_(value)
+            if values is self.averages:
+                yield
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook, in_a_list):
+    class Module(Regression):
+        def on_before_zero_grad(self, optimizer):
+            self.averages[0].update()
+
+        def validation_step(self, batch, batch_idx):
+            with self.averages[0].swapped():
+                self.log("val_loss", self.loss(batch))
+
+    def make_average(self, *args, **kwargs):
+        own = [Ema(self.parameters())]
+        self.averages = own if in_a_list else Pair(own[0])
+        return Regression.configure_optimizers(self) if hook == "configure_optimizers" else None
+
+    class Pair:
+        def __init__(self, first):
+            self.first = first
+
+        def __getitem__(self, n):
+            return self.first
+
+    setattr(Module, hook, make_average)
+    modules = assert_parity(Module, val=True, num_sanity_val_steps=0)
+    losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
+    torch.testing.assert_close(losses, losses[:1] * 3, rtol=1e-10, atol=0)

@@ -135,3 +135,22 @@ def test_layers_that_cannot_be_copied(Regression, assert_parity, manual):
             self.average.update()
 
     assert_parity(Module)
+
+
+def test_weights_cut_by_their_data(Regression, train):
+    """The parameter stays the same object, with fewer rows and columns."""
+
+    class Module(Regression):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.net[0].weight.data = self.net[0].weight.data[:5].clone()
+                self.net[0].bias.data = self.net[0].bias.data[:5].clone()
+                self.net[2].weight.data = self.net[2].weight.data[:, :5].clone()
+                for parameter in self.parameters():
+                    parameter.grad = None
+
+    one, *others = [
+        train(lambda: Module(optimizer=lambda module: optim.SGD(module.parameters(), 0.1)), k) for k in (1, 2, 3)
+    ]
+    for other in others:
+        torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=1e-10, atol=1e-14)
