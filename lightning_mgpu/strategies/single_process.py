@@ -176,11 +176,8 @@ class SingleProcessStrategy(ParallelStrategy):
         modules, recorders = self.replicas(), self.recorders()
         sent, self._sent = self._sent, None
         if active == [0]:  # it has the whole batch, and nothing has to be put together
-            return (
-                active,
-                sizes[:1],
-                self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active),
-            )
+            outputs = self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active)
+            return active, sizes[:1], outputs
         if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
             shards = sent[2]
         else:  # a hook has changed it since

@@ -10,8 +10,8 @@ thing itself.
 
 import copy
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -29,7 +29,8 @@ CONTAINERS = (list, dict, set, deque)
 REBUILT = (MethodType, FunctionType, partial, weakref.ref, np.generic)  # of what is in them; or as plain as numbers
 NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
 FOLLOWED = (Optimizer, LightningOptimizer, LRScheduler, Trainer)  # they lead to layers, and are seen to elsewhere
-FEW = 100  # longer lists are collected outputs: what is in those stays as it is
+REFERENCES = (nn.Module, nn.Parameter, weakref.ref)  # to what replicas have their own of
+FEW = 100  # longer lists and dicts are collected outputs: what is in those stays as it is, unless it is a reference
 
 
 class Twins:
@@ -43,7 +44,7 @@ class Twins:
 
     def __init__(self, layers: dict[int, Any], device: torch.device, index: int) -> None:
         self.of, self.device, self.index = layers, device, index
-        # By id: an original, its copy, its length when copied; a dict's keys then, a Counter's counts
+        # By id: an original, its copy, its length when copied, or what was in a dict then
         self.copied: dict[int, tuple[Any, Any, Any]] = {}
         self.ends: dict[int, tuple[Any, Any]] = {}  # by the id of an original list: its copy's first and last item then
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
@@ -107,14 +108,17 @@ class Twins:
         return self._leads_to_layers(value, visited)
 
     def _leads_to_layers(self, value: Any, visited: set[int]) -> bool:
-        if isinstance(value, weakref.ref):
-            value = value()
-        if id(value) in self.of:
-            return True
-        if id(value) in visited or isinstance(value, (*PLAIN, *FOLLOWED, Tensor, nn.Module)):
-            return False
-        visited.add(id(value))
-        return any(self._leads_to_layers(part, visited) for part, _ in _parts(value, value))
+        todo = [value]
+        while todo:
+            part = todo.pop()
+            part = part() if isinstance(part, weakref.ref) else part
+            if id(part) in self.of:
+                return True
+            is_long = isinstance(part, (*CONTAINERS, tuple)) and not _is_looked_into(part)
+            if not is_long and id(part) not in visited and not isinstance(part, (*PLAIN, *FOLLOWED, Tensor, nn.Module)):
+                visited.add(id(part))
+                todo += [inner for inner, _ in _parts(part, part)]
+        return False
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -206,7 +210,7 @@ class Twins:
         if id(value) in self.copied:  # under two names
             return self.copied[id(value)][1]
         copied = deque(value) if type(value) is deque else copy.copy(value)  # one without `maxlen` forgets nothing
-        then = dict(value) if isinstance(value, Counter) else set(value) if isinstance(value, dict) else len(value)
+        then = dict(value) if isinstance(value, dict) else len(value)
         self.copied[id(value)] = value, copied, then
         for key, item in _items(value):
             if (own := self.own(item)) is not item:
@@ -263,22 +267,20 @@ def num_items(value: Any) -> int:
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     """Keys and values of a container, as far as there may be something of the replica's among them."""
-    if isinstance(value, dict):
-        yield from (pair for pair in value.items() if len(value) <= FEW or not isinstance(pair[1], Tensor))
-    elif not isinstance(value, set) and _is_looked_into(value):
-        yield from enumerate(value)
+    if not isinstance(value, set) and _is_looked_into(value):
+        yield from value.items() if isinstance(value, dict) else enumerate(value)
 
 
-def _is_looked_into(items: Sequence[Any]) -> bool:
-    return num_items(items) <= FEW or isinstance(items[0], nn.Module)
+def _is_looked_into(items: Any) -> bool:
+    if num_items(items) <= FEW:
+        return True
+    return isinstance(next(iter(items.values() if isinstance(items, dict) else items)), REFERENCES)
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object's attributes, but not those of a layer, and not what was collected in long lists."""
+    """An object's attributes, but not those of a layer."""
     if not isinstance(value, (nn.Module, nn.Parameter)):
-        for name, part in getattr(value, "__dict__", {}).items():
-            if not isinstance(part, (*CONTAINERS, tuple)) or num_items(part) <= FEW:
-                yield name, part
+        yield from getattr(value, "__dict__", {}).items()
 
 
 def _parts(value: Any, copied: Any) -> Iterable[tuple[Any, Any]]:

@@ -64,3 +64,28 @@ def test_lists_in_the_body_of_a_class(Regression, train):
         assert {key: sum(sizes) for key, sizes in other.counts.items()} == {
             key: sum(sizes) for key, sizes in one.counts.items()
         }
+
+
+class Kept:
+    def __init__(self):
+        self.inputs, self.by_input, self.last = [], {}, {}
+
+
+def test_long_lists_in_objects(Regression, train, make_loader):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.kept = Kept()
+
+        def training_step(self, batch, batch_idx):
+            for n, x in enumerate(batch[0]):
+                self.kept.inputs.append(x[0].item())
+                self.kept.by_input[x[0].item(), self.current_epoch] = n < 0
+                self.kept.last.pop(batch_idx - 20, None)
+                self.kept.last[batch_idx] = self.current_epoch
+            return self.loss(batch)
+
+    one, *others = [train(Module, k, loader=make_loader(num_samples=240)) for k in (1, 2, 3)]
+    assert len(one.kept.inputs) == 480
+    for other in others:
+        assert vars(other.kept) == vars(one.kept)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow
@@ -196,8 +197,12 @@ class Ema:
 
 @pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_fit_start", "on_train_start"])
 @pytest.mark.parametrize("in_a_list", [False, True])
-def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook, in_a_list):
+@pytest.mark.parametrize("num_layers", [0, 60])
+def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook, in_a_list, num_layers):
     class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)), nn.Linear(6, 3)))
+
         def on_before_zero_grad(self, optimizer):
             self.averages[0].update()
 
