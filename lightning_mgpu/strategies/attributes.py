@@ -156,8 +156,8 @@ def _add(original: Any, copied: Any, then: Any, copies: set[int], device: torch.
     if isinstance(original, set):
         original |= copied
     elif isinstance(original, dict):
-        if then and len(copied) == len(then) and next(reversed(copied)) is next(reversed(then)):
-            return  # nothing new: it would come last
+        if then and copied.keys() == then.keys():  # far faster than the loop where a dict is long
+            return
         for key, value in copied.items():
             if then and key in then:
                 continue

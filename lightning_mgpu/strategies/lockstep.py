@@ -50,9 +50,9 @@ class Lockstep:
                 total = plugin.pre_backward(total, original)  # scales it and calls the hooks
                 stack.enter_context(deferred_gradient_hooks(strategy.gradients.parameters))
             self.team.exchange()
-            if not self.joint and (scaler := getattr(plugin, "scaler", None)) is not None:
-                loss = scaler.scale(loss)
             if not self.joint:
+                if (scaler := getattr(plugin, "scaler", None)) is not None:
+                    loss = scaler.scale(loss)
                 if loss.requires_grad or not any(part.requires_grad for part in losses):  # else the shard has no part
                     plugin.backward(loss, module, optimizer, *args, **kwargs)
             elif is_first:
