@@ -13,18 +13,36 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 _TURN = threading.RLock()
-_OWN = threading.local()  # `depth`: how often the thread has entered
+_INSIDE = threading.local()  # `depth`: how often the thread has entered
+
+_patching = threading.Lock()
+_num_users = 0
+_undo = contextlib.ExitStack()  # takes the patches back
 
 
 def is_inside() -> bool:
     """Whether this thread is inside forward-mode AD, where it must not wait for other replicas."""
-    return getattr(_OWN, "depth", 0) > 0
+    return getattr(_INSIDE, "depth", 0) > 0
 
 
-def take_turns() -> None:
-    """Let threads enter forward-mode AD one after another: from now on, in this process."""
-    if hasattr(eager_transforms.jvp_increment_nesting, "takes_turns"):
-        return
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let threads enter forward-mode AD one after another; torch is as it was when the last user has left."""
+    global _num_users
+    with _patching:
+        if _num_users == 0:
+            _patch()
+        _num_users += 1
+    try:
+        yield
+    finally:
+        with _patching:
+            _num_users -= 1
+            if _num_users == 0:
+                _undo.close()
+
+
+def _patch() -> None:
     nesting, level = eager_transforms.jvp_increment_nesting, forward_ad.dual_level
     enter, leave = level.__enter__, level.__exit__
 
@@ -48,16 +66,20 @@ def take_turns() -> None:
         finally:
             self.turn.close()
 
-    in_turn.takes_turns = True  # type: ignore[attr-defined]
-    eager_transforms.jvp_increment_nesting = in_turn
-    level.__enter__, level.__exit__ = enter_in_turn, leave_in_turn  # type: ignore[method-assign]
+    for owner, name, new in (
+        (eager_transforms, "jvp_increment_nesting", in_turn),
+        (level, "__enter__", enter_in_turn),
+        (level, "__exit__", leave_in_turn),
+    ):
+        _undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, new)
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
     with _TURN:
-        _OWN.depth = getattr(_OWN, "depth", 0) + 1
+        _INSIDE.depth = getattr(_INSIDE, "depth", 0) + 1
         try:
             yield
         finally:
-            _OWN.depth -= 1
+            _INSIDE.depth -= 1

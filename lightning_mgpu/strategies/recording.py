@@ -84,8 +84,6 @@ class Recorder:
         self.given: dict[str, tuple[Any, int, Any]] = {}  # by key: the last `batch_size`, its shard's size, and the sum
         self.names = {id(metric): name for name, metric in self.metrics.items()}
         self.overrides_log = type(module).log is not LightningModule.log
-        if self.overrides_log:
-            _intercept_log()
         self._copies: dict[str, Any] = {}
         self._saved: dict[str, dict[str, Any]] = {}
 
@@ -212,15 +210,20 @@ def _as_is_now(value: Any) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone())
 
 
-def _intercept_log() -> None:
-    """Let `LightningModule.log`, which a user's own calls, look for a recorder first: from now on, in this process."""
-    log = LightningModule.log
-    if RECORDS in vars(log):
+@contextlib.contextmanager
+def intercepted_log(recorders: Sequence[Recorder]) -> Iterator[None]:
+    """Let `LightningModule.log`, which a `log` of the user's own calls, look for a recorder first."""
+    if not any(recorder.overrides_log for recorder in recorders):
+        yield
         return
+    log = LightningModule.log
 
     @wraps(log)
     def recorded(self: LightningModule, *args: Any, **kwargs: Any) -> None:
         vars(self).get(RECORDS, partial(log, self))(*args, **kwargs)
 
-    vars(recorded)[RECORDS] = True
     LightningModule.log = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LightningModule.log = log  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.embeddings import synchronize_embedding
-from lightning_mgpu.strategies.forward_mode import take_turns
 from lightning_mgpu.strategies.per_replica import PerReplica
 from lightning_mgpu.strategies.recording import Recorder, record_replicas
 from lightning_mgpu.strategies.replicas import Replicas
@@ -54,7 +53,6 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
             for layers in self._replicas.batch_norms:
                 synchronize_batch_norm(layers, self.team)
         if len(self.devices) > 1:
-            take_turns()
             for layers in self._replicas.embeddings:
                 if layers[0].max_norm is not None:
                     synchronize_embedding(layers, self.team)

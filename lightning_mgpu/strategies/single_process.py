@@ -23,7 +23,7 @@ from lightning_mgpu.strategies.generators import (
     watch_forks,
 )
 from lightning_mgpu.strategies.per_replica import profiled_once
-from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.recording import Recorder, intercepted_log
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
 from lightning_mgpu.strategies.team import Team
@@ -187,7 +187,8 @@ class SingleProcessStrategy(ParallelStrategy):
             with recorders[i].recording():
                 return getattr(modules[i], name)(shards[i], *args, **kwargs)
 
-        with profiled_once(modules[0].trainer.profiler, self.team):  # type: ignore[attr-defined]
+        profiler = modules[0].trainer.profiler  # type: ignore[attr-defined]
+        with profiled_once(profiler, self.team), intercepted_log(recorders):
             outputs = self._run(name, step, active)
         sizes = [sizes[i] for i in active]
         replay(recorders[0], [recorders[i].take() for i in active], sizes)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.strategies.forward_mode import is_inside
+from lightning_mgpu.strategies.forward_mode import is_inside, one_at_a_time
 from lightning_mgpu.strategies.generators import Streams, generator_states, set_generator_states
 
 
@@ -71,7 +71,7 @@ class Team:
             self.here.index = i
             try:
                 swap = self._swap(turns, i) if turns is not None else None
-                with meeting.attend(i, swap), modes.entered(self.devices[i]):
+                with meeting.attend(i, swap), modes.entered(self.devices[i]), one_at_a_time():
                     results[i] = function(i)
             except _Released:
                 pass

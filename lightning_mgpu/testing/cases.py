@@ -14,7 +14,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu.testing.probe import (
@@ -249,7 +251,7 @@ def cleanup(kind: Kind, directory: Path) -> Any:
     before = _settings()
     module = fitted(kind)
     left = [thread.name for thread in threading.enumerate() if thread not in before[0] and not _is_torchs(thread)]
-    changed = [name for name, value in _settings()[1].items() if value != before[1][name]]
+    changed = [name for name, value in _settings()[1].items() if value != before[1].get(name, value)]
     module.cpu()
     data = Data()
     data.trainer = module.trainer
@@ -269,8 +271,15 @@ def _settings() -> tuple[list[threading.Thread], dict[str, Any]]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "random.fork_rng": torch.random.fork_rng,
+        **functions(),
     }
+
+
+def functions() -> dict[str, Any]:
+    """What a strategy may have put functions of its own in the place of, for as long as a step takes."""
+    owners = (LightningModule, Trainer, nn.Module, Metric, Tensor, Optimizer, torch.autograd.forward_ad.dual_level)
+    spaces = (torch, torch.random, torch.autograd, torch.autograd.graph, torch._functorch.eager_transforms, *owners)
+    return {f"{at.__name__}.{name}": it for at in spaces for name, it in list(vars(at).items()) if callable(it)}
 
 
 def _is_torchs(thread: threading.Thread) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu.testing.cases import functions
 
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample: fewer than devices
 
@@ -108,7 +109,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 def train(
     make_trainer: Callable[..., Trainer], make_loader: Callable[..., DataLoader], engine: str
 ) -> Callable[..., LightningModule]:
-    """Build a module from the seed and fit it."""
+    """Build a module from the seed and fit it; functions of torch and Lightning are their own again afterwards."""
 
     def train(
         make: Make,
@@ -131,7 +132,9 @@ def train(
         trainer = make_trainer(
             devices=k, strategy=strategy, callbacks=[*checks, *callbacks()], plugins=plugins, **settings
         )
+        before = functions()
         trainer.fit(module, loader or make_loader(shape=shape), make_loader(shape=shape) if val else None)
+        assert not [name for name, function in functions().items() if function != before.get(name, function)]
         assert all(check.num_steps > 0 for check in checks)
         return module
 
