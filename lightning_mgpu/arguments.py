@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.config_file import read_config
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.tracking.flat import flatten
+from lightning_mgpu.flatten import flatten
 
 PACKAGE = Path(__file__).parent
 CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout

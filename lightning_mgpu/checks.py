@@ -20,8 +20,8 @@ from packaging.version import InvalidVersion, Version
 from lightning_mgpu.checkpoint_io import read_plain
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
+from lightning_mgpu.flatten import flatten
 from lightning_mgpu.redact import HIDDEN
-from lightning_mgpu.tracking.flat import flatten
 
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max  # what torch counts and computes with
 LEAST = {  # of the Trainer's numbers, those it takes whatever they are: then it divides by them, or ignores them

@@ -46,7 +46,6 @@ from lightning_mgpu.callbacks import (
     Watch,
     is_search,
 )
-from lightning_mgpu.callbacks.epoch_timer import devices
 from lightning_mgpu.checks import (
     check_checkpoint,
     check_classes,
@@ -61,6 +60,7 @@ from lightning_mgpu.checks import (
 )
 from lightning_mgpu.closing_line import closing_line
 from lightning_mgpu.clusters import follow_launcher
+from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.explain import explain, parameters
 from lightning_mgpu.from_checkpoint import SECTIONS, disagreements

@@ -15,7 +15,7 @@ import torch
 
 from lightning_mgpu.arguments import given_options
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.tracking.flat import flatten
+from lightning_mgpu.flatten import flatten
 
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on

@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import IO, NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NoReturn
 
 STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
 
@@ -16,30 +17,57 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
 
     On Ctrl-C, or any other exception, it is stopped with the processes it has started: killed after `STOP_SECONDS`.
     """
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGINT)
+    with process_group(command, stdout=output, stderr=output and subprocess.STDOUT) as process:
         try:
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
                 process.wait(STOP_SECONDS)
-        finally:
-            kill_group(process)
-        raise
-    kill_group(process)
-    return process.returncode
+            raise
+    return int(process.returncode)
 
 
-def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process started with `start_new_session`, and those it has started."""
+@contextlib.contextmanager
+def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
+    """Start a command, as `subprocess.Popen` does; at the end of the block it is killed with those it has started."""
+    process = None
+    try:
+        with _deferred_signals():
+            process = subprocess.Popen(command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **kwargs})
+        yield process
+    finally:
+        if process is not None:
+            _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
     process.wait()
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """A signal that comes inside is handled at the end: who starts a process has got to know it then."""
+    signums = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread():
+        signums = []  # signals are handled in the main thread alone
+    handlers = {signum: signal.getsignal(signum) for signum in signums}
+    arrived: list[int] = []
+    for signum, handler in handlers.items():
+        if handler not in (signal.SIG_IGN, None):  # a process inherits what is ignored
+            signal.signal(signum, lambda signum, frame: arrived.append(signum))
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if handler is not None:  # set by C code
+                signal.signal(signum, handler)
+        for late in arrived:
+            signal.raise_signal(late)
 
 
 def exit_on_sigterm() -> None:

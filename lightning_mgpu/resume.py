@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_mgpu.arguments import given_options
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.flatten import flatten
 from lightning_mgpu.from_checkpoint import as_flag, shown
 from lightning_mgpu.run_dir import RUN_DIR
-from lightning_mgpu.tracking.flat import flatten
 
 FLAG = "--resume"
 RUNS = Path("runs")

@@ -11,7 +11,7 @@
 | `report.py`     | the table and the pictures; `compare.py` holds two reports side by side  |
 | `exchange.py`   | the allreduce functions alone; `exchange_processes.py`: gloo and NCCL; `exchange_report.py` |
 | `time_to_accuracy.py` | seconds until a test accuracy                                      |
-| `directory.py`, `cores.py` | where a report goes, and the cores there are                 |
+| `directory.py`, `cores.py` | where a report goes, and the cores and the memory there are  |
 | `timing.py`     | the book's `Timer` and `Benchmark`                                       |
 | `data_path.py`  | this package's data path against torchvision's, by itself                |
 """

@@ -11,7 +11,6 @@ that.
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
-from lightning_mgpu.benchmark.cores import num_cores
+from lightning_mgpu.benchmark.cores import free_memory, num_cores
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
-from lightning_mgpu.benchmark.exchange_report import plot_exchange, size_text, table
-from lightning_mgpu.callbacks.epoch_timer import synchronize
+from lightning_mgpu.benchmark.exchange_report import plot_exchange, result, size_text, table
+from lightning_mgpu.devices import synchronize
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")
@@ -108,22 +107,6 @@ def model_gradients(model: nn.Module) -> list[torch.Size]:
     return [p.shape for p in model.parameters() if p.requires_grad]
 
 
-def result(name: str, k: int, num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
-    """A row: the median of `times` with its spread in seconds, and what it makes in bytes/s."""
-    median = statistics.median(times)
-    return {
-        "algorithm": name,
-        "k": k,
-        "bytes": num_bytes,
-        "seconds": median,
-        "min": min(times),
-        "max": max(times),
-        "runs": len(times),
-        "algorithm_bandwidth": num_bytes / median,
-        "bus_bandwidth": 2 * (k - 1) / k * num_bytes / median,
-    }
-
-
 def _measure(
     calls: Mapping[str, Callable[[list[list[Tensor]]], None]],
     shapes: Sequence[torch.Size],
@@ -196,18 +179,6 @@ def interleave(
             times[name].append(clock() - start)
         repeat += 1
     return times
-
-
-def free_memory(devices: Sequence[torch.device]) -> float:
-    """Bytes free where the tensors go: on the fullest kind of `devices`; infinite where the system does not say."""
-    free = [float(torch.cuda.mem_get_info(d)[0]) for d in devices if d.type == "cuda"]
-    if any(d.type == "cpu" for d in devices):
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            free.append(next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
-        except (OSError, StopIteration):  # not Linux
-            free.append(float("inf"))
-    return min(free, default=float("inf"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

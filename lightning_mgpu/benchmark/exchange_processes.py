@@ -6,20 +6,20 @@ thread, and writes a line of JSON for each size.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_mgpu.benchmark.cores import num_cores
+from lightning_mgpu.benchmark.cores import free_memory, num_cores
+from lightning_mgpu.benchmark.exchange_report import result
+from lightning_mgpu.processes import process_group
 
 
 def measure_processes(
@@ -36,8 +36,6 @@ def measure_processes(
         sizes: Bytes a process.
         timeout: Seconds for all sizes of one k; then its processes are ended, and what is missing says so.
     """
-    from lightning_mgpu.benchmark.exchange import free_memory, result
-
     rows: list[dict[str, Any]] = []
     for k in ks:
         name = "nccl" if torch.cuda.device_count() >= k else "gloo"
@@ -62,16 +60,13 @@ def _start(
     """The times of every size, and why some are missing."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         command = [sys.executable, "-m", __name__, backend, str(k), str(seconds), *map(str, sizes)]
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
         error = ""
-        try:
-            if process.wait(timeout) != 0:
-                error = "failed"
-        except subprocess.TimeoutExpired:
-            error = f"not done after {timeout:g} s"
-        finally:  # also on Ctrl-C: the ranks with it
-            if process.poll() is None or error:
-                _end(process)
+        with process_group(command, stdout=out, stderr=err) as process:
+            try:
+                if process.wait(timeout) != 0:
+                    error = "failed"
+            except subprocess.TimeoutExpired:
+                error = f"not done after {timeout:g} s"
         out.seek(0)
         err.seek(0)
         whole = [line for line in out if line.startswith("{") and line.endswith("\n")]  # older gloos print lines, too
@@ -80,12 +75,6 @@ def _start(
             last = [line for line in err.read().splitlines() if line.strip()][-1:]
             error = f"failed: {''.join(last)[:200]}"
     return times, error
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):  # all have ended by themselves
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _rank(rank: int, backend: str, k: int, seconds: float, sizes: list[int], meeting_point: str) -> None:

@@ -1,5 +1,6 @@
-"""What `exchange.py` has measured, as text and as a picture."""
+"""What `exchange.py` has measured: rows, as text and as a picture."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,22 @@ from typing import Any
 from matplotlib.figure import Figure
 
 LIMIT_COLORS = {"copy": "grey", "read-modify-write": "black"}  # of what memory can do: dashed
+
+
+def result(name: str, k: int, num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
+    """A row: the median of `times` with its spread in seconds, and what it makes in bytes/s."""
+    median = statistics.median(times)
+    return {
+        "algorithm": name,
+        "k": k,
+        "bytes": num_bytes,
+        "seconds": median,
+        "min": min(times),
+        "max": max(times),
+        "runs": len(times),
+        "algorithm_bandwidth": num_bytes / median,
+        "bus_bandwidth": 2 * (k - 1) / k * num_bytes / median,
+    }
 
 
 def size_text(num_bytes: int) -> str:

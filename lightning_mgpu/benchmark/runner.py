@@ -18,7 +18,7 @@ from lightning_mgpu import __version__
 from lightning_mgpu.benchmark.cores import num_cores
 from lightning_mgpu.benchmark.plan import Configuration, interleaved
 from lightning_mgpu.benchmark.worker import RESULT
-from lightning_mgpu.processes import kill_group
+from lightning_mgpu.processes import process_group
 
 
 class MeasurementError(RuntimeError):
@@ -39,21 +39,12 @@ def measure_in_process(
     steps = {"warm_up": warm_up, "num_steps": num_steps}
     order = {"configuration": configuration.asdict(), "data": data, "malloc": malloc, **steps}
     command = [sys.executable, "-m", "lightning_mgpu.benchmark.worker", json.dumps(order)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(configuration),
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise MeasurementError(f"{configuration.key}: no result after {timeout:.0f} s") from None
-    finally:
-        kill_group(process)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with process_group(command, env=environment(configuration), **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise MeasurementError(f"{configuration.key}: no result after {timeout:.0f} s") from None
     for line in output.splitlines():
         if line.startswith(RESULT):
             return json.loads(line.removeprefix(RESULT))  # type: ignore[no-any-return]

@@ -24,7 +24,8 @@ from typing_extensions import override
 
 from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.runner import machine
-from lightning_mgpu.callbacks.epoch_timer import EpochTimer, own_devices, synchronize
+from lightning_mgpu.callbacks.epoch_timer import EpochTimer
+from lightning_mgpu.devices import own_devices, synchronize
 from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.processes import run_in_group
 from lightning_mgpu.redact import redact_arguments

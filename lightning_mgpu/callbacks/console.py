@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_timer import devices
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.devices import devices
 
 
 class RunHeader(Callback):

@@ -20,7 +20,7 @@ from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_timer import own_devices
+from lightning_mgpu.devices import own_devices
 from lightning_mgpu.errors import UsageError
 
 COMPILERS = {  # by device: what Inductor, or Triton for its launchers, looks for

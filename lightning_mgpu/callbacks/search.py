@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.console import RunHeader, per_device
-from lightning_mgpu.callbacks.epoch_timer import devices
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import UsageError
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it

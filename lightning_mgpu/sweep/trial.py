@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_mgpu.processes import run_in_group
+from lightning_mgpu.redact import redact
 
 Metrics = dict[str, list[tuple[int, float]]]
 """(epoch from 1, value), by name."""
@@ -18,14 +19,16 @@ EXCEPTION = re.compile(r"([\w.]+\.)?\w*(Error|Exception)\b.*")  # as the last li
 def run_trial(arguments: Sequence[str], log: Path) -> str | None:
     """Run `fit`, its output in a file; returns what ended it in one line, `None` if it went well.
 
-    On Ctrl-C the trial is stopped, with the processes it has started.
+    On Ctrl-C the trial is stopped, with the processes it has started. Secrets in its output, of a traceback say, are
+    hidden when it has ended.
     """
     command = [sys.executable, "-m", "lightning_mgpu", "fit", *arguments]
-    with log.open("w") as output:
-        status = run_in_group(command, output)
-    if status == 0:
-        return None
-    return why_it_ended(log.read_text(errors="replace"), status)
+    try:
+        with log.open("w") as output:
+            status = run_in_group(command, output)
+    finally:
+        log.write_text(redact(log.read_text(errors="replace")))
+    return None if status == 0 else why_it_ended(log.read_text(), status)
 
 
 def why_it_ended(output: str, status: int) -> str:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.processes import kill_group
+from lightning_mgpu.processes import process_group
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.promises import PROMISES, Promise
 
@@ -119,23 +118,17 @@ def _run_worker(kind: Kind, specs: list[str], directory: Path, results: Path, ti
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
     log = results / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-        try:
-            deadline = time.monotonic() + 60  # to start
-            known = 0
-            while process.poll() is None:
-                if (done := sum(1 for _ in results.iterdir())) != known:
-                    known, deadline = done, time.monotonic() + timeout
-                if time.monotonic() > deadline:
-                    return f"hangs: nothing for {timeout:.0f} s"
-                time.sleep(0.02)
-            if not _wait_for(lambda: not _is_alive(process.pid), seconds=10):
-                return "leaves processes behind"
-        finally:
-            kill_group(process)
+    with log.open("wb") as output, process_group(command, stdout=output, stderr=output, env=environment) as process:
+        deadline = time.monotonic() + 60  # to start
+        known = 0
+        while process.poll() is None:
+            if (done := sum(1 for _ in results.iterdir())) != known:
+                known, deadline = done, time.monotonic() + timeout
+            if time.monotonic() > deadline:
+                return f"hangs: nothing for {timeout:.0f} s"
+            time.sleep(0.02)
+        if not _wait_for(lambda: not _is_alive(process.pid), seconds=10):
+            return "leaves processes behind"
     if process.returncode in (0, 3):
         return ""
     lines = log.read_text(errors="replace").strip().splitlines()

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_mgpu.errors import in_one_line
+from lightning_mgpu.flatten import flatten
 from lightning_mgpu.redact import redact, redact_arguments
-from lightning_mgpu.tracking.flat import flatten
 from lightning_mgpu.tracking.server import choose_mode
 
 if TYPE_CHECKING:

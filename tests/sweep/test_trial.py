@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.sweep.trial import divergence, read_metrics, why_it_ended
+from lightning_mgpu.sweep.trial import divergence, read_metrics, run_trial, why_it_ended
 
 TRACEBACK = "epoch 1/2\nTraceback (most recent call last):\n  File ...\n"
 
@@ -25,6 +25,26 @@ TRACEBACK = "epoch 1/2\nTraceback (most recent call last):\n  File ...\n"
 )
 def test_why_it_ended(output: str, status: int, line: str) -> None:
     assert why_it_ended(output, status) == line
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt])
+def test_no_secret_stays_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
+    """Tracebacks show them."""
+
+    def run(command: Any, output: Any) -> int:
+        output.write("Traceback\nOSError: https://bob:hunter2@host is away\n")
+        if end:
+            raise end
+        return 1
+
+    monkeypatch.setattr("lightning_mgpu.sweep.trial.run_in_group", run)
+    log = tmp_path / "trial.log"
+    if end:
+        with pytest.raises(end):
+            run_trial([], log)
+    else:
+        assert run_trial([], log) == "OSError: https://***@host is away"
+    assert log.read_text() == "Traceback\nOSError: https://***@host is away\n"
 
 
 SLEEPER = """
@@ -45,6 +65,25 @@ def test_a_closed_terminal_ends_the_trial_unless_under_nohup(before: str, status
         process.send_signal(signum)
     code, _, err = command.finish(process, 20)
     assert code == status, err
+    with pytest.raises(ProcessLookupError):
+        os.kill(trial, 0)
+
+
+def test_a_signal_while_the_trial_starts_ends_it(command: Any) -> None:
+    """Nobody has got to know its process then."""
+    start = """
+import subprocess
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        print(self.pid, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+subprocess.Popen = Popen
+sleep ="""
+    process = command.start(launcher=("-c", SLEEPER.format(before="SIG_DFL").replace("sleep =", start)))
+    trial = int(process.stdout.readline())
+    code, _, err = command.finish(process, 20)
+    assert code == 128 + signal.SIGTERM, err
     with pytest.raises(ProcessLookupError):
         os.kill(trial, 0)
 

@@ -1,6 +1,6 @@
 """Dotted keys, as on the command line."""
 
-from lightning_mgpu.tracking.flat import flatten
+from lightning_mgpu.flatten import flatten
 
 
 def test_nested_mappings_become_dotted_keys() -> None:
