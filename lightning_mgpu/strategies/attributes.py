@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
 
-OWN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
+BUILT_IN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_backward_hooks", "_backward_pre_hooks"),
@@ -64,7 +64,7 @@ class Attributes:
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
-                elif is_users and name not in OWN and not isinstance(value, Tensor):
+                elif is_users and name not in BUILT_IN and not isinstance(value, Tensor):
                     vars(replica)[name] = self.twins.own(value)
         for original, replica, owner, name in self._of_classes:
             if name not in vars(original):
@@ -138,7 +138,7 @@ class Attributes:
         for original, replica, is_users in self.pairs:
             if is_users:
                 for name, value in vars(original).items():
-                    if name not in OWN and not isinstance(value, (Tensor, *PLAIN)):
+                    if name not in BUILT_IN and not isinstance(value, (Tensor, *PLAIN)):
                         yield replica, name, value
 
 

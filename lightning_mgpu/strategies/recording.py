@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
-from lightning_mgpu.strategies.attributes import OWN
+from lightning_mgpu.strategies.attributes import BUILT_IN
 from lightning_mgpu.strategies.replicas import SHARED
 from lightning_mgpu.strategies.shards import leaves
-from lightning_mgpu.strategies.twins import CONTAINERS, FEW
+from lightning_mgpu.strategies.twins import CONTAINERS, MAX_ITEMS
 
 METHODS = ("forward", "update", "compute", "reset")
 LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -50,7 +50,7 @@ def find_metrics(module: LightningModule) -> dict[str, Any]:
     found: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     for name, owner in list(found.items()):
         for attribute, value in vars(owner).items():
-            if attribute not in OWN and not (isinstance(owner, Metric) and attribute.startswith("_")):
+            if attribute not in BUILT_IN and not (isinstance(owner, Metric) and attribute.startswith("_")):
                 found.update({f"{name}.{attribute}.{n}": item for n, item in enumerate(_inside(value))})
     names = {
         id(item): name for name, item in found.items() if isinstance(item, (Metric, MetricCollection, MetricTracker))
@@ -67,7 +67,7 @@ def _inside(value: Any) -> Iterator[Any]:
             if id(item) not in visited and not isinstance(item, (*SHARED, Trainer, Tensor, nn.Module, type)):
                 visited.add(id(item))
                 parts = getattr(item, "__dict__", {}).values()
-                todo.extend(part for part in parts if not isinstance(part, CONTAINERS) or len(part) <= FEW)
+                todo.extend(part for part in parts if not isinstance(part, CONTAINERS) or len(part) <= MAX_ITEMS)
 
 
 class Recorder:

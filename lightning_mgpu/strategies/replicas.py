@@ -123,7 +123,7 @@ class Replicas:
         """Whether the original's parameters were changed in place since `mark_equal`."""
         return self._versions != tuple(parameters[0]._version for parameters in self.parameters)
 
-    def is_outgrown(self) -> bool:
+    def has_new_structure(self) -> bool:
         """Whether layers or parameters of the original were added, removed, replaced or cut since it was copied."""
         return any(now != known for now, known in zip(map(_structure, self._parts, self._are_users), self._structure))
 

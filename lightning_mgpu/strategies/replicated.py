@@ -99,7 +99,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
 
     @override
     def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_split and self._replicas.is_outgrown():
+        if self.is_split and self._replicas.has_new_structure():
             self.renew_replicas()
         return super().evaluate(name, batch, *args, **kwargs)
 

@@ -134,7 +134,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
                     f"training_step takes whole batches from dataloader_iter: {self.devices[0]} works alone."
                 )
             return super().training_step(batch, *args, **kwargs)
-        if self._replicas.is_outgrown():
+        if self._replicas.has_new_structure():
             self.renew_replicas()
         meetings: AbstractContextManager = nullcontext()
         if not self.original.automatic_optimization:

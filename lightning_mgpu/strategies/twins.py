@@ -30,7 +30,7 @@ REBUILT = (MethodType, FunctionType, partial, weakref.ref, np.generic)  # of wha
 NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
 FOLLOWED = (Optimizer, LightningOptimizer, LRScheduler, Trainer)  # they lead to layers, and are seen to elsewhere
 REFERENCES = (nn.Module, nn.Parameter, weakref.ref)  # to what replicas have their own of
-FEW = 100  # longer lists and dicts are collected outputs: what is in those stays as it is, unless it is a reference
+MAX_ITEMS = 100  # longer lists and dicts are collected outputs: what is in them stays, unless it is a reference
 
 
 class Twins:
@@ -89,7 +89,7 @@ class Twins:
         if value is copied or type(value) is not type(copied) or id(value) in self.of or id(value) in visited:
             return
         visited.add(id(value))
-        if isinstance(value, (*CONTAINERS, tuple)) and num_items(value) <= FEW:
+        if isinstance(value, (*CONTAINERS, tuple)) and num_items(value) <= MAX_ITEMS:
             for part, its_copy in () if isinstance(value, set) else _parts(value, copied):
                 self.add_objects(part, its_copy, visited)
         elif isinstance(value, MethodType):
@@ -194,15 +194,16 @@ class Twins:
             visited.add(id(value))
             if isinstance(value, (Tensor, torch.Generator)):
                 self._kept[id(value)] = value, version_of(value), own
-            elif isinstance(value, dict) and len(value) <= FEW:
+            elif isinstance(value, dict) and len(value) <= MAX_ITEMS:
                 todo += [(item, own[key]) for key, item in value.items() if key in own]
             elif (
                 isinstance(value, (list, tuple, deque))
-                and num_items(value) <= FEW
+                and num_items(value) <= MAX_ITEMS
                 and not getattr(value, "maxlen", None)
             ):
-                _, copied, length = self.copied.get(id(value), (None, None, FEW))
-                todo += list(zip(value, own))[: length if copied is own else FEW]  # what was added has no place yet
+                _, copied, length = self.copied.get(id(value), (None, None, MAX_ITEMS))
+                length = length if copied is own else MAX_ITEMS
+                todo += list(zip(value, own))[:length]  # what was added has no place yet
             elif id(value) not in self.of and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT)):
                 self._made[id(value)] = value, own
 
@@ -272,7 +273,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_looked_into(items: Any) -> bool:
-    if num_items(items) <= FEW:
+    if num_items(items) <= MAX_ITEMS:
         return True
     return isinstance(next(iter(items.values() if isinstance(items, dict) else items)), REFERENCES)
 

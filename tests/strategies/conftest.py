@@ -106,6 +106,12 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def trainer_on(make_trainer: Callable[..., Trainer], engine: str) -> Callable[..., Trainer]:
+    """A Trainer on k devices: several run the strategy under test, unless another is named."""
+    return lambda k=2, **kwargs: make_trainer(**{"devices": k, "strategy": engine if k > 1 else "auto", **kwargs})
+
+
+@pytest.fixture
 def train(
     make_trainer: Callable[..., Trainer], make_loader: Callable[..., DataLoader], engine: str
 ) -> Callable[..., LightningModule]:

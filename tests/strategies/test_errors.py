@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -79,51 +79,31 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(24, dtype=torch.float64).view(12, 2)), 4)
 
 
-ENGINE = "manual_allreduce"  # or what the fixture says
-
-
-@pytest.fixture(autouse=True)
-def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ENGINE", engine)
-
-
-def trainer_on(strategy: Any = None, devices: int = 2, **kwargs: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(
-        **{"accelerator": "cpu", "max_epochs": 1, **quiet, "strategy": strategy or ENGINE, "devices": devices, **kwargs}
-    )
-
-
-def assert_clean_and_usable() -> None:
+def assert_clean_and_usable(trainer_on: Any) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
     trainer_on().fit(Fails(), loader())
 
 
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward", "metric"])
-def test_a_failure_in_one_replica(where: str, manual: bool) -> None:
+def test_a_failure_in_one_replica(trainer_on: Any, where: str, manual: bool) -> None:
     num_threads = torch.get_num_threads()
     with pytest.raises(LookupError, match=f"in {where}") as raised:
         trainer_on().fit(Fails(where, manual), loader())
     assert "raised in replica 1 on cpu" in " ".join(getattr(raised.value, "__notes__", map(str, raised.value.args)))
     assert torch.get_num_threads() == num_threads
-    assert_clean_and_usable()
+    assert_clean_and_usable(trainer_on)
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_ctrl_c_in_a_replica(manual: bool) -> None:
+def test_ctrl_c_in_a_replica(trainer_on: Any, manual: bool) -> None:
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer_on().fit(Fails("interrupt", manual), loader())
-    assert_clean_and_usable()
+    assert_clean_and_usable(trainer_on)
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_an_allreduce_that_fails_in_training(manual: bool) -> None:
+def test_an_allreduce_that_fails_in_training(trainer_on: Any, manual: bool) -> None:
     is_training = False
 
     def allreduce(tensors: list[Tensor]) -> None:
@@ -137,8 +117,8 @@ def test_an_allreduce_that_fails_in_training(manual: bool) -> None:
             is_training = True
 
     with pytest.raises(LookupError, match="cable"):
-        trainer_on(ManualAllreduceStrategy(allreduce)).fit(Starts(manual=manual), loader())
-    assert_clean_and_usable()
+        trainer_on(strategy=ManualAllreduceStrategy(allreduce)).fit(Starts(manual=manual), loader())
+    assert_clean_and_usable(trainer_on)
 
 
 def message(raised: pytest.ExceptionInfo) -> str:
@@ -150,9 +130,9 @@ def message(raised: pytest.ExceptionInfo) -> str:
 @pytest.mark.parametrize(
     "split", [[1.0], [1.0, 1.0, 1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], []]
 )
-def test_wrong_split(split: list[float]) -> None:
+def test_wrong_split(trainer_on: Any, split: list[float]) -> None:
     with pytest.raises(MisconfigurationException) as raised:
-        trainer_on(ManualAllreduceStrategy(split=split)).fit(Fails(), loader())
+        trainer_on(strategy=ManualAllreduceStrategy(split=split)).fit(Fails(), loader())
     assert str(split) in message(raised) and "one positive share for each of the 2 devices" in message(raised)
 
 
@@ -190,7 +170,9 @@ LAUNCHERS = [(TORCHRUN, "WORLD_SIZE"), (SLURM, "SLURM_NTASKS")]
 
 
 @pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS)
-def test_several_processes_are_refused(variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused(
+    trainer_on: Any, variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {**variables, world_size: "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(MisconfigurationException) as raised:
@@ -200,16 +182,18 @@ def test_several_processes_are_refused(variables: Any, world_size: str, monkeypa
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")
 @pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS)
-def test_a_single_process_is_accepted(variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_is_accepted(
+    trainer_on: Any, variables: Any, world_size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {**variables, "RANK": "0", "LOCAL_RANK": "0", world_size: "1"}.items():
         monkeypatch.setenv(name, value)
-    trainer = trainer_on(devices=3)
+    trainer = trainer_on(3)
     trainer.fit(Fails(), loader())
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert trainer.is_global_zero
 
 
-def test_several_nodes_are_refused() -> None:
+def test_several_nodes_are_refused(trainer_on: Any) -> None:
     with pytest.raises(MisconfigurationException) as raised:
         trainer_on(num_nodes=2).fit(Fails(), loader())
     assert "num_nodes=2" in message(raised) and "ddp" in message(raised)
@@ -330,7 +314,7 @@ def test_the_books_first_allreduce_is_refused_in_one_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("output", [5.0, "loss", [1.0], {"a": 5}, MappingProxyType({"a": 5})])
 @pytest.mark.parametrize("num_samples", [1, 4])
-def test_lightning_refuses_what_a_step_returns(output: Any, num_samples: int) -> None:
+def test_lightning_refuses_what_a_step_returns(trainer_on: Any, output: Any, num_samples: int) -> None:
     class Returns(Fails):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return output
@@ -339,7 +323,7 @@ def test_lightning_refuses_what_a_step_returns(output: Any, num_samples: int) ->
         trainer_on().fit(Returns(), DataLoader(TensorDataset(torch.ones(num_samples, 2).double()), num_samples))
 
 
-def test_steps_after_the_run() -> None:
+def test_steps_after_the_run(trainer_on: Any) -> None:
     """As Lightning's own tests do: the module alone computes them."""
     module, trainer = Fails(), trainer_on()
     trainer.fit(module, loader())

@@ -4,6 +4,7 @@ import copy
 from collections import namedtuple
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 Pair = namedtuple("Pair", "X y")
 
 
-ENGINE = "manual_allreduce"  # or what the fixture says
-
-
-@pytest.fixture(autouse=True)
-def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ENGINE", engine)
-
-
-def trainer_on(k: int, **kwargs: Any) -> Trainer:
-    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else ENGINE, "devices": k}
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**{"accelerator": "cpu", "max_epochs": 2, **quiet, **kind, **kwargs})
+@pytest.fixture
+def trainer_on(trainer_on: Any) -> Any:
+    return partial(trainer_on, max_epochs=2, num_sanity_val_steps=2)
 
 
 def data(num_samples: int = 11, seed: int = 1) -> TensorDataset:
@@ -106,7 +93,12 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 def fitted(
-    k: int, make: Callable[[], LightningModule], loaders: Callable[[], Any], *callbacks: Callback, **kw: Any
+    trainer_on: Any,
+    k: int,
+    make: Callable[[], LightningModule],
+    loaders: Callable[[], Any],
+    *callbacks: Callback,
+    **kw: Any,
 ) -> Any:
     seed_everything(0, verbose=False)
     trainer, module = trainer_on(k, callbacks=list(callbacks), **kw), make()
@@ -118,10 +110,12 @@ def fitted(
     return module.state_dict(), {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer
 
 
-def assert_fits_alike(make: Callable[[], LightningModule], loaders: Callable[[], Any], **kwargs: Any) -> None:
-    expected = fitted(1, make, loaders, **kwargs)
+def assert_fits_alike(
+    trainer_on: Any, make: Callable[[], LightningModule], loaders: Callable[[], Any], **kwargs: Any
+) -> None:
+    expected = fitted(trainer_on, 1, make, loaders, **kwargs)
     for k in (2, 3):
-        found = fitted(k, make, loaders, **kwargs)
+        found = fitted(trainer_on, k, make, loaders, **kwargs)
         assert_equal(found[0], expected[0])
         assert found[1] == pytest.approx(expected[1], rel=1e-6)
 
@@ -178,12 +172,12 @@ BATCHES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
 
 @pytest.mark.filterwarnings("ignore:A batch whose parts differ")
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(name: str) -> None:
+def test_batches(trainer_on: Any, name: str) -> None:
     make, unpack = BATCHES[name]
-    assert_fits_alike(lambda: Regression(unpack), collated(make))
+    assert_fits_alike(trainer_on, lambda: Regression(unpack), collated(make))
 
 
-def test_batches_nobody_can_split() -> None:
+def test_batches_nobody_can_split(trainer_on: Any) -> None:
     """They go whole to one device; the others take part in the update."""
 
     class Numbers(Regression):
@@ -202,7 +196,7 @@ def test_batches_nobody_can_split() -> None:
         return batch.numbers, None
 
     with pytest.warns(UserWarning, match="nobody knows how to cut"):
-        assert_fits_alike(lambda: Numbers(unpack), lambda: DataLoader(range(12), 4, collate_fn=Box))
+        assert_fits_alike(trainer_on, lambda: Numbers(unpack), lambda: DataLoader(range(12), 4, collate_fn=Box))
 
 
 class Features(MutableMapping):
@@ -227,7 +221,7 @@ class Features(MutableMapping):
         return len(self.features)
 
 
-def test_mappings_of_ones_own() -> None:
+def test_mappings_of_ones_own(trainer_on: Any) -> None:
     class Whole(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, batch: Any, i: int) -> None:
             assert len(batch["X"]) == (3 if i == 2 else 4)
@@ -236,18 +230,18 @@ def test_mappings_of_ones_own() -> None:
         return batch["X"], batch["y"]
 
     make = collated(lambda X, y: Features({"X": X, "y": y}))
-    assert_fits_alike(lambda: Regression(unpack), make)
-    fitted(2, lambda: Regression(unpack), make, Whole())
+    assert_fits_alike(trainer_on, lambda: Regression(unpack), make)
+    fitted(trainer_on, 2, lambda: Regression(unpack), make, Whole())
 
 
-def test_batches_of_one_sample() -> None:
-    assert_fits_alike(Regression, lambda: loader(5, 1))
+def test_batches_of_one_sample(trainer_on: Any) -> None:
+    assert_fits_alike(trainer_on, Regression, lambda: loader(5, 1))
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
 @pytest.mark.parametrize("batch_sizes", [(4, 4), (4, 3)])
 @pytest.mark.filterwarnings("ignore:A batch whose parts differ")
-def test_combined_loaders(mode: Any, batch_sizes: tuple[int, int]) -> None:
+def test_combined_loaders(trainer_on: Any, mode: Any, batch_sizes: tuple[int, int]) -> None:
     def unpack(batch: Any) -> tuple[Tensor, Tensor]:
         parts = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -255,16 +249,18 @@ def test_combined_loaders(mode: Any, batch_sizes: tuple[int, int]) -> None:
     def make() -> CombinedLoader:
         return CombinedLoader({"a": loader(11, batch_sizes[0]), "b": loader(6, batch_sizes[1])}, mode)
 
-    assert_fits_alike(lambda: Regression(unpack), make)
+    assert_fits_alike(trainer_on, lambda: Regression(unpack), make)
 
 
-def test_iterable_dataset_and_workers() -> None:
+def test_iterable_dataset_and_workers(trainer_on: Any) -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
             return iter(data(7))
 
-    assert_fits_alike(Regression, lambda: DataLoader(Stream(), 3))
-    assert_fits_alike(Regression, lambda: loader(num_workers=1, multiprocessing_context="fork"), max_epochs=1)
+    assert_fits_alike(trainer_on, Regression, lambda: DataLoader(Stream(), 3))
+    assert_fits_alike(
+        trainer_on, Regression, lambda: loader(num_workers=1, multiprocessing_context="fork"), max_epochs=1
+    )
 
 
 # Transfer hooks
@@ -293,9 +289,9 @@ class Data(LightningDataModule):
 
 
 @pytest.mark.parametrize("is_random", [False, True])
-def test_transfer_hooks(is_random: bool) -> None:
-    assert_fits_alike(hooks_of(Regression, is_random), loader)
-    assert_fits_alike(Regression, hooks_of(Data, is_random))
+def test_transfer_hooks(trainer_on: Any, is_random: bool) -> None:
+    assert_fits_alike(trainer_on, hooks_of(Regression, is_random), loader)
+    assert_fits_alike(trainer_on, Regression, hooks_of(Data, is_random))
 
 
 # What callbacks see
@@ -329,17 +325,17 @@ class Talkative(Regression):
 
 
 @pytest.mark.parametrize("make", [Regression, Talkative])
-def test_callbacks_see_batches_and_outputs_of_one_device(make: type) -> None:
+def test_callbacks_see_batches_and_outputs_of_one_device(trainer_on: Any, make: type) -> None:
     watches = {k: Watch() for k in (1, 2, 3)}
     for k, watch in watches.items():
-        fitted(k, make, loader, watch)
+        fitted(trainer_on, k, make, loader, watch)
     assert len(watches[1].seen) == 2 + 2 * 6
     for k in (2, 3):
         assert_equal(watches[k].seen, watches[1].seen)
 
 
 @pytest.mark.parametrize("how", ["in_place", "replaced", "key"])
-def test_callbacks_change_the_batch(how: str) -> None:
+def test_callbacks_change_the_batch(trainer_on: Any, how: str) -> None:
     class Shift(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
             if how == "in_place":
@@ -353,11 +349,11 @@ def test_callbacks_change_the_batch(how: str) -> None:
         return batch["X"] + batch.get("shift", 0), batch["y"]
 
     make = collated(lambda X, y: {"X": X, "y": y})
-    plain = fitted(1, lambda: Regression(unpack), make)[0]
-    expected = fitted(1, lambda: Regression(unpack), make, Shift())[0]
+    plain = fitted(trainer_on, 1, lambda: Regression(unpack), make)[0]
+    expected = fitted(trainer_on, 1, lambda: Regression(unpack), make, Shift())[0]
     assert not torch.equal(plain["net.0.weight"], expected["net.0.weight"])
     for k in (2, 3):
-        assert_equal(fitted(k, lambda: Regression(unpack), make, Shift())[0], expected)
+        assert_equal(fitted(trainer_on, k, lambda: Regression(unpack), make, Shift())[0], expected)
 
 
 class Skips(Regression):
@@ -366,8 +362,8 @@ class Skips(Regression):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_skipped_steps() -> None:
-    assert_fits_alike(Skips, loader)
+def test_skipped_steps(trainer_on: Any) -> None:
+    assert_fits_alike(trainer_on, Skips, loader)
 
 
 class Collects(Regression):
@@ -389,20 +385,20 @@ class Collects(Regression):
         self.all = torch.cat(self.outputs), [row["name"] for row in self.rows]
 
 
-def test_lists_collected_over_an_epoch_are_in_order() -> None:
+def test_lists_collected_over_an_epoch_are_in_order(trainer_on: Any) -> None:
     X, y = data().tensors
     for k in (1, 2, 3):
         module = Collects()
         trainer_on(k).fit(module, loader(), loader())
         assert torch.equal(module.all[0], X)
         assert module.all[1] == [f"{float(value):.3f}" for value in y]
-    assert_fits_alike(Collects, loader)
+    assert_fits_alike(trainer_on, Collects, loader)
 
 
 # Flags and hooks
 
 
-def test_modes_and_attributes_set_by_callbacks_reach_all_replicas() -> None:
+def test_modes_and_attributes_set_by_callbacks_reach_all_replicas(trainer_on: Any) -> None:
     class Freeze(Callback):
         def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
             module.net[1].eval()
@@ -416,14 +412,14 @@ def test_modes_and_attributes_set_by_callbacks_reach_all_replicas() -> None:
             return super().training_step(batch, batch_idx)
 
     Checked.seen.clear()
-    fitted(2, Checked, loader, Freeze())
+    fitted(trainer_on, 2, Checked, loader, Freeze())
     assert Checked.seen == [(False, True, 0)] * 6 + [(False, True, 1)] * 6
 
 
 HOOKS = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
 
 
-def test_hooks_are_called_in_the_order_of_one_device() -> None:
+def test_hooks_are_called_in_the_order_of_one_device(trainer_on: Any) -> None:
     def record(k: int) -> list[str]:
         calls: list[str] = []
 
@@ -468,7 +464,7 @@ class Counts(Regression):
         return batch[1]
 
 
-def test_every_sample_counts_once() -> None:
+def test_every_sample_counts_once(trainer_on: Any) -> None:
     trainer, module = trainer_on(3, inference_mode=False), Counts()
     [result] = trainer.test(module, DataLoader(Index(10_007), 500), verbose=False)
     assert result == {"samples": 10_007, "index_sum": 10_007 * 10_006 / 2}
@@ -507,7 +503,7 @@ class Writer(BasePredictionWriter):
 
 @pytest.mark.parametrize("kind", ["tensor", "dict", "list", "names", "tuple", "pair", "array", "none", "rows"])
 @pytest.mark.parametrize("num_loaders", [1, 2])
-def test_predictions_in_the_order_of_the_dataset(kind: str, num_loaders: int) -> None:
+def test_predictions_in_the_order_of_the_dataset(trainer_on: Any, kind: str, num_loaders: int) -> None:
     def predicted(k: int) -> Any:
         writer = Writer()
         loaders = [loader(), loader(7)][:num_loaders]
@@ -519,11 +515,11 @@ def test_predictions_in_the_order_of_the_dataset(kind: str, num_loaders: int) ->
         assert_equal(predicted(k), expected)
 
 
-def test_predictions_need_not_be_returned() -> None:
+def test_predictions_need_not_be_returned(trainer_on: Any) -> None:
     assert trainer_on(2).predict(Regression(), loader(), return_predictions=False) is None
 
 
-def test_several_runs_of_one_trainer() -> None:
+def test_several_runs_of_one_trainer(trainer_on: Any) -> None:
     def run(k: int) -> Any:
         trainer, module = trainer_on(k, inference_mode=False), Regression()
         results = [trainer.validate(module, loader(), verbose=False), trainer.test(module, loader(7), verbose=False)]
@@ -539,11 +535,11 @@ def test_several_runs_of_one_trainer() -> None:
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
 
 
-def test_dataloader_iter_runs_on_one_device() -> None:
+def test_dataloader_iter_runs_on_one_device(trainer_on: Any) -> None:
     class Iterates(Regression):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
     with pytest.warns(UserWarning, match="dataloader_iter: cpu works alone"):
-        assert_fits_alike(Iterates, loader)
+        assert_fits_alike(trainer_on, Iterates, loader)

@@ -72,9 +72,9 @@ def test_metrics_made_anew_are_no_layers():
     module.net, module.tracker = nn.Linear(2, 2), MetricTracker(MeanMetric(), maximize=True)
     replicas = Replicas(module, [torch.device("cpu")] * 2)
     module.tracker.increment()
-    assert not replicas.is_outgrown()
+    assert not replicas.has_new_structure()
     module.net = nn.Linear(2, 2)
-    assert replicas.is_outgrown()
+    assert replicas.has_new_structure()
 
 
 @pytest.mark.filterwarnings("error:The .grad attribute of a Tensor that is not a leaf")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch.nn import functional as F
@@ -227,30 +227,11 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(X, X[:, :2]), 4)
 
 
-ENGINE = "manual_allreduce"  # or what the fixture says
-
-
-@pytest.fixture(autouse=True)
-def _engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ENGINE", engine)
-
-
-def trainer_on(k: int, **kwargs: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    kind: dict[str, Any] = {"strategy": "auto" if k == 1 else ENGINE, "devices": k}
-    return Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **kind, **kwargs})
-
-
 def assert_no_replica_threads() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
 
 
-def test_training_steps_run_side_by_side() -> None:
+def test_training_steps_run_side_by_side(trainer_on: Any) -> None:
     module = Small()
     module.meets = True
     trainer_on(2).fit(module, loader())
@@ -258,7 +239,7 @@ def test_training_steps_run_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("_four_threads")
-def test_a_fit_gives_the_cores_back() -> None:
+def test_a_fit_gives_the_cores_back(trainer_on: Any) -> None:
     seen: list[int] = []
 
     class Counts(Small):
@@ -272,7 +253,7 @@ def test_a_fit_gives_the_cores_back() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_replicas_are_freed(fails: bool) -> None:
+def test_replicas_are_freed(trainer_on: Any, fails: bool) -> None:
     class Fails(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if fails and batch_idx == 1:
@@ -297,7 +278,7 @@ def test_replicas_are_freed(fails: bool) -> None:
     assert_no_replica_threads()
 
 
-def test_a_trainer_inside_a_callback_of_another() -> None:
+def test_a_trainer_inside_a_callback_of_another(trainer_on: Any) -> None:
     class Nested(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             torch.manual_seed(1)
@@ -314,7 +295,7 @@ def test_a_trainer_inside_a_callback_of_another() -> None:
     assert_no_replica_threads()
 
 
-def test_precision_modes_in_every_replica() -> None:
+def test_precision_modes_in_every_replica(trainer_on: Any) -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Looks(Small):
@@ -339,7 +320,7 @@ def test_precision_modes_in_every_replica() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection")
-def test_profiler_and_anomaly_detection(capsys: pytest.CaptureFixture) -> None:
+def test_profiler_and_anomaly_detection(trainer_on: Any, capsys: pytest.CaptureFixture) -> None:
     torch.manual_seed(0)
     trainer_on(2, profiler="simple", detect_anomaly=True).fit(Small(), loader())
 
