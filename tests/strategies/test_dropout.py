@@ -54,6 +54,19 @@ def test_replica_0_draws_what_one_device_does(Dropping, train):
     assert not torch.equal(two.masks[0], two.masks[1])
 
 
+@pytest.mark.parametrize(("k", "is_taken"), [(3, True), (2, False)])
+def test_streams_of_another_run(Dropping, train, k, is_taken):
+    """A resumed run draws what the one before would have, if it has as many replicas."""
+    saved = train(Dropping, 3).trainer.strategy.random_state()
+    strategy = train(Dropping, k, max_epochs=1).trainer.strategy
+    before = strategy.random_state()
+    strategy.set_random_state(saved)
+    state = strategy.random_state()
+    assert len(before["streams"]) == k - 1 and before["draws"]["training_step"]
+    torch.testing.assert_close(state, saved if is_taken else before, rtol=0, atol=0)
+    assert not torch.equal(before["streams"][0][0], saved["streams"][0][0])
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("manual", [False, True])
 def test_activation_checkpointing(Regression, train, use_reentrant, manual):

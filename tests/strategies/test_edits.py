@@ -3,7 +3,13 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn, optim
 
 pytestmark = pytest.mark.slow
@@ -77,6 +83,18 @@ def test_weights_clamped_by_a_callback(Regression, assert_parity, hook):
             parameter.data.clamp_(-0.3, 0.3)
 
     assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: clamp})])
+
+
+def test_weights_clamped_while_saving(Regression, assert_parity):
+    class Module(Regression):
+        def on_save_checkpoint(self, checkpoint):
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+
+    def callbacks():
+        return [ModelCheckpoint(every_n_train_steps=2)]
+
+    assert_parity(Module, callbacks=callbacks, enable_checkpointing=True)
 
 
 def test_weights_clamped_by_the_module(Regression, assert_parity):
