@@ -18,6 +18,7 @@
 | `gradients.py`        | parts of a sum, the sum, and what clipping and hooks make of it                    |
 | `recording.py`        | `self.log` and torchmetrics, written down while replicas run                       |
 | `replay.py`           | and done once afterwards, exact over replicas                                      |
+| `log_calls.py`        | calls of `log` from wherever they come; `batch_sizes.py`: what they weigh          |
 | `lockstep.py`         | manual optimization                                                                |
 | `per_replica.py`      | the module and optimizers that code finds there, by replica                        |
 | `flat_gradients.py`   | all gradients of a device in one tensor                                            |
@@ -26,6 +27,7 @@
 | `editing.py`          | whether users' hooks may edit weights or gradients                                 |
 | `sync_batchnorm.py`   | BatchNorm over the whole batch                                                     |
 | `embeddings.py`       | `Embedding(max_norm=...)`, which edits its weights in `forward`                    |
+| `patches.py`          | functions of torch and Lightning that are others while a step runs                 |
 | `forward_mode.py`     | forward-mode AD, one replica at a time                                             |
 | `auto_split.py`       | `split="auto"`                                                                     |
 """

@@ -44,6 +44,7 @@ class Attributes:
                     vars(replica)[name] = type(vars(original)[name])()
                     self._hooks.append((vars(original)[name], vars(replica)[name], {}))
         self._of_classes = [(*pair[:2], *found) for pair in pairs if pair[2] for found in _in_classes(pair[0])]
+        self.shares_iterators = False  # a generator, an iterator over batches
         self._begun: dict[int, tuple[list, list]] = {}  # lists that a step has put in the place of others, by id
         self._names = self._names_now()  # of the original's attributes when last seen, by the layer's id
         visited: dict[int, bool] = {}
@@ -55,6 +56,7 @@ class Attributes:
     def give(self) -> None:
         """Give the replica what the original has."""
         self.twins.refresh()
+        self.shares_iterators = False
         for original, replica, is_users in self.pairs:
             if is_users and (known := self._names[id(original)]) != vars(original).keys():
                 for name in known - vars(original).keys():  # a hook has deleted it
@@ -65,7 +67,8 @@ class Attributes:
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
                 elif is_users and name not in BUILT_IN and not isinstance(value, Tensor):
-                    vars(replica)[name] = self.twins.own(value)
+                    own = vars(replica)[name] = self.twins.own(value)
+                    self.shares_iterators |= own is value and isinstance(value, Iterator)
         for original, replica, owner, name in self._of_classes:
             if name not in vars(original):
                 vars(replica)[name] = self.twins.own(vars(owner)[name])

@@ -12,12 +12,10 @@ from typing import Any
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
+from lightning_mgpu.strategies.patches import Patch
+
 _TURN = threading.RLock()
 _INSIDE = threading.local()  # `depth`: how often the thread has entered
-
-_patching = threading.Lock()
-_num_users = 0
-_undo = contextlib.ExitStack()  # takes the patches back
 
 
 def is_inside() -> bool:
@@ -25,24 +23,7 @@ def is_inside() -> bool:
     return getattr(_INSIDE, "depth", 0) > 0
 
 
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Let threads enter forward-mode AD one after another; torch is as it was when the last user has left."""
-    global _num_users
-    with _patching:
-        if _num_users == 0:
-            _patch()
-        _num_users += 1
-    try:
-        yield
-    finally:
-        with _patching:
-            _num_users -= 1
-            if _num_users == 0:
-                _undo.close()
-
-
-def _patch() -> None:
+def _patch(undo: contextlib.ExitStack) -> None:
     nesting, level = eager_transforms.jvp_increment_nesting, forward_ad.dual_level
     enter, leave = level.__enter__, level.__exit__
 
@@ -71,7 +52,7 @@ def _patch() -> None:
         (level, "__enter__", enter_in_turn),
         (level, "__exit__", leave_in_turn),
     ):
-        _undo.callback(setattr, owner, name, getattr(owner, name))
+        undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, new)
 
 
@@ -83,3 +64,7 @@ def _turn() -> Iterator[None]:
             yield
         finally:
             _INSIDE.depth -= 1
+
+
+one_at_a_time = Patch(_patch)
+"""Lets threads enter forward-mode AD one after another."""

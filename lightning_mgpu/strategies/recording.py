@@ -9,9 +9,8 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
-from lightning_mgpu.strategies.attributes import BUILT_IN
-from lightning_mgpu.strategies.replicas import SHARED
+from lightning_mgpu.strategies.attributes import BUILT_IN, HOOKS
+from lightning_mgpu.strategies.batch_sizes import BatchSizes
+from lightning_mgpu.strategies.log_calls import LOG, instead_of_log, intercepted
+from lightning_mgpu.strategies.replicas import SHARED, copy_with_care
 from lightning_mgpu.strategies.shards import leaves
 from lightning_mgpu.strategies.twins import CONTAINERS, MAX_ITEMS
 
 METHODS = ("forward", "update", "compute", "reset")
-LOG_SIGNATURE = inspect.signature(LightningModule.log)
-
-RECORDS = "_lightning_mgpu_records"  # an attribute of a replica with a `log` of its own, while it runs
+LOG_SIGNATURE = inspect.signature(LOG)
 
 Call = tuple[str, str, int]
 """A call of a metric in a step: the metric's name, the method's, and how many such calls came before."""
@@ -81,9 +80,8 @@ class Recorder:
         self.module = module
         self.record = Record()
         self.metrics = metrics
-        self.given: dict[str, tuple[Any, int, Any]] = {}  # by key: the last `batch_size`, its shard's size, and the sum
+        self.batch_sizes = BatchSizes()
         self.names = {id(metric): name for name, metric in self.metrics.items()}
-        self.overrides_log = type(module).log is not LightningModule.log
         self._copies: dict[str, Any] = {}
         self._saved: dict[str, dict[str, Any]] = {}
 
@@ -91,20 +89,32 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Write down instead of do."""
         self.record = Record()
-        vars(self.module)[RECORDS if self.overrides_log else "log"] = self._log
         self._patch()
         try:
-            yield
+            with instead_of_log(self._log):
+                yield
         finally:
-            del vars(self.module)[RECORDS if self.overrides_log else "log"]
             self._restore()
+
+    @contextlib.contextmanager
+    def alone(self, size: int) -> Iterator[None]:
+        """Do instead of write down: this replica has the whole batch, of `size` samples."""
+        if not self.batch_sizes:
+            yield
+            return
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            given = LOG_SIGNATURE.bind(self.module, *args, **kwargs).arguments
+            if given.get("batch_size") is not None:
+                given["batch_size"] = self.batch_sizes.of_batch(given["name"], [given["batch_size"]], [size])[1]
+            LOG(**given)
+
+        with intercepted([self.module]), instead_of_log(log):
+            yield
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         """Do what was written down; what a `log` of the user's own adds to it, it has added."""
-        if self.overrides_log:
-            LightningModule.log(self.module, name, value, **kwargs)
-        else:
-            self.module.log(name, value, **kwargs)
+        LOG(self.module, name, value, **kwargs)
 
     def take(self) -> Record:
         """What was recorded, which is forgotten here: it holds tensors of the step."""
@@ -152,8 +162,10 @@ class Recorder:
     def _on_a_copy(self, name: str, updates: list[tuple[tuple, dict[str, Any]]], forward: bool = False) -> Any:
         if name not in self._copies:
             self._restore()  # a copy that records would be no use
-            self._copies[name] = deepcopy(inner_metric(self.metrics[name]))
-            self._patch()
+            try:
+                self._copies[name] = copy_metric(inner_metric(self.metrics[name]))
+            finally:
+                self._patch()
         copied = self._copies[name]
         copied.reset()
         compute = copied.compute
@@ -205,25 +217,13 @@ def inner_metric(metric: Any) -> Any:
     return metric.base_metric if isinstance(metric, Running) else metric
 
 
+def copy_metric(metric: nn.Module) -> Any:
+    """A copy without its hooks, which may lead anywhere; what cannot be copied, a lock say, it shares."""
+    hooks = [vars(part)[name] for part in metric.modules() for name in HOOKS if name in vars(part)]
+    memo: dict[int, Any] = {id(own): type(own)() for own in hooks}
+    return copy_with_care(metric, memo)
+
+
 def _as_is_now(value: Any) -> Any:
     """Without graph, and safe from changes in place later in the step."""
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone())
-
-
-@contextlib.contextmanager
-def intercepted_log(recorders: Sequence[Recorder]) -> Iterator[None]:
-    """Let `LightningModule.log`, which a `log` of the user's own calls, look for a recorder first."""
-    if not any(recorder.overrides_log for recorder in recorders):
-        yield
-        return
-    log = LightningModule.log
-
-    @wraps(log)
-    def recorded(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        vars(self).get(RECORDS, partial(log, self))(*args, **kwargs)
-
-    LightningModule.log = recorded  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        LightningModule.log = log  # type: ignore[method-assign]

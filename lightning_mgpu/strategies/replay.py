@@ -3,7 +3,6 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import deepcopy
 from numbers import Number
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, inner_metric
+from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, copy_metric, inner_metric
 from lightning_mgpu.strategies.shards import are_samples, gather, leaves, like, weighted_mean
 
 
@@ -30,7 +29,7 @@ def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) 
         weights: Sequence[float] = shard_sizes
         if kwargs.get("batch_size") is not None:
             given = [entry[2]["batch_size"] for _, entry in entries]
-            weights, kwargs["batch_size"] = _batch_sizes(recorder.given, name, given, shard_sizes)
+            weights, kwargs["batch_size"] = recorder.batch_sizes.of_batch(name, given, shard_sizes)
         if isinstance(first, Logged):
             value = recorder.metrics[first.name]
         elif isinstance(first, Returned):
@@ -40,20 +39,6 @@ def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) 
                 [entry[1] for _, entry in entries], weights, kwargs.get("reduce_fx", "mean"), module.device
             )
         recorder.log(name, value, **kwargs)
-
-
-def _batch_sizes(
-    seen: dict[str, tuple[Any, int, Any]], name: str, given: list[Any], sizes: list[int]
-) -> tuple[Sequence[float], Any]:
-    """Weights for the shards, and what one device would have given as `batch_size`, up to a factor that never changes.
-
-    It is a count of what is in the shard (samples, tokens), and adds up; but one larger than the shards, and the same
-    for shards of different sizes, is a constant.
-    """
-    last, last_size, last_sum = seen.get(name, (given[0], sizes[0], sum(given)))
-    is_constant = set(given) == {last} and set(sizes) != {last_size} and last > max(last_size, *sizes)
-    seen[name] = (given[0], sizes[0], last_sum if is_constant else sum(given))
-    return (sizes, last_sum) if is_constant else (given, sum(given))
 
 
 def _call_metric(
@@ -79,7 +64,7 @@ def _call_metric(
 
 def _forward_in_parts(metric: Any, arguments: list[tuple[tuple, dict[str, Any]]]) -> Any:
     """`forward` of a metric with the arguments of several shards: an update with each, and the value of all of them."""
-    batch = deepcopy(metric)
+    batch = copy_metric(metric)
     batch.reset()
     for args, kwargs in arguments:
         batch.update(*args, **kwargs)
@@ -139,7 +124,9 @@ def _aggregated(
     """Arguments for one update of a torchmetrics aggregator, `value` and `weight`, from those with numbers in them."""
     given = [dict(zip(("value", "weight"), args)) | kwargs for args, kwargs in arguments]
     values = [torch.as_tensor(each["value"], device=device) for each in given]
-    if "weight" in given[0]:
+    # torchmetrics' default, also where it is given: it weighs every batch alike, and a count would be no float
+    is_default = all(type(each.get("weight", 1.0)) is float and each.get("weight", 1.0) == 1.0 for each in given)
+    if "weight" in given[0] and not (is_default and not any(value.ndim for value in values)):
         weights = [torch.as_tensor(each["weight"], device=device).expand_as(v) for each, v in zip(given, values)]
         return [torch.cat([value.reshape(-1) for value in parts]) for parts in (values, weights)]
     if isinstance(metric, SumMetric):

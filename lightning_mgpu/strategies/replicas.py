@@ -7,7 +7,7 @@ numbers, lists to append to, `requires_grad`) is given to it before every step.
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -25,6 +25,8 @@ from lightning_mgpu.strategies.twins import CONTAINERS, Twins, copy_to, version_
 Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
 
+Module = TypeVar("Module", bound=nn.Module)
+
 SHARED = (Dataset, DataLoader, LightningDataModule, partial)
 
 
@@ -39,10 +41,7 @@ def get_params(module: LightningModule, device: torch.device) -> LightningModule
     shared += [v for m in module.modules() for v in vars(m).values() if isinstance(v, SHARED)]
     memo = {id(value): value for value in shared if value is not None}
     with torch.no_grad():  # copies of scripted layers would have a graph that leads to the originals
-        try:
-            replica = copy.deepcopy(module, dict(memo))
-        except Exception:
-            replica = _copy_with_care(module, memo)
+        replica = copy_with_care(module, memo)
     for copied in replica.modules():
         if isinstance(copied, LightningModule):
             copied._trainer = trainer  # a deepcopy drops it
@@ -133,6 +132,10 @@ class Replicas:
         An average of the weights made in `configure_optimizers`, say.
         """
         return any(attributes.share_layers() for attributes in self.attributes)
+
+    def share_iterators(self) -> bool:
+        """Whether replicas take from the same generator or iterator, which only one may do at a time."""
+        return any(attributes.shares_iterators for attributes in self.attributes)
 
     def have_copies(self, tensor: Tensor) -> bool:
         """Whether a tensor that is not registered with the module is on it all the same, and so on the replicas."""
@@ -227,12 +230,16 @@ class Replicas:
             attributes.collect(self.devices[0], inserted)
 
 
-def _copy_with_care(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
-    """Copy a module with something in it that `copy.deepcopy` refuses.
+def copy_with_care(module: Module, memo: dict[int, Any]) -> Module:
+    """Copy a module that may have something in it that `copy.deepcopy` refuses.
 
-    Layers whose class cannot be made without arguments are made without asking it; buffers lose their graph; everything
-    else, a lock, a generator, an open file, is shared with the original.
+    Then layers whose class cannot be made without arguments are made without asking it; buffers lose their graph;
+    everything else, a lock, a generator, an open file, is shared with the original.
     """
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        memo = dict(memo)
     buffers = [buffer for buffer in module.buffers() if not buffer.is_leaf]
     memo.update({id(buffer): buffer.detach().clone() for buffer in buffers})
     shells = [(m, nn.Module.__new__(type(m))) for m in module.modules() if type(m).__new__ is not nn.Module.__new__]

@@ -68,6 +68,11 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
     def is_split(self) -> bool:
         return len(self.devices) > 1 and hasattr(self, "_replicas")  # not after teardown
 
+    @property
+    @override
+    def needs_turns(self) -> bool:
+        return self._replicas.share_iterators()
+
     @override
     def replicas(self) -> Sequence[LightningModule]:
         return self._replicas.modules

@@ -22,8 +22,9 @@ from lightning_mgpu.strategies.generators import (
     set_generator_states,
     watch_forks,
 )
+from lightning_mgpu.strategies.log_calls import intercepted
 from lightning_mgpu.strategies.per_replica import profiled_once
-from lightning_mgpu.strategies.recording import Recorder, intercepted_log
+from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
 from lightning_mgpu.strategies.team import Team
@@ -73,6 +74,12 @@ class SingleProcessStrategy(ParallelStrategy):
 
     @property
     @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For a `DistributedSampler` of the user's own: the whole batch comes from this process."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    @override
     def root_device(self) -> torch.device:
         return self.devices[0]
 
@@ -88,7 +95,10 @@ class SingleProcessStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
+        processes = 1
+        if self.cluster_environment is not None:
+            with contextlib.suppress(KeyError):  # the variables of a launcher that has launched nothing
+                processes = self.cluster_environment.world_size()
         if processes > 1 or self.num_nodes > 1:
             what = f"num_nodes={self.num_nodes}" if processes == 1 else f"{processes} were launched (torchrun, SLURM)"
             raise MisconfigurationException(
@@ -126,6 +136,11 @@ class SingleProcessStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether replicas use what only one may at a time."""
+        return False
 
     @property
     def is_split(self) -> bool:
@@ -176,7 +191,8 @@ class SingleProcessStrategy(ParallelStrategy):
         modules, recorders = self.replicas(), self.recorders()
         sent, self._sent = self._sent, None
         if active == [0]:  # it has the whole batch, and nothing has to be put together
-            outputs = self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active)
+            with recorders[0].alone(sizes[0]):
+                outputs = self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active)
             return active, sizes[:1], outputs
         if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
             shards = sent[2]
@@ -188,7 +204,7 @@ class SingleProcessStrategy(ParallelStrategy):
                 return getattr(modules[i], name)(shards[i], *args, **kwargs)
 
         profiler = modules[0].trainer.profiler  # type: ignore[attr-defined]
-        with profiled_once(profiler, self.team), intercepted_log(recorders):
+        with profiled_once(profiler, self.team), intercepted(modules):
             outputs = self._run(name, step, active)
         sizes = [sizes[i] for i in active]
         replay(recorders[0], [recorders[i].take() for i in active], sizes)
@@ -217,14 +233,14 @@ class SingleProcessStrategy(ParallelStrategy):
             return self.evaluate("predict_step", *args, **kwargs)
 
     def _run(self, name: str, function: Any, active: list[int]) -> list[Any]:
-        """Run replicas side by side, or in turns where they draw random numbers from a generator they share.
+        """Run replicas side by side, or in turns: where they need to, or draw random numbers from what they share.
 
         The first step of every name runs in turns to see whether it draws any.
         """
         if len(active) == 1:
             return self.team.run(function, active)
         before = generator_states(self.root_device)
-        draws = self._draws.get(name)
+        draws = (self.needs_turns and name != "backward") or self._draws.get(name)
         watched = watch_forks() if not draws and name != "backward" else contextlib.nullcontext()
         if draws is False:
             with watched as forks:

@@ -60,6 +60,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._loss: Any = None  # what the last closure returned
         self._edits_in_step = self._shows_gradients = False  # whether users' hooks edit weights, or look at gradients
         self.overrides_backward = False
+        self._places_of_hooks: Any = None  # where they were looked for
         self._handles: list[Any] = []
 
     def reduce_gradients(self) -> None:
@@ -77,8 +78,15 @@ class TrainBatchStrategy(ReplicatedStrategy):
         if self._replicas.have_objects_of_originals():
             super().renew_replicas()
         self._attach()
-        if len(self.devices) == 1:
+        self._look_for_hooks()
+
+    def _look_for_hooks(self) -> None:
+        """Find out which hooks users have: callbacks may be added, and hooks set, while the Trainer runs."""
+        callbacks: list[Any] = self.original.trainer.callbacks  # type: ignore[attr-defined]
+        places = [*map(id, callbacks)], len(vars(self.original))
+        if len(self.devices) == 1 or places == self._places_of_hooks:
             return
+        self._places_of_hooks = places
         self.overrides_backward = is_own("backward", self.original)
         self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
@@ -117,6 +125,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._num_closures = 0
+        self._look_for_hooks()
         self._is_stale |= batch_idx == 0  # hooks around an epoch
         is_manual = not self.original.automatic_optimization
         if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._optimizers)]:
@@ -286,6 +295,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._trains = False
         self._loss, self._own, self._attached = None, None, []
         self.overrides_backward = self._edits_in_step = self._shows_gradients = False
+        self._places_of_hooks = None
         self._wrapped[1:], self._seen_by = [], {}
         self.gradients = Gradients([])
         super().teardown()

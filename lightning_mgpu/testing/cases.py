@@ -276,10 +276,11 @@ def _settings() -> tuple[list[threading.Thread], dict[str, Any]]:
 
 
 def functions() -> dict[str, Any]:
-    """What a strategy may have put functions of its own in the place of, for as long as a step takes."""
+    """Functions, or their code, that a strategy may have replaced for as long as a step takes."""
     owners = (LightningModule, Trainer, nn.Module, Metric, Tensor, Optimizer, torch.autograd.forward_ad.dual_level)
     spaces = (torch, torch.random, torch.autograd, torch.autograd.graph, torch._functorch.eager_transforms, *owners)
-    return {f"{at.__name__}.{name}": it for at in spaces for name, it in list(vars(at).items()) if callable(it)}
+    found = {f"{at.__name__}.{name}": it for at in spaces for name, it in list(vars(at).items()) if callable(it)}
+    return {name: getattr(it, "__code__", it) for name, it in found.items()}
 
 
 def _is_torchs(thread: threading.Thread) -> bool:

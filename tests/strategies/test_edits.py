@@ -85,6 +85,20 @@ def test_weights_clamped_by_a_callback(Regression, assert_parity, hook):
     assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: clamp})])
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+def test_a_callback_added_while_training(Regression, assert_parity, hook):
+    def clamp(trainer, module, *_):
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+    class Adds(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.callbacks.append(LambdaCallback(**{hook: clamp}))
+
+    assert_parity(Regression, callbacks=lambda: [Adds()])
+
+
 def test_weights_clamped_while_saving(Regression, assert_parity):
     class Module(Regression):
         def on_save_checkpoint(self, checkpoint):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -191,6 +192,12 @@ def test_a_single_process_is_accepted(
     trainer.fit(Fails(), loader())
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert trainer.is_global_zero
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}  # it gets whole batches
+
+
+@pytest.mark.parametrize("environment", [SLURMEnvironment(auto_requeue=False), TorchElasticEnvironment()])
+def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on: Any, environment: Any) -> None:
+    trainer_on(plugins=[environment]).fit(Fails(), loader())
 
 
 def test_several_nodes_are_refused(trainer_on: Any) -> None:

@@ -136,9 +136,6 @@ class Tracker:
 
     def __init__(self) -> None:
         self.inner = SimpleNamespace(by_name={"f1": tc.MulticlassF1Score(NUM_CLASSES)}, whole=self)
-        node = self.chain = SimpleNamespace()
-        for _ in range(300):  # longer than functions can call themselves
-            node.next = node = SimpleNamespace()
 
 
 class Hidden(nn.Module):
@@ -146,6 +143,9 @@ class Hidden(nn.Module):
         super().__init__()
         self._means = {"a": tm.MeanMetric()}
         self.tracker = Tracker()
+        node = self.chain = SimpleNamespace()
+        for _ in range(300):  # longer than functions can call themselves: shared, as it cannot be copied
+            node.next = node = SimpleNamespace()
 
 
 def test_metrics_in_private_containers_and_objects(assert_same: Callable[..., None]) -> None:

@@ -1,12 +1,15 @@
 """torchmetrics objects in a step: over replicas equal to one device, every step and epoch."""
 
+import threading
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics as tm
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 from torchmetrics import classification as tc
 
@@ -160,6 +163,7 @@ def test_aggregators(way: Callable[..., None], assert_same: Callable[..., None])
         "rows": tm.MeanMetric,
         "weighted": tm.MeanMetric,
         "weighted_rows": tm.MeanMetric,
+        "ones": tm.MeanMetric,
         "running_mean": lambda: tm.RunningMean(window=2),
         "running_sum": lambda: tm.RunningSum(window=2),
     }
@@ -168,7 +172,7 @@ def test_aggregators(way: Callable[..., None], assert_same: Callable[..., None])
         x = X[:, 0].float()
         arguments = {
             "mean": (x.mean(),), "sum": (x.sum(),), "max": (x.max().item(),), "min": (x.min(),), "rows": (x,),
-            "weighted": (x.mean(), len(x)), "weighted_rows": (x, 2.0), "running_mean": (x.mean(),),
+            "weighted": (x.mean(), len(x)), "weighted_rows": (x, 2.0), "ones": (x, 1.0), "running_mean": (x.mean(),),
             "running_sum": (x.sum(),),
         }  # fmt: skip
         for name, args in arguments.items():
@@ -213,3 +217,78 @@ def test_metrics_that_are_equal(assert_same: Callable[..., None]) -> None:
         metric.reset()
 
     assert_same(step, lambda: for_stages(Alike), at_end)
+
+
+class Holds:
+    """A hook with something `copy.deepcopy` refuses."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["lock", "hook", "profiler"])
+def test_metrics_with_hooks_and_locks(Regression: Any, train: Callable, tmp_path: Path, what: str) -> None:
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = tm.MeanMetric()
+            if what == "lock":
+                self.mean.lock = threading.Lock()
+            if what == "hook":
+                self.mean.register_forward_hook(Holds())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            assert float(self.mean(loss.detach())) == pytest.approx(float(loss.detach()))
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+    def logged(k: int) -> float:
+        profiler = PyTorchProfiler(dirpath=tmp_path, filename=str(k), schedule=None) if what == "profiler" else None
+        return float(train(Module, k, profiler=profiler).trainer.callback_metrics["mean"])
+
+    one = logged(1)
+    assert [logged(2), logged(3)] == pytest.approx([one, one], rel=1e-6)
+
+
+def test_an_error_in_a_copy_is_shown(Regression: Any, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = tm.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) + 0 * self.mean(self.loss(batch))
+
+    def refuse(*args: Any) -> None:
+        raise LookupError("no copy")
+
+    monkeypatch.setattr("lightning_mgpu.strategies.recording.copy_with_care", refuse)
+    with pytest.raises(LookupError, match="no copy"):
+        train(Module, 2)
+
+
+def test_a_mean_with_the_default_weight(Regression: Any, train: Callable, make_loader: Callable) -> None:
+    """It weighs every batch alike, also where it is given; a count of samples adds up."""
+
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alike, self.given, self.counted = tm.MeanMetric(), tm.MeanMetric(), tm.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.alike.update(loss.detach())
+            self.given.update(loss.detach(), weight=1.0)
+            self.counted.update(loss.detach(), len(batch[0]))
+            names = ("alike", "given", "counted")
+            self.log_dict({name: getattr(self, name) for name in names}, on_step=False, on_epoch=True)
+            return loss
+
+    one, *others = (dict(train(Module, k, loader=make_loader(3, 13)).trainer.callback_metrics) for k in (1, 2, 3))
+    assert one["alike"] == one["given"] != one["counted"]
+    for other in others:
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=0)

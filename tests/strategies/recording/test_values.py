@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torchmetrics import classification as tc
 
 pytestmark = pytest.mark.slow
@@ -102,6 +104,66 @@ def test_a_single_sample_is_logged_at_once(Regression: Any, train: Callable, mak
             return super().training_step(batch, batch_idx)
 
     train(Module, 2, loader=make_loader(1, 3), max_epochs=1)
+
+
+class LogsFor(nn.Module):
+    """Whatever keeps the module's `log`: a partial, a dict, an object."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.function, self.partial = module.log, partial(module.log, on_step=True, on_epoch=True)
+        self.by_name = {"log": module.log}
+
+
+@pytest.mark.parametrize("hook", ["__init__", "on_train_start"])
+def test_logs_that_are_kept(Regression: Any, train: Callable, hook: str) -> None:
+    """Nobody looks `self.log` up in the step."""
+
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            if hook == "__init__":
+                self.keep()
+
+        def keep(self) -> None:
+            vars(self)["helper"] = LogsFor(self)
+            self.my_log = partial(self.log, on_epoch=True)
+
+        def on_train_start(self) -> None:
+            if hook == "on_train_start":
+                self.keep()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            super().log("super", loss, on_epoch=True)
+            LightningModule.log(self, "of_class", loss)
+            self.my_log("mine", loss)
+            self.helper.function("helper", loss)
+            self.helper.partial("partial", loss)
+            self.helper.by_name["log"]("by_name", loss, on_epoch=True)
+            return loss
+
+    one, *others = (dict(train(Module, k).trainer.callback_metrics) for k in (1, 2, 3))
+    assert len(one) == 6 + 2 * 4
+    for other in others:
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=0)
+
+
+def test_a_log_set_on_the_module(Regression: Any, train: Callable) -> None:
+    class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = partial(self.log, on_step=True, on_epoch=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", loss := self.loss(batch))
+            return loss
+
+    one, *others = (train(Module, k) for k in (1, 2, 3))
+    for other in others:
+        logged, expected = (dict(module.trainer.callback_metrics) for module in (other, one))
+        torch.testing.assert_close(logged, expected, rtol=1e-6, atol=0)
+        assert isinstance(other.log, partial) and "loss_epoch" in logged
 
 
 def test_a_log_of_ones_own(Regression: Any, train: Callable, make_loader: Callable) -> None:
