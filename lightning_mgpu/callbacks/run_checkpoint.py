@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import unsaved_state
 from lightning_mgpu.callbacks.run_directory import is_run_dir
-from lightning_mgpu.checkpoint_io import LAST, AtomicCheckpointIO, keep_previous
+from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, AtomicCheckpointIO, keep_previous
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.from_checkpoint import KEY
 
@@ -60,17 +58,6 @@ class RunCheckpoint(ModelCheckpoint):
     def time_is_up(self) -> bool:
         """Whether SLURM stopped the run, in the first process."""
         return self._signal is not None and self._signal == self.requeue_signal
-
-    def best_there_is(self) -> str | None:
-        """The best checkpoint, else the last one.
-
-        A kill between a new best one and `last.ckpt` leaves this naming the old one, which is gone.
-        """
-        best = self.best_model_path
-        if best and not get_filesystem(best).exists(best):
-            rank_zero_warn(f"{best}, the best checkpoint, is gone: the last one stands in.")
-            best = ""
-        return best or self.last_model_path or None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -132,13 +119,17 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a run directory that was moved, the files are where it is now."""
+        """Of a run directory that was moved, the files are where it is now; another run's best is none of this one's.
+
+        Lightning would take over its `best_model_path`, to be tested as this run's.
+        """
         here = Path(str(self.dirpath))
-        if (here / Path(state_dict["last_model_path"] or "none").name).is_file():
+        if state_dict["last_model_path"] and any((here / name).is_file() for name in (LAST, PREVIOUS)):
             moved = {key: str(here / Path(state_dict[key]).name) if state_dict[key] else "" for key in PATHS}
             best = {str(here / Path(path).name): score for path, score in state_dict["best_k_models"].items()}
             state_dict = {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
-        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            super().load_state_dict(state_dict)
 
     # Between batches and between epochs
 

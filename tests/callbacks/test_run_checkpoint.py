@@ -1,0 +1,52 @@
+"""Whose checkpoints are a run's, where they go, and what a signal leaves behind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_mgpu.callbacks import RunCheckpoint
+from lightning_mgpu.checkpoint_io import best_there_is
+from lightning_mgpu.models import LeNet
+from lightning_mgpu.tracking import UploadBest
+
+
+@pytest.fixture
+def fit(make_data: Callable, make_trainer: Callable) -> Callable[..., Trainer]:
+    """Train with a RunCheckpoint, two batches an epoch."""
+
+    def run(checkpoint: RunCheckpoint, ckpt_path: Path | None = None, **kwargs: Any) -> Trainer:
+        trainer = make_trainer(enable_checkpointing=True, limit_train_batches=2, callbacks=[checkpoint], **kwargs)
+        trainer.fit(LeNet(), make_data(), ckpt_path=ckpt_path)
+        return trainer
+
+    return run
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_the_best_of_another_run_is_none_of_this_ones(is_moved: bool, fit: Callable, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    first = RunCheckpoint(dirpath=theirs, monitor="val_acc", mode="max")
+    fit(first)
+    best = Path(first.best_model_path)
+    assert best.parent == theirs and best_there_is(first) == str(best)
+    if is_moved:
+        theirs = theirs.rename(ours)
+    second = RunCheckpoint(dirpath=ours, monitor="val_acc", mode="max")
+    fit(second, theirs / "last.ckpt")  # which has trained the one epoch
+    assert best_there_is(second) == (str(ours / best.name) if is_moved else None)
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_uploaded(
+    fit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[Path] = []
+    monkeypatch.setattr(UploadBest, "_log", lambda self, path, checkpoint: uploaded.append(path))
+    checkpoint = RunCheckpoint(dirpath=tmp_path, monitor="val_acc", mode="max")
+    trainer = fit(checkpoint)
+    Path(checkpoint.best_model_path).unlink()
+    with pytest.warns(UserWarning, match="is gone: the last one stands in"):
+        UploadBest(None, seconds=10.0).on_fit_end(trainer, trainer.lightning_module)  # type: ignore[arg-type]
+    assert uploaded == [tmp_path / "last.ckpt"]
