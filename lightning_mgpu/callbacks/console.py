@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
@@ -45,7 +46,7 @@ class RunHeader(Callback):
         """The header's lines by label."""
         facts = run_facts(trainer, pl_module)
         lines = {
-            "model": f"{facts['model_class']}, {facts['num_parameters']:,} parameters, precision {trainer.precision}",
+            "model": f"{facts['model_class']}, {parameters(pl_module)}, precision {trainer.precision}",
             "strategy": f"{facts['strategy']} on {facts['devices']}",
         }
         if "global_batch_size" in facts:
@@ -120,7 +121,7 @@ def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one."""
     facts = {
         "model_class": type(pl_module).__name__,
-        "num_parameters": sum(p.numel() for p in pl_module.parameters()),
+        "num_parameters": sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)),
         "strategy": type(trainer.strategy).__name__,
         "devices": str(devices(trainer)),
     }
@@ -130,6 +131,13 @@ def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
         facts["per_device_batch_size"] = per_device(batch_size, shares)
     return facts
+
+
+def parameters(pl_module: LightningModule) -> str:
+    """'129,068 parameters', and how many tensors get their shape, and so their size, from the first batch."""
+    text = f"{sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)):,} parameters"
+    num_lazy = sum(map(is_lazy, pl_module.parameters()))
+    return f"{text} and {num_lazy} lazy ones of unknown size" if num_lazy else text
 
 
 def scaled_line(scaled: dict[str, Any]) -> str:
