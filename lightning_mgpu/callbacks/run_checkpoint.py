@@ -78,6 +78,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._resumed = {}
         self._saved_at = self._asked_at = time.monotonic()
         self._num_batches, self._asked_for, self._ask_at = 0, 0, 1
+        self._signal = None  # it stopped the fit before this one
         if self.keep_last and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._listen(trainer)
             self._call_after(trainer.fit_loop.epoch_loop, lambda fetcher: self._after_batch(trainer, fetcher))
@@ -191,6 +192,7 @@ class RunCheckpoint(ModelCheckpoint):
     def _listen(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
+        self._restore_handlers()  # of a fit that was stopped, which Lightning leaves deaf to Ctrl-C
         environment = trainer.strategy.cluster_environment if hasattr(trainer.strategy, "cluster_environment") else None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self.requeue_signal = signal.Signals(environment.requeue_signal)  # SIGTERM, too, goes to every job requeued

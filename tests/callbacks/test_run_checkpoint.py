@@ -1,5 +1,7 @@
 """Whose checkpoints are a run's, where they go, and what a signal leaves behind."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,27 @@ def test_a_best_checkpoint_that_is_gone_is_not_uploaded(
     with pytest.warns(UserWarning, match="is gone: the last one stands in"):
         UploadBest(None, seconds=10.0).on_fit_end(trainer, trainer.lightning_module)  # type: ignore[arg-type]
     assert uploaded == [tmp_path / "last.ckpt"]
+
+
+def test_a_trainer_that_was_stopped_can_fit_again(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+    class Stopped(LeNet):
+        num_batches = 0
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.num_batches += 1
+            if self.num_batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    model, checkpoint = Stopped(), RunCheckpoint(dirpath=tmp_path)
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[checkpoint])
+    try:
+        with pytest.raises(SystemExit):
+            trainer.fit(model, make_data())
+        assert model.num_batches == 2 and trainer.interrupted
+        trainer.fit(model, make_data())
+        assert model.num_batches > 3 and trainer.current_epoch == 1 and not trainer.interrupted
+        assert {signum: signal.getsignal(signum) for signum in before} == before
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
