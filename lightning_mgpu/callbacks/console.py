@@ -96,7 +96,8 @@ class EpochLines(ProgressBar):
         shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(kinds)}
         text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
         seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
-        self.print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}{seconds}", file=sys.stdout)
+        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"  # bounded by steps, or time
+        self.print(f"epoch {trainer.current_epoch + 1}{last}  {text}{seconds}", file=sys.stdout)
 
 
 class LossBar(RichProgressBar):
