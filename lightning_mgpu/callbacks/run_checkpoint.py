@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -34,7 +35,7 @@ class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint` with a `last.ckpt` to resume from.
 
     Args:
-        save_last: Keep `last.ckpt` and, should it be damaged, the `previous.ckpt`.
+        save_last: Keep `last.ckpt` and, should it be damaged, the `previous.ckpt`; both in a local `dirpath`.
         last_every_n_minutes: How often `last.ckpt` is saved within an epoch; it is saved after every epoch in any case.
     """
 
@@ -66,6 +67,11 @@ class RunCheckpoint(ModelCheckpoint):
         if self.dirpath is None and is_run_dir(trainer.default_root_dir):
             self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # whatever the logger
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.keep_last and not is_local(str(self.dirpath)):
+            raise UsageError(
+                f"checkpoint.dirpath={self.dirpath}: last.ckpt, to resume a run from, is kept on local disks only: "
+                "take a local directory, or keep the best checkpoints there alone with --checkpoint.save_last=false"
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 from lightning.pytorch import Trainer
 
 from lightning_mgpu.callbacks import RunCheckpoint
 from lightning_mgpu.checkpoint_io import best_there_is
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.tracking import UploadBest
 
@@ -76,3 +78,15 @@ def test_a_trainer_that_was_stopped_can_fit_again(make_data: Callable, make_trai
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def test_what_is_resumed_from_is_local(fit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    remote = "memory://bucket/x"
+    with pytest.raises(UsageError, match=r"checkpoint\.dirpath=memory://bucket/x: .* --checkpoint\.save_last=false"):
+        fit(RunCheckpoint(dirpath=remote))
+    checkpoint = RunCheckpoint(dirpath=remote, save_last=False)
+    trainer = fit(checkpoint)
+    assert fsspec.filesystem("memory").isfile(checkpoint.best_model_path)
+    trainer.test(ckpt_path=best_there_is(checkpoint), datamodule=trainer.datamodule, verbose=False)
+    assert list(tmp_path.iterdir()) == []
