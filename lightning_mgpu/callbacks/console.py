@@ -6,11 +6,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.devices import devices
 
 
@@ -26,7 +30,12 @@ class RunHeader(Callback):
     def __init__(self, scaled: dict[str, Any] | None = None) -> None:
         self.scaled = scaled or {}
         self.notes: dict[str, str] = {"scaled": scaled_line(self.scaled)} if self.scaled else {}
+        self.is_global = True  # the data module's batch size
         self._printed = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.is_global = has_global_batches(trainer, stage)  # in all processes: a loader may make them meet
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,10 +50,9 @@ class RunHeader(Callback):
         for label, text in {**self.lines(trainer, pl_module), **self.notes}.items():
             print(f"{label + ':':<10}{text}", flush=True)
 
-    @staticmethod
-    def lines(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+    def lines(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """The header's lines by label."""
-        facts = run_facts(trainer, pl_module)
+        facts = run_facts(trainer, pl_module, self.is_global)
         lines = {
             "model": f"{facts['model_class']}, {parameters(pl_module)}, precision {trainer.precision}",
             "strategy": f"{facts['strategy']} on {facts['devices']}",
@@ -118,8 +126,12 @@ class LossBar(RichProgressBar):
         return {**self._loss, **super().get_metrics(trainer, pl_module)}
 
 
-def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one."""
+def run_facts(trainer: Trainer, pl_module: LightningModule, is_global: bool = True) -> dict[str, Any]:
+    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one.
+
+    Args:
+        is_global: Whether the data module's batch size is that of global batches, or of every process's own.
+    """
     facts = {
         "model_class": type(pl_module).__name__,
         "num_parameters": sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)),
@@ -128,10 +140,22 @@ def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     }
     batch_size = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
     if batch_size is not None:
+        batch_size = batch_size if is_global else batch_size * trainer.world_size
         facts["global_batch_size"] = batch_size
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
         facts["per_device_batch_size"] = per_device(batch_size, shares)
     return facts
+
+
+def has_global_batches(trainer: Trainer, stage: str) -> bool:
+    """Whether processes share the batches of a stage; of a plain `DataLoader` everyone gets batches of its own."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    name = {"fit": "train", "validate": "val"}.get(stage, stage) + "_dataloader"
+    if trainer.world_size == 1 or not hasattr(data, "batch_size") or not is_overridden(name, data):
+        return True
+    with isolate_rng():  # the loader that trains comes later, and draws the same
+        loaders = CombinedLoader(getattr(data, name)()).flattened
+    return all(isinstance(getattr(loader, "sampler", None), GlobalBatches) for loader in loaders)
 
 
 def parameters(pl_module: LightningModule) -> str:
