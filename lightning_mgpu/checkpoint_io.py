@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from fsspec.core import strip_protocol  # type: ignore[import-untyped]
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -68,6 +70,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not is_local(path) or not Path(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only)
         return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+
+
+def best_there_is(checkpoint: ModelCheckpoint) -> str | None:
+    """The best checkpoint of a run, else the last one.
+
+    A kill between a new best one and `last.ckpt` leaves the callback naming the old one, which is gone.
+    """
+    best = checkpoint.best_model_path
+    if best and not get_filesystem(best).exists(best):
+        rank_zero_warn(f"{best}, the best checkpoint, is gone: the last one stands in.")
+        best = ""
+    return best or checkpoint.last_model_path or None
 
 
 def keep_previous(path: Path) -> None:

@@ -46,6 +46,7 @@ from lightning_mgpu.callbacks import (
     Watch,
     is_search,
 )
+from lightning_mgpu.checkpoint_io import best_there_is
 from lightning_mgpu.checks import (
     check_checkpoint,
     check_classes,
@@ -281,7 +282,7 @@ class CLI(LightningCLI):
         metrics: dict[str, Any] = {}
         seconds = self.timer.seconds_per_epoch  # now: `test` restores callbacks, to when the best epoch ended
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
-            path = self.saving.best_there_is()
+            path = best_there_is(self.saving)
             tested = self.trainer.test(self.model, self.datamodule, ckpt_path=path, verbose=False)
             metrics = dict(tested[0]) if tested else {}  # nothing with `--trainer.limit_test_batches=0`
         if self.trainer.is_global_zero:

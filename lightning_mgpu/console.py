@@ -12,7 +12,6 @@ WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
     r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
-    r"The dirpath has changed from '.*' to '.*', therefore `best_model_score`",  # one run, one directory
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
 )

@@ -23,7 +23,7 @@ class RunRecord(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called in the first process only."""
         header = next(c for c in trainer.callbacks if isinstance(c, RunHeader))  # type: ignore[attr-defined]
-        facts = {**run_facts(trainer, pl_module), **header.scaled, **code_version(type(pl_module))}
+        facts = {**run_facts(trainer, pl_module, header.is_global), **header.scaled, **code_version(type(pl_module))}
         given = self.config.clone()
         given.run_dir = None  # whoever repeats the run has another
         config = redact(self.parser.dump(given, skip_none=False))

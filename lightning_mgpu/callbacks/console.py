@@ -6,10 +6,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.devices import devices
 
 
@@ -25,7 +30,12 @@ class RunHeader(Callback):
     def __init__(self, scaled: dict[str, Any] | None = None) -> None:
         self.scaled = scaled or {}
         self.notes: dict[str, str] = {"scaled": scaled_line(self.scaled)} if self.scaled else {}
+        self.is_global = True  # the data module's batch size
         self._printed = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.is_global = has_global_batches(trainer, stage)  # in all processes: a loader may make them meet
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -40,12 +50,11 @@ class RunHeader(Callback):
         for label, text in {**self.lines(trainer, pl_module), **self.notes}.items():
             print(f"{label + ':':<10}{text}", flush=True)
 
-    @staticmethod
-    def lines(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
+    def lines(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """The header's lines by label."""
-        facts = run_facts(trainer, pl_module)
+        facts = run_facts(trainer, pl_module, self.is_global)
         lines = {
-            "model": f"{facts['model_class']}, {facts['num_parameters']:,} parameters, precision {trainer.precision}",
+            "model": f"{facts['model_class']}, {parameters(pl_module)}, precision {trainer.precision}",
             "strategy": f"{facts['strategy']} on {facts['devices']}",
         }
         if "global_batch_size" in facts:
@@ -95,7 +104,8 @@ class EpochLines(ProgressBar):
         shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(kinds)}
         text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
         seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
-        self.print(f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {text}{seconds}", file=sys.stdout)
+        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"  # bounded by steps, or time
+        self.print(f"epoch {trainer.current_epoch + 1}{last}  {text}{seconds}", file=sys.stdout)
 
 
 class LossBar(RichProgressBar):
@@ -116,20 +126,43 @@ class LossBar(RichProgressBar):
         return {**self._loss, **super().get_metrics(trainer, pl_module)}
 
 
-def run_facts(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one."""
+def run_facts(trainer: Trainer, pl_module: LightningModule, is_global: bool = True) -> dict[str, Any]:
+    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one.
+
+    Args:
+        is_global: Whether the data module's batch size is that of global batches, or of every process's own.
+    """
     facts = {
         "model_class": type(pl_module).__name__,
-        "num_parameters": sum(p.numel() for p in pl_module.parameters()),
+        "num_parameters": sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)),
         "strategy": type(trainer.strategy).__name__,
         "devices": str(devices(trainer)),
     }
     batch_size = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
     if batch_size is not None:
+        batch_size = batch_size if is_global else batch_size * trainer.world_size
         facts["global_batch_size"] = batch_size
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
         facts["per_device_batch_size"] = per_device(batch_size, shares)
     return facts
+
+
+def has_global_batches(trainer: Trainer, stage: str) -> bool:
+    """Whether processes share the batches of a stage; of a plain `DataLoader` everyone gets batches of its own."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    name = {"fit": "train", "validate": "val"}.get(stage, stage) + "_dataloader"
+    if trainer.world_size == 1 or not hasattr(data, "batch_size") or not is_overridden(name, data):
+        return True
+    with isolate_rng():  # the loader that trains comes later, and draws the same
+        loaders = CombinedLoader(getattr(data, name)()).flattened
+    return all(isinstance(getattr(loader, "sampler", None), GlobalBatches) for loader in loaders)
+
+
+def parameters(pl_module: LightningModule) -> str:
+    """'129,068 parameters', and how many tensors get their shape, and so their size, from the first batch."""
+    text = f"{sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)):,} parameters"
+    num_lazy = sum(map(is_lazy, pl_module.parameters()))
+    return f"{text} and {num_lazy} lazy ones of unknown size" if num_lazy else text
 
 
 def scaled_line(scaled: dict[str, Any]) -> str:

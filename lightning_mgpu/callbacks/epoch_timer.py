@@ -1,11 +1,12 @@
 """Seconds of training an epoch, as the book's `Timer` takes them: devices synchronised, evaluation left out."""
 
+import math
 import time
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.data import _extract_batch_size
 from typing_extensions import override
 
 from lightning_mgpu.devices import own_devices, synchronize
@@ -13,6 +14,8 @@ from lightning_mgpu.devices import own_devices, synchronize
 
 class EpochTimer(Callback):
     """Logs `epoch_seconds` (s, of training only) and `samples_per_sec` (over all devices) after every epoch.
+
+    The latter is left out for batches in which Lightning finds no tensor to tell their size, graphs for instance.
 
     Args:
         of_one_run: Leave out the epochs of a checkpoint's run, which this one is another than.
@@ -23,7 +26,7 @@ class EpochTimer(Callback):
         self.seconds: list[float] = []  # one an epoch
         self._elapsed = 0.0
         self._started: float | None = None  # when the running stretch began
-        self._num_samples = 0
+        self._num_samples = 0.0  # NaN: nobody knows
 
     @property
     def seconds_per_epoch(self) -> float:
@@ -47,14 +50,14 @@ class EpochTimer(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._elapsed, self._num_samples = 0.0, 0
+        self._elapsed, self._num_samples = 0.0, 0.0
         self._start(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._started is None:  # the first batch after a validation in the middle of the epoch
             self._start(trainer)
-        self._num_samples += extract_batch_size(batch)
+        self._num_samples += num_samples(batch)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,9 +67,11 @@ class EpochTimer(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer)
         self.seconds.append(self._elapsed)
-        num_samples = torch.tensor(self._num_samples, device=pl_module.device)
-        num_samples = trainer.strategy.reduce(num_samples, reduce_op="sum")  # over processes
-        times = {"epoch_seconds": self._elapsed, "samples_per_sec": float(num_samples) / self._elapsed}
+        own = torch.tensor(self._num_samples, device=pl_module.device)
+        total = float(trainer.strategy.reduce(own, reduce_op="sum"))  # over processes: unknown to one, unknown to all
+        times = {"epoch_seconds": self._elapsed, "samples_per_sec": total / self._elapsed}
+        if math.isnan(total):
+            del times["samples_per_sec"]
         pl_module.log_dict(times, sync_dist=True)  # their mean over processes
 
     def _start(self, trainer: Trainer) -> None:
@@ -78,3 +83,11 @@ class EpochTimer(Callback):
             synchronize(own_devices(trainer))
             self._elapsed += time.perf_counter() - self._started
             self._started = None
+
+
+def num_samples(batch: Any) -> float:
+    """The size Lightning would take a batch to have, without its warning of others in it; NaN where it finds none."""
+    try:
+        return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)
+    except RecursionError:  # items that hold themselves
+        return math.nan

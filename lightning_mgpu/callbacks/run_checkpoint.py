@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import unsaved_state
 from lightning_mgpu.callbacks.run_directory import is_run_dir
-from lightning_mgpu.checkpoint_io import LAST, AtomicCheckpointIO, keep_previous
+from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, AtomicCheckpointIO, keep_previous
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.from_checkpoint import KEY
 
@@ -36,7 +35,7 @@ class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint` with a `last.ckpt` to resume from.
 
     Args:
-        save_last: Keep `last.ckpt` and, should it be damaged, the `previous.ckpt`.
+        save_last: Keep `last.ckpt` and, should it be damaged, the `previous.ckpt`; both in a local `dirpath`.
         last_every_n_minutes: How often `last.ckpt` is saved within an epoch; it is saved after every epoch in any case.
     """
 
@@ -61,17 +60,6 @@ class RunCheckpoint(ModelCheckpoint):
         """Whether SLURM stopped the run, in the first process."""
         return self._signal is not None and self._signal == self.requeue_signal
 
-    def best_there_is(self) -> str | None:
-        """The best checkpoint, else the last one.
-
-        A kill between a new best one and `last.ckpt` leaves this naming the old one, which is gone.
-        """
-        best = self.best_model_path
-        if best and not get_filesystem(best).exists(best):
-            rank_zero_warn(f"{best}, the best checkpoint, is gone: the last one stands in.")
-            best = ""
-        return best or self.last_model_path or None
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -79,6 +67,11 @@ class RunCheckpoint(ModelCheckpoint):
         if self.dirpath is None and is_run_dir(trainer.default_root_dir):
             self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints")  # whatever the logger
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.keep_last and not is_local(str(self.dirpath)):
+            raise UsageError(
+                f"checkpoint.dirpath={self.dirpath}: last.ckpt, to resume a run from, is kept on local disks only: "
+                "take a local directory, or keep the best checkpoints there alone with --checkpoint.save_last=false"
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,6 +84,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._resumed = {}
         self._saved_at = self._asked_at = time.monotonic()
         self._num_batches, self._asked_for, self._ask_at = 0, 0, 1
+        self._signal = None  # it stopped the fit before this one
         if self.keep_last and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._listen(trainer)
             self._call_after(trainer.fit_loop.epoch_loop, lambda fetcher: self._after_batch(trainer, fetcher))
@@ -132,13 +126,17 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a run directory that was moved, the files are where it is now."""
+        """Of a run directory that was moved, the files are where it is now; another run's best is none of this one's.
+
+        Lightning would take over its `best_model_path`, to be tested as this run's.
+        """
         here = Path(str(self.dirpath))
-        if (here / Path(state_dict["last_model_path"] or "none").name).is_file():
+        if state_dict["last_model_path"] and any((here / name).is_file() for name in (LAST, PREVIOUS)):
             moved = {key: str(here / Path(state_dict[key]).name) if state_dict[key] else "" for key in PATHS}
             best = {str(here / Path(path).name): score for path, score in state_dict["best_k_models"].items()}
             state_dict = {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
-        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            super().load_state_dict(state_dict)
 
     # Between batches and between epochs
 
@@ -200,6 +198,7 @@ class RunCheckpoint(ModelCheckpoint):
     def _listen(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
+        self._restore_handlers()  # of a fit that was stopped, which Lightning leaves deaf to Ctrl-C
         environment = trainer.strategy.cluster_environment if hasattr(trainer.strategy, "cluster_environment") else None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self.requeue_signal = signal.Signals(environment.requeue_signal)  # SIGTERM, too, goes to every job requeued

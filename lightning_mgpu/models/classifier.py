@@ -47,7 +47,7 @@ class MeanLoss(Metric):
     def update(self, loss: Tensor, num_samples: int) -> None:
         dtype = torch.promote_types(loss.dtype, torch.float32)  # `bf16-true` makes bfloat16 of a state
         self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
-        self.num_samples += num_samples
+        self.num_samples = self.num_samples + num_samples  # not in place: `ddp_spawn` shares a CPU tensor's memory
 
     def compute(self) -> Tensor:
         return self.total / self.num_samples

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_mgpu.checkpoint_io import best_there_is
 from lightning_mgpu.tracking.in_time import in_time
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class UploadBest(Callback):
         checkpoint = trainer.checkpoint_callback
         if not isinstance(checkpoint, ModelCheckpoint):
             return
-        if path := checkpoint.best_model_path or checkpoint.last_model_path:
+        if path := best_there_is(checkpoint):
             in_time(f"the best checkpoint, {path},", lambda: self._log(Path(path), checkpoint), self.seconds)
 
     def _log(self, path: Path, checkpoint: ModelCheckpoint) -> None:

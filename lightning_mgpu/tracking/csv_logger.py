@@ -12,11 +12,15 @@ from typing_extensions import override
 
 
 class MetricsWriter(ExperimentWriter):
-    """Lightning's writer, which would begin anew where there is a file; replaces a file in one step."""
+    """Lightning's writer, which would begin anew where there is a file; replaces a file in one step.
+
+    What stands in the file counts, whoever wrote it: a process of `ddp_spawn` that is over, or another logger.
+    """
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self.num_rows = 0
+        path = Path(self.metrics_file_path)
+        self.num_rows = len(_read(path)[1]) if path.exists() else 0
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -25,6 +29,9 @@ class MetricsWriter(ExperimentWriter):
     @override
     def save(self) -> None:
         self.num_rows += len(self.metrics)
+        path = Path(self.metrics_file_path)
+        if self.metrics and path.exists():
+            self.metrics_keys = _columns(path)
         super().save()
 
     @override
@@ -73,6 +80,11 @@ class RunCSVLogger(CSVLogger):
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment  # type: ignore[return-value]
+
+
+def _columns(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -121,6 +121,14 @@ def test_mean_loss_adds_up_in_float32_where_the_model_is_in_bfloat16() -> None:
     assert metric.compute().item() == 0.5
 
 
+def test_mean_loss_leaves_memory_alone_that_processes_may_share() -> None:
+    """`ddp_spawn` moves a module's tensors to shared memory: on CPUs a process would count the others' samples, too."""
+    metric = MeanLoss()
+    before = metric.metric_state
+    metric.update(torch.tensor(0.5), 7)
+    assert [int(value) for value in before.values()] == [0, 0] and int(metric.num_samples) == 7
+
+
 def test_second_epoch_starts_counting_anew(make_data: Callable, make_trainer: Callable) -> None:
     torch.manual_seed(0)
     data, model = make_data(batch_size=150), LeNet(optimizer=lambda params: SGD(params, lr=0.5))
