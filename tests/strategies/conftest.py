@@ -140,7 +140,8 @@ def train(
         )
         before = functions()
         trainer.fit(module, loader or make_loader(shape=shape), make_loader(shape=shape) if val else None)
-        assert not [name for name, function in functions().items() if function != before.get(name, function)]
+        changed = [name for name, function in functions().items() if function != before.get(name, function)]
+        assert set(changed) <= {"Module.__init__", "Module.__setstate__"}  # torch.compile's affair
         assert all(check.num_steps > 0 for check in checks)
         return module
 

@@ -79,11 +79,12 @@ def test_lists_of_samples_and_what_does_not_fit_together_come_to_the_first_devic
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_one_replica_logs_alone_comes_to_the_first_device() -> None:
+def test_what_one_replica_logs_alone_comes_to_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     module = LightningModule()
     vars(module)["_device"] = FIRST
     logged = []
-    vars(module)["log"] = lambda name, value, **kwargs: logged.append(value)
+    log = "lightning_mgpu.strategies.recording.LOG"
+    monkeypatch.setattr(log, lambda module, name, value, **kwargs: logged.append(value))
     records = [Record(), Record(logged=[("rare", torch.empty((), device=SECOND), {})])]
     replay(Recorder(module, find_metrics(module)), records, [2, 2])
     assert [value.device for value in logged] == [FIRST]
