@@ -34,6 +34,7 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
 NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
+SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
@@ -69,6 +70,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(NOT_ACCEPTED, message):
         class_path = match[2] or _last(r"class_path '([\w.]+)'", message[: match.start()])
         return _not_accepted(key, given, match[1], class_path, options)
+    if match := re.search(SEVERAL_CLASSES, message):
+        return f"{given}: more than one class has this name: say {match[1].replace(', ', ' or ')}"
     if key.rpartition(".")[2] in KINDS:
         matches = (re.search(pattern, message) for pattern in NO_CLASS)
         if name := next((match[1] for match in matches if match), None):

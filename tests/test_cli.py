@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightning_mgpu import __version__
 from lightning_mgpu.checks import check_given, check_secrets
 from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.explain import did_you_mean
+from lightning_mgpu.explain import did_you_mean, explain
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
@@ -353,6 +354,28 @@ def test_shipped_config_parses_and_names_its_command(path: Path, main: Callable,
         assert main("fit", "--config", relative, "--print_config") == 0, capfd.readouterr().err
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment and any(command in line for line in comment for command in ("lightning_mgpu fit", "wandb sweep"))
+
+
+@pytest.mark.parametrize("args", [("--model.lr_scheduler=ReduceLROnPlateau",), ("--config=mine.yaml",)])
+def test_a_name_lightning_has_too_is_torchs(
+    args: tuple[str, ...], main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    scheduler: dict[str, Any] = {"class_path": "ReduceLROnPlateau", "init_args": {"patience": 2}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"lr_scheduler": scheduler}}}))
+    assert main("fit", *args, "--model.lr_scheduler.factor=0.3", "--print_config") == 0
+    found = yaml.safe_load(capfd.readouterr().out)["model"]["init_args"]["lr_scheduler"]
+    assert found["class_path"] == "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    assert found["init_args"]["factor"] == 0.3 and found["init_args"]["patience"] == (2 if "mine" in args[0] else 10)
+
+
+def test_a_name_of_two_classes() -> None:
+    message = """Parser key "trainer.callbacks":
+      - Multiple subclasses with name Mine. Give the full class path to avoid ambiguity: one.Mine, two.Mine.
+      - Expected a <class 'NoneType'>
+      Given value: Mine"""
+    assert (
+        explain(message, []) == "--trainer.callbacks=Mine: more than one class has this name: say one.Mine or two.Mine"
+    )
 
 
 def test_did_you_mean() -> None:
