@@ -28,13 +28,17 @@ KINDS: dict[str, tuple[type, str]] = {
     "logger": (Logger, "my_package.MyLogger"),
     "strategy": (Strategy, "my_package.MyStrategy"),
 }
-ABSTRACT = ("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger")
+ABSTRACT = (
+    *("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger", "ParallelStrategy"),
+    *("PerReplica", "ReplicatedStrategy", "SingleProcessStrategy", "TrainBatchStrategy"),
+)
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 # jsonargparse's phrases
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
 NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
 SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
+OPTIONS_ALONE = r"import path string: auto|Given value: \{'init_args':"
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
@@ -67,6 +71,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     if key.startswith("trainer.strategy") and (match := re.search(NO_FUNCTION, message)):
         where = f"--trainer.strategy.{match[1]}={match[3]}"
         return f"{where}: {match[2]}; give the dotted path of a function, my_module.my_function"
+    if key == "trainer.strategy" and re.search(OPTIONS_ALONE, message):
+        return f"{given}: say of which strategy, --trainer.strategy=manual_allreduce"
     if match := re.search(NOT_ACCEPTED, message):
         class_path = match[2] or _last(r"class_path '([\w.]+)'", message[: match.start()])
         return _not_accepted(key, given, match[1], class_path, options)

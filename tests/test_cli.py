@@ -10,12 +10,13 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 
 from lightning_mgpu import __version__
 from lightning_mgpu.checks import check_given, check_secrets
 from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.explain import did_you_mean, explain
+from lightning_mgpu.explain import class_names, did_you_mean, explain
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
@@ -44,6 +45,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     f"fit {CPU} --trainer.devices=-3": ("--trainer.devices=-3: take",),
     f"fit {CPU} --trainer.devices=abc": ("--trainer.devices=abc: take",),
     "fit --trainer.strategy=dpp": ("--trainer.strategy=dpp", "did you mean d", "auto, ddp, "),
+    "fit --trainer.strategy.bucket_mb=25": (
+        "--trainer.strategy.bucket_mb=25: say of which strategy, --trainer.strategy=manual_allreduce",
+    ),
+    "fit --config options.yaml": ("--trainer.strategy: say of which strategy, --trainer.strategy=manual_allreduce",),
     "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
     "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),
     "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
@@ -83,6 +88,7 @@ FILES = {
     "invalid.yaml": "trainer: [1, {\n",
     "unknown.yaml": "trainer:\n  max_epoch: 2\n",
     "wrong_data.yaml": "data:\n  class_path: FashionMNIST\n  init_args:\n    batchsize: 3\n",
+    "options.yaml": "trainer:\n  strategy:\n    init_args:\n      bucket_mb: 25\n",
     "used/config.yaml": "",
     "corrupt.ckpt": "PK\x03\x04 no zip",
 }
@@ -376,6 +382,13 @@ def test_a_name_of_two_classes() -> None:
     assert (
         explain(message, []) == "--trainer.callbacks=Mine: more than one class has this name: say one.Mine or two.Mine"
     )
+
+
+def test_only_strategies_that_can_be_used_are_known() -> None:
+    known = class_names(Strategy)
+    assert {"DDPStrategy", "DataParallelStrategy", "ManualAllreduceStrategy"} < {*known}
+    assert not {"ParallelStrategy", "PerReplica", "ReplicatedStrategy"}.intersection(known)
+    assert not {"SingleProcessStrategy", "TrainBatchStrategy"}.intersection(known)
 
 
 def test_did_you_mean() -> None:
