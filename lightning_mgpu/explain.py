@@ -39,6 +39,10 @@ NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(clas
 NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
 SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
 OPTIONS_ALONE = r"import path string: auto|Given value: \{'init_args':"
+REQUIRED = (  # the class stands right before, else it is the first one after
+    r"class_path '(?P<class_path>[\w.]+)':\s+the following arguments are required: (?P<names>[\w, ]+)",
+    r"the following arguments are required: (?P<names>[\w, ]+)(?:[\s\S]*?class_path='(?P<class_path>[\w.]+)')",
+)
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
@@ -84,10 +88,9 @@ def explain(message: str, options: Iterable[str]) -> str:
             return _no_class(key, name)
     if match := re.search(r"the following arguments are required: \w+\.(model|data)\b", message):
         return f"--{match[1]}=null: expected the name of a class"
-    if match := re.search(r"the following arguments are required: ([\w, ]+)", message):
-        class_path = _last(r"class_path='([\w.]+)'", message.partition("Given value: Namespace(class_path='lightn")[0])
-        wanted = " and ".join(f"--{key}.{name.strip()}" for name in match[1].split(","))
-        return f"--{key}={class_path.rpartition('.')[2]} also needs {wanted}"
+    if match := next((m for pattern in REQUIRED if (m := re.search(pattern, message))), None):
+        wanted = " and ".join(f"--{key}.{name.strip()}" for name in match["names"].split(","))
+        return f"--{key}={match['class_path'].rpartition('.')[2]} also needs {wanted}"
     if key and (wanted := _expected(message)):
         return f"{given}: expected {wanted}"
     message = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", message)

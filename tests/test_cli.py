@@ -40,6 +40,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("--model.optimizer.lrr=3: SGD has no argument 'lrr'",),
     "fit --model.optimizer.lr=abc": ("--model.optimizer.lr=abc: expected a number",),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR also needs --model.lr_scheduler.step_size",),
+    "fit --trainer.callbacks=EarlyStopping": (
+        "--trainer.callbacks=EarlyStopping also needs --trainer.callbacks.monitor",
+    ),
+    "fit --model=needy.Needy": ("--model=Needy also needs --model.width and --model.height",),
     "fit --trainer.callbacks=Foo": ("--trainer.callbacks=Foo: no such Callback", "EarlyStopping"),
     f"fit {CPU} --trainer.devices=0": ("--trainer.devices=0: take a number of processes from 1",),
     f"fit {CPU} --trainer.devices=-3": ("--trainer.devices=-3: take",),
@@ -81,6 +85,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "test --ckpt_path other.ckpt": ("--ckpt_path=other.ckpt is no checkpoint of a Trainer's",),
 }
 NEED_NO_GPU = {"fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here",)}
+NEEDY = """
+from lightning_mgpu.models import LeNet
+
+class Needy(LeNet):
+    def __init__(self, width: int, height: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+"""
 FILES = {
     "a_file": "",
     "empty.yaml": "",
@@ -89,6 +100,7 @@ FILES = {
     "unknown.yaml": "trainer:\n  max_epoch: 2\n",
     "wrong_data.yaml": "data:\n  class_path: FashionMNIST\n  init_args:\n    batchsize: 3\n",
     "options.yaml": "trainer:\n  strategy:\n    init_args:\n      bucket_mb: 25\n",
+    "needy.py": NEEDY,
     "used/config.yaml": "",
     "corrupt.ckpt": "PK\x03\x04 no zip",
 }
