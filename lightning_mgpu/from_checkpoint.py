@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from lightning_mgpu.arguments import given_options
+from lightning_mgpu.checkpoint_io import KEY
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.flatten import flatten
 
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 OF_EVALUATION = ("model.init_args.flip_tta", "model.init_args.shift_tta")  # not of the weights: how they are used
-KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
 
 
 def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
