@@ -7,7 +7,7 @@ import sys
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.arguments import check_values, with_shipped_configs, with_strategy_class
+from lightning_mgpu.arguments import check_configs, check_values, with_shipped_configs, with_strategy_class
 from lightning_mgpu.cli import CLI, SUBCOMMANDS
 from lightning_mgpu.clusters import set_rank
 from lightning_mgpu.console import quieten
@@ -36,6 +36,7 @@ def main() -> None:
         sys.argv[1:] = with_checkpoint_config(sys.argv[1:], SUBCOMMANDS)
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
             raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
+        check_configs()
         CLI()
 
 

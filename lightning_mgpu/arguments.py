@@ -12,7 +12,8 @@ from lightning_mgpu.errors import UsageError
 from lightning_mgpu.flatten import flatten
 
 PACKAGE = Path(__file__).parent
-CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())  # wheel, checkout
+PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
+CONFIGS = next((path for path in PLACES if path.is_dir()), PLACES[0])
 STRATEGY = "--trainer.strategy"
 MAX_NESTED = 200  # brackets in one value; libyaml overflows the stack at some ten thousands
 
@@ -83,12 +84,23 @@ def find_config(name: str) -> str:
     path = Path(os.path.expanduser(name))
     path = path if path.exists() else CONFIGS / name
     if not path.is_file():
+        check_configs()
         shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
         close = get_close_matches(path.stem, shipped, n=1)
         near = f" (did you mean {shipped[close[0]]}?)" if close else ""
         raise UsageError(f"--config={name}: no such file here{near}; those shipped are {', '.join(shipped.values())}")
     read_config(name, path)  # strictly, once before the parser does
     return str(path)
+
+
+def check_configs() -> None:
+    """Look whether the configurations are beside the package: a copy of it alone has none.
+
+    Raises:
+        UsageError: If they are not.
+    """
+    if not CONFIGS.is_dir():
+        raise UsageError(f"no configurations are in {CONFIGS}: copy configs/ of the project there")
 
 
 def given_options(args: list[str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_mgpu.errors import UsageError
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

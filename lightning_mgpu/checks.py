@@ -12,13 +12,14 @@ import torch
 from fsspec.core import strip_protocol  # type: ignore[import-untyped]
 from jsonargparse import Namespace
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.version import InvalidVersion, Version
 
 from lightning_mgpu.checkpoint_io import read_plain
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.errors import UsageError, in_one_line
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
 from lightning_mgpu.flatten import flatten
 from lightning_mgpu.redact import HIDDEN
@@ -176,7 +177,7 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
     """Look into the checkpoint: is it one, and is it of the class of model that was asked for.
 
     Args:
-        path: As given; what Lightning itself resolves (`hpc`, `registry`, a URL) is left alone.
+        path: As given; `hpc` and `registry` are Lightning's to resolve, and of a URL is asked whether it is there.
         model: Dotted path of the model's class, None where nobody asked for one.
 
     Raises:
@@ -184,7 +185,10 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
     """
     if path in ("best", "last"):
         raise UsageError(f"--ckpt_path={path}: name the file; a run's are in its checkpoints/ directory")
-    if path is None or path in ("hpc", "registry") or "://" in path:
+    if path is None or path in ("hpc", "registry"):
+        return
+    if "://" in path:
+        _check_url(path)
         return
     if not Path(path).is_file():
         raise UsageError(f"--ckpt_path={path}: no such file; a run's are in its checkpoints/ directory")
@@ -205,6 +209,15 @@ def check_checkpoint(path: str | None, model: str | None) -> None:
         raise UsageError(
             f"--ckpt_path={path} is of {saved}, not of {asked}: take --model={saved}, or leave --model out"
         )
+
+
+def _check_url(url: str) -> None:
+    try:
+        is_there = get_filesystem(url).exists(url)
+    except Exception as error:  # whatever the library behind the protocol raises; or there is none
+        raise UsageError(f"--ckpt_path={url} cannot be read: {in_one_line(error)}") from error
+    if not is_there:
+        raise UsageError(f"--ckpt_path={url}: no such file, or nobody answers")
 
 
 def _check_contents(path: str, checkpoint: dict[str, Any]) -> None:

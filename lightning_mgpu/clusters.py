@@ -11,7 +11,7 @@ import os
 
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LSFEnvironment, MPIEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -46,7 +46,8 @@ def follow_launcher(config: Namespace) -> None:
         # the former is there if `--ntasks-per-node` was given
         per_node = _number("SLURM_NTASKS_PER_NODE", max(1, _number("SLURM_NTASKS", 1) // num_nodes))
     else:
-        _check_plain_environment(config)
+        if not (LSFEnvironment.detect() or MPIEnvironment.detect()):  # Lightning asks jsrun and mpirun itself
+            _check_plain_environment(config)
         return
     if config.num_nodes == 1:
         config.num_nodes = num_nodes

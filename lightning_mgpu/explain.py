@@ -28,12 +28,21 @@ KINDS: dict[str, tuple[type, str]] = {
     "logger": (Logger, "my_package.MyLogger"),
     "strategy": (Strategy, "my_package.MyStrategy"),
 }
-ABSTRACT = ("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger")
+ABSTRACT = (
+    *("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger", "ParallelStrategy"),
+    *("PerReplica", "ReplicatedStrategy", "SingleProcessStrategy", "TrainBatchStrategy"),
+)
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 # jsonargparse's phrases
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
 NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
+SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
+OPTIONS_ALONE = r"import path string: auto|Given value: \{'init_args':"
+REQUIRED = (  # the class stands right before, else it is the first one after
+    r"class_path '(?P<class_path>[\w.]+)':\s+the following arguments are required: (?P<names>[\w, ]+)",
+    r"the following arguments are required: (?P<names>[\w, ]+)(?:[\s\S]*?class_path='(?P<class_path>[\w.]+)')",
+)
 NO_CLASS = (
     r"Expected a dot import path string: (\S+)",
     r"class_path '([\w.]+)':\s+(?:No module named|module '[\w.]+' has no attribute)",
@@ -66,19 +75,22 @@ def explain(message: str, options: Iterable[str]) -> str:
     if key.startswith("trainer.strategy") and (match := re.search(NO_FUNCTION, message)):
         where = f"--trainer.strategy.{match[1]}={match[3]}"
         return f"{where}: {match[2]}; give the dotted path of a function, my_module.my_function"
+    if key == "trainer.strategy" and re.search(OPTIONS_ALONE, message):
+        return f"{given}: say of which strategy, --trainer.strategy=manual_allreduce"
     if match := re.search(NOT_ACCEPTED, message):
         class_path = match[2] or _last(r"class_path '([\w.]+)'", message[: match.start()])
         return _not_accepted(key, given, match[1], class_path, options)
+    if match := re.search(SEVERAL_CLASSES, message):
+        return f"{given}: more than one class has this name: say {match[1].replace(', ', ' or ')}"
     if key.rpartition(".")[2] in KINDS:
         matches = (re.search(pattern, message) for pattern in NO_CLASS)
         if name := next((match[1] for match in matches if match), None):
             return _no_class(key, name)
     if match := re.search(r"the following arguments are required: \w+\.(model|data)\b", message):
         return f"--{match[1]}=null: expected the name of a class"
-    if match := re.search(r"the following arguments are required: ([\w, ]+)", message):
-        class_path = _last(r"class_path='([\w.]+)'", message.partition("Given value: Namespace(class_path='lightn")[0])
-        wanted = " and ".join(f"--{key}.{name.strip()}" for name in match[1].split(","))
-        return f"--{key}={class_path.rpartition('.')[2]} also needs {wanted}"
+    if match := next((m for pattern in REQUIRED if (m := re.search(pattern, message))), None):
+        wanted = " and ".join(f"--{key}.{name.strip()}" for name in match["names"].split(","))
+        return f"--{key}={match['class_path'].rpartition('.')[2]} also needs {wanted}"
     if key and (wanted := _expected(message)):
         return f"{given}: expected {wanted}"
     message = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", message)

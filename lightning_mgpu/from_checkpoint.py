@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from lightning_mgpu.arguments import given_options
+from lightning_mgpu.checkpoint_io import KEY
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.flatten import flatten
 
 SECTIONS = ("seed_everything", "model", "data")
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 OF_EVALUATION = ("model.init_args.flip_tta", "model.init_args.shift_tta")  # not of the weights: how they are used
-KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
 
 
 def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
@@ -43,7 +43,7 @@ def saved_config(path: Path) -> dict[str, Any]:
     A checkpoint of Lightning's own callbacks has the model's hyperparameters alone.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = _without_weights(path)
         config = dict(checkpoint.get(KEY, {}).get("config", {}))
         if not config and "_class_path" in (saved := dict(checkpoint.get("hyper_parameters", {}))):
             init_args = {name: value for name, value in saved.items() if not name.startswith("_")}
@@ -59,10 +59,18 @@ def saved_config(path: Path) -> dict[str, Any]:
 def scaled_by(path: Path) -> int | None:
     """What a checkpoint's run multiplied batch and learning rate by (see `scale_k.py`); None if it does not say."""
     try:
-        k = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["scaled_by"]
+        k = _without_weights(path)[KEY]["scaled_by"]
     except Exception:
         return None
     return k if isinstance(k, int) else None
+
+
+def _without_weights(path: Path) -> Any:
+    """What is in a checkpoint; its tensors stay on the disk until somebody looks at them, where the format allows."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # torch's before 1.6
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def disagreements(path: str, config: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Lightning's argument parser, in which a class named on the command line starts from its own defaults."""
 
+import re
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace, dict_to_namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
+
+from lightning_mgpu.explain import SEVERAL_CLASSES
 
 
 class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
@@ -32,6 +35,10 @@ class Parser(LightningArgumentParser):
         self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
         try:
             return super().parse_object(obj, *args, **kwargs)
+        except Exception as error:
+            if (torchs := _as_torchs(obj, str(error))) is None:
+                raise
+            return super().parse_object(torchs, *args, **kwargs)
         finally:
             self._named = outer
 
@@ -51,6 +58,22 @@ class Parser(LightningArgumentParser):
 
 def _as_dict(config: Any) -> dict[str, Any]:
     return config if isinstance(config, dict) else vars(config)
+
+
+def _as_torchs(config: Any, message: str) -> dict[str, Any] | None:
+    """The arguments with torch's class of a name that two classes have: `ReduceLROnPlateau` is Lightning's, too."""
+    found = re.search(SEVERAL_CLASSES, message)
+    paths = [path for path in found[1].split(", ") if path.startswith("torch.")] if found else []
+    if len(paths) != 1:
+        return None
+    name = paths[0].rpartition(".")[2]
+    changed = dict(_as_dict(config))
+    for key, value in changed.items():
+        if value == name:
+            changed[key] = paths[0]
+        elif _names_class(value) and value["class_path"] == name:
+            changed[key] = {**_as_dict(value), "class_path": paths[0]}
+    return changed if changed != _as_dict(config) else None
 
 
 def _names_class(value: Any) -> bool:

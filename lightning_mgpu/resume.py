@@ -101,8 +101,8 @@ def choose_checkpoint(run_dir: Path, directory: str | None = None, max_epochs: i
         checkpoint = read_checkpoint(path)
         if checkpoint is not None and "optimizer_states" not in checkpoint:
             raise UsageError(f"{FLAG}={run_dir}: {path} holds weights only, which cannot be trained on from")
-        if checkpoint is not None:
-            trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        trained = None if checkpoint is None else _epochs(checkpoint)
+        if checkpoint is not None and trained is not None:
             if max_epochs is not None and 0 <= max_epochs < trained:
                 raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
             if damaged:
@@ -176,6 +176,14 @@ def replace_text(path: Path, text: str) -> None:
 def how_to_resume(run_dir: Path) -> str:
     """The command that goes on with a run, to be pasted into a shell."""
     return f"python -m lightning_mgpu fit {FLAG}={shlex.quote(str(run_dir))}"
+
+
+def _epochs(checkpoint: dict[str, Any]) -> int | None:
+    """How many epochs a checkpoint's run has trained; None if it does not say, and cannot be gone on with."""
+    try:
+        return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _remove_later(checkpoints: Path, global_step: int) -> None:

@@ -3,18 +3,20 @@
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 
 from lightning_mgpu import __version__
 from lightning_mgpu.checks import check_given, check_secrets
 from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.explain import did_you_mean
+from lightning_mgpu.explain import class_names, did_you_mean, explain
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
@@ -38,11 +40,19 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("--model.optimizer.lrr=3: SGD has no argument 'lrr'",),
     "fit --model.optimizer.lr=abc": ("--model.optimizer.lr=abc: expected a number",),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR also needs --model.lr_scheduler.step_size",),
+    "fit --trainer.callbacks=EarlyStopping": (
+        "--trainer.callbacks=EarlyStopping also needs --trainer.callbacks.monitor",
+    ),
+    "fit --model=needy.Needy": ("--model=Needy also needs --model.width and --model.height",),
     "fit --trainer.callbacks=Foo": ("--trainer.callbacks=Foo: no such Callback", "EarlyStopping"),
     f"fit {CPU} --trainer.devices=0": ("--trainer.devices=0: take a number of processes from 1",),
     f"fit {CPU} --trainer.devices=-3": ("--trainer.devices=-3: take",),
     f"fit {CPU} --trainer.devices=abc": ("--trainer.devices=abc: take",),
     "fit --trainer.strategy=dpp": ("--trainer.strategy=dpp", "did you mean d", "auto, ddp, "),
+    "fit --trainer.strategy.bucket_mb=25": (
+        "--trainer.strategy.bucket_mb=25: say of which strategy, --trainer.strategy=manual_allreduce",
+    ),
+    "fit --config options.yaml": ("--trainer.strategy: say of which strategy, --trainer.strategy=manual_allreduce",),
     "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
     "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),
     "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
@@ -69,12 +79,22 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --run_dir=a_file/x": ("a_file/x cannot be made: Not a directory", "--run_dir"),
     "test --ckpt_path nope.ckpt": ("--ckpt_path=nope.ckpt: no such file",),
+    "test --ckpt_path=memory://nope.ckpt": ("--ckpt_path=memory://nope.ckpt: no such file",),
+    "fit --ckpt_path=http://127.0.0.1:9/nope.ckpt": ("http://127.0.0.1:9/nope.ckpt: no such file, or nobody answers",),
+    "fit --ckpt_path=nope://nope.ckpt": ("--ckpt_path=nope://nope.ckpt cannot be read: Protocol not known",),
     "test --ckpt_path=last": ("--ckpt_path=last: name the file",),
     "fit --run_dir=***": ("--run_dir=***: a secret, which is written to no file",),
     "fit --ckpt_path corrupt.ckpt": ("--ckpt_path=corrupt.ckpt cannot be read: it is damaged",),
     "test --ckpt_path other.ckpt": ("--ckpt_path=other.ckpt is no checkpoint of a Trainer's",),
 }
 NEED_NO_GPU = {"fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here",)}
+NEEDY = """
+from lightning_mgpu.models import LeNet
+
+class Needy(LeNet):
+    def __init__(self, width: int, height: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+"""
 FILES = {
     "a_file": "",
     "empty.yaml": "",
@@ -82,6 +102,8 @@ FILES = {
     "invalid.yaml": "trainer: [1, {\n",
     "unknown.yaml": "trainer:\n  max_epoch: 2\n",
     "wrong_data.yaml": "data:\n  class_path: FashionMNIST\n  init_args:\n    batchsize: 3\n",
+    "options.yaml": "trainer:\n  strategy:\n    init_args:\n      bucket_mb: 25\n",
+    "needy.py": NEEDY,
     "used/config.yaml": "",
     "corrupt.ckpt": "PK\x03\x04 no zip",
 }
@@ -353,6 +375,35 @@ def test_shipped_config_parses_and_names_its_command(path: Path, main: Callable,
         assert main("fit", "--config", relative, "--print_config") == 0, capfd.readouterr().err
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment and any(command in line for line in comment for command in ("lightning_mgpu fit", "wandb sweep"))
+
+
+@pytest.mark.parametrize("args", [("--model.lr_scheduler=ReduceLROnPlateau",), ("--config=mine.yaml",)])
+def test_a_name_lightning_has_too_is_torchs(
+    args: tuple[str, ...], main: Callable, capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    scheduler: dict[str, Any] = {"class_path": "ReduceLROnPlateau", "init_args": {"patience": 2}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"lr_scheduler": scheduler}}}))
+    assert main("fit", *args, "--model.lr_scheduler.factor=0.3", "--print_config") == 0
+    found = yaml.safe_load(capfd.readouterr().out)["model"]["init_args"]["lr_scheduler"]
+    assert found["class_path"] == "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    assert found["init_args"]["factor"] == 0.3 and found["init_args"]["patience"] == (2 if "mine" in args[0] else 10)
+
+
+def test_a_name_of_two_classes() -> None:
+    message = """Parser key "trainer.callbacks":
+      - Multiple subclasses with name Mine. Give the full class path to avoid ambiguity: one.Mine, two.Mine.
+      - Expected a <class 'NoneType'>
+      Given value: Mine"""
+    assert (
+        explain(message, []) == "--trainer.callbacks=Mine: more than one class has this name: say one.Mine or two.Mine"
+    )
+
+
+def test_only_strategies_that_can_be_used_are_known() -> None:
+    known = class_names(Strategy)
+    assert {"DDPStrategy", "DataParallelStrategy", "ManualAllreduceStrategy"} < {*known}
+    assert not {"ParallelStrategy", "PerReplica", "ReplicatedStrategy"}.intersection(known)
+    assert not {"SingleProcessStrategy", "TrainBatchStrategy"}.intersection(known)
 
 
 def test_did_you_mean() -> None:

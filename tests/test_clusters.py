@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -234,6 +235,19 @@ def test_devices_are_as_many_as_slurms_tasks(
     follow_launcher(config)
     assert (config.devices, config.num_nodes) == (devices, int(tasks.get("SLURM_NNODES", 1)))
     assert ["--ntasks-per-node=4" in str(warning.message) for warning in recwarn] == [True] * warns
+
+
+def test_what_lightning_detects_itself_needs_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Namespace(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp", plugins=None)
+    with pytest.raises(UsageError, match="needs NODE_RANK, MASTER_ADDR, MASTER_PORT"):
+        follow_launcher(config)
+    with monkeypatch.context() as by_mpirun:
+        by_mpirun.setattr(MPIEnvironment, "detect", staticmethod(lambda: True))
+        follow_launcher(config)
+    for name in ("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"):
+        monkeypatch.setenv(name, "1")
+    follow_launcher(config)
+    assert (config.devices, config.num_nodes) == (2, 2)
 
 
 def test_commands_of_one_script_have_runs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from lightning_mgpu.from_checkpoint import disagreements, saved_config
+from lightning_mgpu.checkpoint_io import KEY
+from lightning_mgpu.from_checkpoint import disagreements, saved_config, scaled_by
 
 CPU = "--trainer.accelerator=cpu"
 BRIEF = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1")
@@ -93,6 +95,24 @@ def test_a_checkpoint_of_lightnings_own(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, path)
     assert saved_config(path) == {}
     assert disagreements(str(path), {"model": {"class_path": "a.B"}}) == []
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_configuration_is_found_without_reading_the_weights(
+    zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, config = tmp_path / "x.ckpt", {"model": {"class_path": "LeNet"}}
+    content = {"state_dict": {"w": torch.zeros(9)}, KEY: {"config": config, "scaled_by": 2}}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    load, mapped = torch.load, []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        mapped.append(kwargs.get("mmap", False))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", spy)
+    assert saved_config(path) == config and scaled_by(path) == 2
+    assert mapped == ([True, True] if zipped else [True, False, True, False])  # files before torch 1.6 are no archives
 
 
 def test_settings_of_a_machine_stay_there(tmp_path: Path) -> None:

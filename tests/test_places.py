@@ -1,9 +1,15 @@
 """Where a run's files go: one directory, however it is written, and no other run's."""
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import lightning_mgpu
 
 CPU = "--trainer.accelerator=cpu"
 
@@ -41,3 +47,20 @@ def test_two_runs_do_not_share_checkpoints(
     assert (tmp_path / "kept" / "last.ckpt").read_bytes() == before and not (tmp_path / "b").exists()
     assert main("test", *run, "--ckpt_path=kept/last.ckpt") == 0  # saves none
     assert main("fit", "--resume=a", "--trainer.max_epochs=2") == 0
+
+
+WITHOUT_CONFIGS = """
+from lightning_mgpu.callbacks import LearningCurve
+from lightning_mgpu.__main__ import main
+main()
+"""
+
+
+def test_the_package_is_copied_without_its_configs(tmp_path: Path) -> None:
+    shutil.copytree(Path(lightning_mgpu.__file__).parent, tmp_path / "lightning_mgpu")
+    for args in (["fit", "--config=model/lenet.yaml"], ["fit", "--trainer.fast_dev_run=1"]):
+        line = [sys.executable, "-c", WITHOUT_CONFIGS, *args]
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+        told = f"no configurations are in {tmp_path / 'lightning_mgpu' / 'configs'}: copy configs/ of the project there"
+        assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -320,6 +320,21 @@ def test_a_checkpoint_is_found_where_its_url_says(tmp_path: Path) -> None:
         io.load_checkpoint("memory://last.ckpt", weights_only=True)
 
 
+@pytest.mark.parametrize(
+    "loops",
+    [{}, {"fit_loop": {"epoch_progress": {}}}, {"fit_loop": None}, {"fit_loop": {"epoch_progress": {"current": 3}}}],
+)
+def test_a_checkpoint_that_lacks_its_progress_is_damaged(loops: dict[str, Any], tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    whole = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}
+    state = {"state_dict": {}, "optimizer_states": [], "global_step": 30}
+    AtomicCheckpointIO().save_checkpoint({**state, "loops": whole}, checkpoints / "previous.ckpt")
+    AtomicCheckpointIO().save_checkpoint({**state, "loops": loops}, checkpoints / "last.ckpt")
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged: going on from previous\.ckpt"):
+        assert choose_checkpoint(tmp_path, max_epochs=3) == checkpoints / "previous.ckpt"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt.damaged", "previous.ckpt"]
+
+
 def test_checkpoints_ahead_are_removed(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     loops = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}

@@ -24,9 +24,8 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks import unsaved_state
 from lightning_mgpu.callbacks.run_directory import is_run_dir
-from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, AtomicCheckpointIO, keep_previous
+from lightning_mgpu.checkpoint_io import KEY, LAST, PREVIOUS, AtomicCheckpointIO, keep_previous
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.from_checkpoint import KEY
 
 SECONDS_BETWEEN_QUESTIONS = 1.0  # processes ask the first one what to do: a broadcast, and on a GPU a wait
 

@@ -171,7 +171,7 @@ class Sweep:
         self._save()  # an interrupted first trial leaves a sweep, too
         for num_done, index in enumerate(missing, start=1):
             values = self.values(index)
-            varied = [f"{p.name}={as_argument(values[p.name])}" for p in self.plan.parameters if len(p.choices()) != 1]
+            varied = [f"{p.name}={as_argument(values[p.name])}" for p in self.plan.parameters if p.num_choices != 1]
             print(f"{index + 1}/{total}  {' '.join(varied)}  ", end="", flush=True)
             result = self._run(index, values)
             self.results.append(result)

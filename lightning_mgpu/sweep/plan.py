@@ -4,7 +4,6 @@ A draw depends on the seed, the trial's number and the parameter's name alone: m
 The format: https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
-import itertools
 import json
 import math
 import random
@@ -57,18 +56,28 @@ class Parameter:
     def is_log(self) -> bool:
         return "log_" in self.distribution
 
-    def choices(self) -> list[Any]:
-        """All values there are, in order; none where they cannot be counted."""
+    @property
+    def num_choices(self) -> int:
+        """How many values there are; 0 where they cannot be counted."""
         p = self.options
         if self.distribution == "constant":
-            return [p["value"]]
+            return 1
         if self.distribution == "categorical":
-            return list(p["values"])
+            return len(p["values"])
         if self.distribution == "int_uniform":
-            return list(range(p["min"], p["max"] + 1))
+            return int(p["max"] - p["min"] + 1)
         if self.distribution == "q_uniform":  # without the maximum, as W&B has it
-            return [readable(p["min"] + i * p["q"]) for i in range(math.ceil((p["max"] - p["min"]) / p["q"]))]
-        return []
+            return math.ceil((p["max"] - p["min"]) / p["q"])
+        return 0
+
+    def choice(self, index: int) -> Any:
+        """One of the values that can be counted, in order; they are never listed, there may be billions."""
+        p = self.options
+        if self.distribution == "constant":
+            return p["value"]
+        if self.distribution == "categorical":
+            return p["values"][index]
+        return p["min"] + index if self.distribution == "int_uniform" else readable(p["min"] + index * p["q"])
 
     def draw(self, rng: random.Random) -> Any:
         p, kind = self.options, self.distribution.removeprefix("q_")
@@ -109,9 +118,11 @@ class Plan:
     def trial(self, index: int, seed: int) -> Values:
         """The values of a trial of a `grid` or `random` sweep."""
         if self.method == "grid":
-            combinations = itertools.product(*(parameter.choices() for parameter in self.parameters))
-            values = next(itertools.islice(combinations, index, None))
-            return {parameter.name: value for parameter, value in zip(self.parameters, values)}
+            values: Values = {}
+            for parameter in reversed(self.parameters):  # the last one varies fastest, as in itertools.product
+                index, place = divmod(index, parameter.num_choices)
+                values[parameter.name] = parameter.choice(place)
+            return dict(reversed(values.items()))
         return {p.name: p.draw(random.Random(f"{seed}/{index}/{p.name}")) for p in self.parameters}
 
 
@@ -157,11 +168,11 @@ def read_plan(config: str, count: int | None = None) -> Plan:
     except ValueError as error:
         raise refuse(str(error)) from error
     if method == "grid":
-        if endless := [parameter for parameter in parameters if not parameter.choices()]:
+        if endless := [parameter for parameter in parameters if not parameter.num_choices]:
             raise refuse(
                 f"{endless[0].name}: a grid needs values, not {endless[0].distribution}; or say method: random"
             )
-        size = math.prod(len(parameter.choices()) for parameter in parameters)
+        size = math.prod(parameter.num_choices for parameter in parameters)
         run_cap = min(size, run_cap or size)
     elif run_cap is None:
         raise refuse(f"a {method} sweep has no end: say how many trials, with --count=20 here or run_cap: 20 there")

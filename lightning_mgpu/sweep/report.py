@@ -33,7 +33,7 @@ def ranked(plan: Plan, results: list[Result]) -> list[Result]:
 
 def write_report(plan: Plan, results: list[Result], sweep_dir: Path, command: str) -> str:
     """Write the three files; returns the text of `sweep.md`."""
-    varied = [parameter for parameter in plan.parameters if len(parameter.choices()) != 1]
+    varied = [parameter for parameter in plan.parameters if parameter.num_choices != 1]
     names = [parameter.name for parameter in varied]
     head = ["trial", *names, plan.metric, "seconds", "note"]
     rows = [
@@ -53,7 +53,7 @@ def _markdown(plan: Plan, results: list[Result], head: list[str], rows: list[lis
     best = f"{'highest' if plan.maximize else 'lowest'} over the epochs of a trial"
     failed = sum(metric_of(plan, result) is None for result in results)
     summary = f"{len(results)} of {plan.num_trials} trials" + (f", {failed} failed" if failed else "")
-    constants = [f"{p.name}={as_argument(p.choices()[0])}" for p in plan.parameters if len(p.choices()) == 1]
+    constants = [f"{p.name}={as_argument(p.choice(0))}" for p in plan.parameters if p.num_choices == 1]
     lines = [f"{plan.name}: {summary}, by `{command}`. {plan.metric}: the {best}.", ""]
     lines += [f"In all trials: {', '.join(constants)}.", ""] if constants else []
     lines += [f"| {' | '.join(head)} |", "| ---: |" + " --- |" * len(head[1:-3]) + " ---: | ---: | --- |"]

@@ -2,6 +2,7 @@
 
 import random
 import shlex
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from lightning_mgpu.arguments import CONFIGS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.sweep.plan import Parameter, Plan, read_parameter, read_plan
+from lightning_mgpu.sweep.report import write_report
 
 SHIPPED = sorted((CONFIGS / "sweep").glob("*.yaml"))
 SWEEP: dict[str, Any] = {
@@ -45,6 +47,21 @@ def test_grid_is_every_combination_with_names_in_the_agents_order(plan: Callable
     assert plan(count=2).num_trials == 2 and plan(run_cap=4).num_trials == 4 and plan(count=99).num_trials == 6
 
 
+@pytest.mark.parametrize("step", [{}, {"distribution": "q_uniform", "q": 0.25}])
+def test_a_long_range_takes_no_memory(step: dict[str, Any], plan: Callable[..., Plan], tmp_path: Path) -> None:
+    many = {"min": 0, "max": 300_000, **step}
+    tracemalloc.start()
+    try:
+        long = plan(parameters={"seed_everything": many, "x": {"values": [1, 2]}}, count=2)
+        trials = [long.trial(index, seed=0) for index in range(2)]
+        result = {"values": trials[0], "seconds": 1.0, "error": None, "metrics": {"val_acc": [0.1, 0.2]}, "trial": 0}
+        write_report(long, [result], tmp_path, "sweep")
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
+    assert trials == [{"seed_everything": 0, "x": 1}, {"seed_everything": 0, "x": 2}]
+
+
 def test_random_draws_depend_on_seed_and_trial_alone(plan: Callable[..., Plan]) -> None:
     short, long = plan(method="random", count=2), plan(method="random", run_cap=9)
     assert (short.num_trials, long.num_trials) == (2, 9)
@@ -73,7 +90,7 @@ def test_draws_of_a_distribution(given: dict[str, Any], kind: str, low: float, h
     assert parameter.distribution == kind
     draws = [parameter.draw(random.Random(i)) for i in range(500)]
     assert low <= min(draws) <= max(draws) <= high
-    if choices := parameter.choices():
+    if choices := [parameter.choice(index) for index in range(parameter.num_choices)]:
         assert set(draws) <= {*choices, high}
         assert len(set(draws)) >= len(choices)
 
@@ -171,4 +188,5 @@ def test_wandbs_own_functions_make_the_same_command(path: Path) -> None:
 
 
 def test_quantised_choices_stop_before_the_maximum() -> None:
-    assert Parameter("x", "q_uniform", {"min": 0.0, "max": 0.3, "q": 0.1}).choices() == [0.0, 0.1, 0.2]
+    parameter = Parameter("x", "q_uniform", {"min": 0.0, "max": 0.3, "q": 0.1})
+    assert [parameter.choice(index) for index in range(parameter.num_choices)] == [0.0, 0.1, 0.2]
