@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.version import InvalidVersion, Version
 
 from lightning_mgpu.checkpoint_io import read_plain
+from lightning_mgpu.config_file import misread
 from lightning_mgpu.errors import UsageError, in_one_line
 from lightning_mgpu.explain import class_names, did_you_mean, subclasses
 from lightning_mgpu.flatten import flatten
@@ -69,10 +70,11 @@ def check_given(args: list[str], config: Namespace) -> None:
     """Compare the values given on the command line with what YAML has made of them.
 
     Raises:
-        UsageError: For `1:30` read as 90, and for a comment read as nothing.
+        UsageError: For `1:30` read as 90, `{max_epochs: 010}` as 8, and for a comment read as nothing.
     """
     for arg, following in zip(args, [*args[1:], ""]):
         name, has_value, value = arg.removeprefix("--").partition("=")
+        name = name.removesuffix("+")  # appends to a list
         value = value if has_value else "" if following.startswith("--") else following
         found: Any = config
         for part in name.split("."):
@@ -82,6 +84,8 @@ def check_given(args: list[str], config: Namespace) -> None:
             raise UsageError(f"--{name}={value}: would be read as the number {found}; write it in digits")
         if arg.startswith("--") and found is None and value and not value.partition("#")[0].strip("\ufeff \t\n"):
             raise UsageError(f"--{name}={value}: would be read as null; write null, or another value")
+        if arg.startswith("--") and value[:1] in ("{", "[") and not isinstance(found, str) and (why := misread(value)):
+            raise UsageError(f"--{name}={value}: {why}")
 
 
 def check_secrets(config: Namespace) -> None:

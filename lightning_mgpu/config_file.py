@@ -66,6 +66,17 @@ def read_config(name: str, path: Path | None = None) -> dict[str, Any]:
     return content
 
 
+def misread(text: str) -> str | None:
+    """What of a value, a list or mapping on the command line, YAML would take for something else; None if nothing."""
+    try:
+        yaml.load(text, _StrictLoader)
+    except yaml.constructor.ConstructorError as error:
+        return str(error.problem)
+    except Exception:  # no YAML: the parser has told, or taken it for text
+        return None
+    return None
+
+
 def _num_values(value: Any, known: dict[int, int]) -> int:
     """How many values there are with all aliases written out; more than allowed for one that contains itself."""
     if not isinstance(value, (dict, list)):

@@ -249,6 +249,16 @@ def test_values_are_compared_with_their_own_options() -> None:
         check_given(["--trainer.max_epochs", "1:30"], config)
 
 
+def test_numbers_in_brackets_are_those_written() -> None:
+    for text in ("[draft] 010", "{010}", "[1:30]"):  # text is text
+        check_given([f"--wandb.notes={text}"], Namespace(wandb=Namespace(notes=text)))
+    for args in (["--data.crops+", "[8]", "--data.crops=[010]"], ["--data.crops", "[010]"]):
+        with pytest.raises(UsageError, match=r"--data\.crops=\[010\]: 010 would be read as"):
+            check_given(args, Namespace(data=Namespace(crops=[8])))
+    with pytest.raises(UsageError, match="max_epochs stands twice"):
+        check_given(['--trainer={"max_epochs":3,"max_epochs":4}'], Namespace(trainer=Namespace(max_epochs=4)))
+
+
 def test_fit_ends_with_the_books_line(
     main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, run_files: set[str]
 ) -> None:
