@@ -5,6 +5,7 @@ itself. So it stays, and has other code for as long as the step takes: what its 
 """
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from lightning_mgpu.strategies.patches import Patch
 _HERE = threading.local()  # `log`: what the replica this thread runs does instead
 _MARK = "_lightning_mgpu_replica"  # an attribute of the original and its replicas while they run
 
-_FUNCTION: Any = LightningModule.log
+_FUNCTION: Any = inspect.unwrap(LightningModule.log)  # somebody may have decorated it
 
 LOG = FunctionType(
     _FUNCTION.__code__, _FUNCTION.__globals__, _FUNCTION.__name__, _FUNCTION.__defaults__, _FUNCTION.__closure__

@@ -1,6 +1,8 @@
 """What a step logs with `self.log`: over replicas equal to one device, every step and epoch."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -147,6 +149,42 @@ def test_logs_that_are_kept(Regression: Any, train: Callable, hook: str) -> None
     assert len(one) == 6 + 2 * 4
     for other in others:
         torch.testing.assert_close(other, one, rtol=1e-6, atol=0)
+
+
+DECORATED = """
+import sys
+from functools import wraps
+import torch
+from lightning.pytorch import LightningModule, Trainer
+log, names = LightningModule.log, []
+@wraps(log)
+def decorated(self, name, *args, **kwargs):
+    names.append(name)
+    return log(self, name, *args, **kwargs)
+LightningModule.log = decorated
+
+import lightning_mgpu.strategies
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        self.log("value", batch.mean(), on_epoch=True)
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.arange(9.0)[:, None], 4))
+print(names.count("value"), float(trainer.callback_metrics["value_epoch"]))
+"""
+
+
+def test_a_log_somebody_has_decorated(engine: str) -> None:
+    """Before this package was imported; it runs in every replica, and what it calls is recorded."""
+    command = [sys.executable, "-W", "ignore", "-c", DECORATED, engine]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert output.stdout.splitlines()[-1:] == ["5 4.0"], output.stderr
 
 
 def test_a_log_set_on_the_module(Regression: Any, train: Callable) -> None:
