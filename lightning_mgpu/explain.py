@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 ABSTRACT = (
     *("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger", "ParallelStrategy"),
-    *("PerReplica", "ReplicatedStrategy", "SingleProcessStrategy", "TrainBatchStrategy"),
+    *("OneRank", "PerReplica", "ReplicatedStrategy", "SingleProcessStrategy", "TrainBatchStrategy"),
 )
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 # jsonargparse's phrases

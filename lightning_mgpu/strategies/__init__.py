@@ -5,7 +5,7 @@
 | `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first                  |
 | `dp.py`               | `DataParallel`'s: one set of parameters, copied for every step                     |
 | `train_batch.py`      | what both do: loss and gradient of every shard, on its device                      |
-| `single_process.py`   | devices, ranks, and a step split over replicas                                     |
+| `single_process.py`   | devices, and a step split over replicas; `one_rank.py`: ranks                      |
 | `shards.py`           | cut a batch, put outputs together                                                  |
 | `replicas.py`         | the replicas: copies of a module, what is given to them, what is taken from them   |
 | `replicated.py`       | when: wherever somebody else may have edited the original, or looks at it          |

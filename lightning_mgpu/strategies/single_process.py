@@ -8,9 +8,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.strategies.editing import is_own
@@ -23,6 +21,7 @@ from lightning_mgpu.strategies.generators import (
     watch_forks,
 )
 from lightning_mgpu.strategies.log_calls import intercepted
+from lightning_mgpu.strategies.one_rank import OneRank
 from lightning_mgpu.strategies.per_replica import profiled_once
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
@@ -35,7 +34,7 @@ Versions = list[tuple[Any, int]]
 DEVICE_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class SingleProcessStrategy(ParallelStrategy):
+class SingleProcessStrategy(OneRank):
     """Runs each step of a LightningModule on several devices of this process, a shard of the batch on each.
 
     Subclasses implement `replicas()`, the modules to run, one a device, of which the first is the user's own, and
@@ -47,8 +46,6 @@ class SingleProcessStrategy(ParallelStrategy):
         split: Relative shares of the batch, one a device; left out: even ones.
     """
 
-    name = "this strategy"
-
     def __init__(
         self, parallel_devices: Sequence[str] | None = None, split: Sequence[float] | None = None, **kwargs: Any
     ) -> None:
@@ -59,24 +56,10 @@ class SingleProcessStrategy(ParallelStrategy):
                 f"split={split!r}: give one share for each device, [0.9, 0.1] say, or 'auto'."
             )
         self.split = list(split) if split is not None else None
-        self.num_nodes = 1  # the Trainer sets what it was asked for
         self._blocked = False  # inside an accumulation window
         self._sent: tuple[Any, list[int], list[Any], Versions] | None = None  # a batch, its shards, what it was made of
         self._streams: Streams = []
         self._draws: dict[str, bool] = {}  # whether a step of this name draws random numbers
-
-    # One process: it is rank 0 of 1, whatever the environment says
-
-    global_rank = local_rank = node_rank = 0  # type: ignore[assignment]
-    world_size = 1  # type: ignore[assignment]
-    is_global_zero = True  # type: ignore[assignment]
-    is_distributed = False
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For a `DistributedSampler` of the user's own: the whole batch comes from this process."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     @override
@@ -95,16 +78,6 @@ class SingleProcessStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        processes = 1
-        if self.cluster_environment is not None:
-            with contextlib.suppress(KeyError):  # the variables of a launcher that has launched nothing
-                processes = self.cluster_environment.world_size()
-        if processes > 1 or self.num_nodes > 1:
-            what = f"num_nodes={self.num_nodes}" if processes == 1 else f"{processes} were launched (torchrun, SLURM)"
-            raise MisconfigurationException(
-                f"{self.name} drives all its devices from one process on one node, but {what}: use "
-                "--trainer.strategy=ddp for several processes, or start a single one."
-            )
         if self.split is not None and not (
             len(self.split) == len(self.devices) and all(0 < share < float("inf") for share in self.split)
         ):
@@ -265,28 +238,6 @@ class SingleProcessStrategy(ParallelStrategy):
         if batch_size is None:
             return [1] + [0] * (len(self.devices) - 1)
         return shard_sizes(batch_size, self.shares)
-
-    # Collectives: nothing to do in one process
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        return
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
 
     @contextlib.contextmanager
     @override
