@@ -25,16 +25,13 @@ class BatchSizes:
             given: `batch_size` of each replica that had samples.
             sizes: Samples of their shards.
         """
-        are_equal = len(set(given)) == 1
-        value, known_sizes, total = self._equal.get(name, (None, set(), None))
-        if not are_equal or value != given[0]:
-            known_sizes, total = set(), sum(given)
-        known_sizes = known_sizes | set(sizes)
-        is_constant = are_equal and len(known_sizes) > 1
-        if not is_constant:
-            total = sum(given)
-        if are_equal:
-            self._equal[name] = given[0], known_sizes, total
-        else:
+        total, known_sizes = sum(given), set(sizes)
+        if len(set(given)) > 1:
             self._equal.pop(name, None)
-        return (sizes, total) if is_constant else (given, total)
+            return given, total
+        value, sizes_then, total_then = self._equal.get(name, (None, set(), None))
+        if value == given[0]:
+            known_sizes |= sizes_then
+            total = total_then if len(known_sizes) > 1 else total
+        self._equal[name] = given[0], known_sizes, total
+        return sizes, total

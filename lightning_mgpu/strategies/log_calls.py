@@ -1,7 +1,7 @@
 """Calls of `LightningModule.log` while replicas run, from wherever they come.
 
 Users call `self.log` and `super().log`, and keep `self.log` in partials, lists and layers, which hold the function
-itself. So it stays, and has other code for as long as the step takes: what its module says is done instead.
+itself. So it stays, and has other code for as long as a step takes, which does what the replica of the thread says.
 """
 
 import contextlib

@@ -124,9 +124,9 @@ def _aggregated(
     """Arguments for one update of a torchmetrics aggregator, `value` and `weight`, from those with numbers in them."""
     given = [dict(zip(("value", "weight"), args)) | kwargs for args, kwargs in arguments]
     values = [torch.as_tensor(each["value"], device=device) for each in given]
-    # torchmetrics' default, also where it is given: it weighs every batch alike, and a count would be no float
-    is_default = all(type(each.get("weight", 1.0)) is float and each.get("weight", 1.0) == 1.0 for each in given)
-    if "weight" in given[0] and not (is_default and not any(value.ndim for value in values)):
+    # torchmetrics' default where it is given: it weighs every batch alike, while a count would be no float
+    are_defaults = all(type(each.get("weight")) is float and each["weight"] == 1.0 for each in given)
+    if "weight" in given[0] and (not are_defaults or any(value.ndim for value in values)):
         weights = [torch.as_tensor(each["weight"], device=device).expand_as(v) for each, v in zip(given, values)]
         return [torch.cat([value.reshape(-1) for value in parts]) for parts in (values, weights)]
     if isinstance(metric, SumMetric):
