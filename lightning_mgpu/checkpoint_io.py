@@ -3,7 +3,6 @@
 `last.ckpt` is what a run goes on from, `previous.ckpt` the one before it, should the first be damaged after all.
 """
 
-import contextlib
 import os
 import pickle
 import re
@@ -23,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replacing
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 KEY = "lightning_mgpu"  # where a checkpoint has what this package adds to Lightning's
@@ -44,19 +44,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         path = Path(strip_protocol(path))  # of file:///...
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
         try:
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            with replacing(path, sync=True) as part:
+                torch.save(checkpoint, part)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
                 raise error.__context__ from None  # a full disk, of which torch's zip writer says 'unexpected pos'
             raise
-        sync_directory(path.parent)
         if not self._tried:
             self._tried = True
             try:
@@ -88,13 +82,12 @@ def best_there_is(checkpoint: ModelCheckpoint) -> str | None:
 def keep_previous(path: Path) -> None:
     """Keep a checkpoint about to be written anew as `previous.ckpt`; it is never missing meanwhile."""
     if path.is_file():
-        aside = path.with_name(f".{PREVIOUS}.part")
-        aside.unlink(missing_ok=True)
-        try:
-            os.link(path, aside)
-        except OSError:  # a file system without hard links
-            shutil.copy(path, aside)
-        os.replace(aside, path.with_name(PREVIOUS))
+        with replacing(path.with_name(PREVIOUS)) as part:
+            part.unlink(missing_ok=True)
+            try:
+                os.link(path, part)
+            except OSError:  # a file system without hard links
+                shutil.copy(path, part)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
@@ -143,13 +136,3 @@ def check_sums(path: str | Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"{damaged} is not what was saved")
-
-
-def sync_directory(path: Path) -> None:
-    """Have a rename survive a power cut, where directories can be synced."""
-    with contextlib.suppress(OSError):
-        directory = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_mgpu.arguments import given_options
 from lightning_mgpu.checkpoint_io import LAST, PREVIOUS, read_checkpoint
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import PARTS
 from lightning_mgpu.flatten import flatten
 from lightning_mgpu.from_checkpoint import as_flag, shown
 from lightning_mgpu.run_dir import RUN_DIR
@@ -111,7 +112,7 @@ def choose_checkpoint(run_dir: Path, directory: str | None = None, max_epochs: i
                 for torn in damaged:
                     torn.rename(torn.with_name(f"{torn.name}.damaged"))  # it must not become the previous one
                 _remove_later(checkpoints, checkpoint["global_step"])
-                for part in checkpoints.glob(".*.part"):  # what a killed run was writing
+                for part in checkpoints.glob(PARTS):  # what a killed run was writing
                     part.unlink()
             return path
         damaged.append(path)
@@ -164,13 +165,6 @@ def claim(run_dir: Path) -> int | None:
         os.close(directory)
         return None
     return directory
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file anew in one step: whoever is killed meanwhile leaves the old one."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def how_to_resume(run_dir: Path) -> str:

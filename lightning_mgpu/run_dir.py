@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import final_name
 from lightning_mgpu.slurm import is_restart, job_name
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class RunDir:
             return
         with contextlib.suppress(OSError):  # another run has moved in, or the disk is read-only
             found = list(self.path.iterdir())
-            if any(path.name.removeprefix(".").removesuffix(".part") not in OURS for path in found):
+            if any(final_name(path) not in OURS for path in found):
                 return
             for path in found:
                 if path.is_dir():
@@ -90,7 +91,7 @@ class RunDir:
 
 def _is_left(path: Path) -> bool:
     """Whether a directory is that of a job which SLURM starts again, and which had saved no checkpoint yet."""
-    names = {file.name.removeprefix(".").removesuffix(".part") for file in path.iterdir()}
+    names = {final_name(file) for file in path.iterdir()}
     has_checkpoint = any(path.glob("checkpoints/*.ckpt"))
     return is_restart() and names <= {*OURS, "metrics.csv", "curve.png", "checkpoints"} and not has_checkpoint
 

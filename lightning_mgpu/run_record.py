@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader, run_directory
 from lightning_mgpu.callbacks.console import model_table, run_facts
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.redact import redact
-from lightning_mgpu.resume import replace_text
 from lightning_mgpu.tracking import Tracking, UploadBest, code_version, save_file, start_run
 
 
@@ -29,7 +29,7 @@ class RunRecord(SaveConfigCallback):
         config = redact(self.parser.dump(given, skip_none=False))
         if run_dir := run_directory(trainer):
             replace_text(run_dir / self.config_filename, config)
-            (run_dir / "model.txt").write_text(model_table(pl_module) + "\n")
+            replace_text(run_dir / "model.txt", model_table(pl_module) + "\n")
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             header.notes["wandb"] = "by --trainer.logger; of --wandb.* only watch and watch_freq count, --no-wandb not"
         elif run_dir and trainer.loggers:  # there is nothing to log with `--trainer.logger=false`

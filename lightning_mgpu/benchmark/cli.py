@@ -10,7 +10,6 @@ python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config expe
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from argparse import RawDescriptionHelpFormatter
@@ -43,6 +42,7 @@ from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import ToolParser, UsageError, mistakes
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.redact import redact_arguments, redact_values
 from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
 
@@ -218,9 +218,7 @@ def _finish(report: dict[str, Any], run_dir: Path, args: argparse.Namespace) -> 
 
 
 def _write(run_dir: Path, report: dict[str, Any]) -> None:
-    part = run_dir / ".benchmark.json"
-    part.write_text(json.dumps(report, indent=1))
-    os.replace(part, run_dir / "benchmark.json")
+    replace_text(run_dir / "benchmark.json", json.dumps(report, indent=1))
 
 
 class _Progress:

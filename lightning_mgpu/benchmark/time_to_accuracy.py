@@ -27,6 +27,7 @@ from lightning_mgpu.benchmark.runner import machine
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
 from lightning_mgpu.devices import own_devices, synchronize
 from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.processes import run_in_group
 from lightning_mgpu.redact import redact_arguments
 
@@ -70,7 +71,7 @@ class AccuracyClock(Callback):
         accuracy = float(trainer.callback_metrics["val_acc"])
         self.epochs.append({"epoch": trainer.current_epoch + 1, "accuracy": accuracy, **times})
         if trainer.is_global_zero:
-            self.path.write_text(json.dumps(self.epochs))
+            replace_text(self.path, json.dumps(self.epochs))
 
 
 def first_reached(epochs: Sequence[dict[str, float]], target: float) -> dict[str, float] | None:
@@ -148,7 +149,7 @@ def _report(runs: Sequence[dict[str, Any]], target: float, run_dir: Path, comman
     config = yaml.safe_load((run_dir / f"seed_{runs[0]['seed']}" / "config.yaml").read_text())
     summary = summarise(runs, target)
     report = {"command": command, "machine": machine(config["malloc"]), "target": target, **summary, "runs": runs}
-    (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
+    replace_text(run_dir / "time_to_accuracy.json", json.dumps(report, indent=1))
     print(f"{to_line(summary, target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.predictions import class_names, gather_objects, logits_and_labels
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.files import replacing
 from lightning_mgpu.tracking.in_time import in_time
 
 
@@ -57,7 +58,8 @@ class ConfusionMatrix(Callback):
         if directory := run_directory(trainer):
             names = class_names(trainer, len(self.counts))
             path = directory / "confusion.png"
-            draw(self.counts, names).savefig(path, dpi=100)
+            with replacing(path) as part:
+                draw(self.counts, names).savefig(part, dpi=100, format="png")
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
                     logger.log_image("confusion", [str(path)])

@@ -1,6 +1,5 @@
 """The book's `Animator` for runs without a notebook: the learning curve as a picture, redrawn after every epoch."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.files import replacing
 
 LINES = {"train_loss": "-", "train_acc": "m--", "val_acc": "g-."}  # the book's line styles
 
@@ -70,6 +70,5 @@ class LearningCurve(Callback):
                 label = name.replace("val", "test") if on_test_set else name
                 axes.plot(*zip(*points), style, marker="." if len(points) == 1 else None, label=label.replace("_", " "))
         axes.legend()
-        part = path.with_name(f".{path.name}")
-        figure.savefig(part, dpi=120, format=path.suffix[1:])
-        os.replace(part, path)  # whoever looks at it never sees half a picture
+        with replacing(path) as part:
+            figure.savefig(part, dpi=120, format=path.suffix[1:])

@@ -1,7 +1,6 @@
 """Predicted classes as a picture (after `test`) and as a table (after `predict`)."""
 
 import csv
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing_extensions import override
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replacing
 from lightning_mgpu.tracking.in_time import in_time
 
 COLUMNS = ("label", "prediction", "probabilities")  # what `predict_step` returns of a batch: (N,), (N,), (N, C)
@@ -66,7 +66,8 @@ class PredictionGrid(Callback):
         classes = class_names(trainer, self._shown[-1].shape[1])
         path = directory / "predictions.png"
         X, y, probabilities = (tensor[: self.num_images] for tensor in self._shown)
-        self._draw(X, y, probabilities, classes).savefig(path, dpi=100)
+        with replacing(path) as part:
+            self._draw(X, y, probabilities, classes).savefig(part, dpi=100, format="png")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("predictions", [str(path)])
@@ -150,13 +151,11 @@ class PredictionWriter(BasePredictionWriter):
         rows = [row_of[index] for index in order]
         columns = {key: torch.cat([table[key] for table in tables])[rows] for key in COLUMNS}
         names = class_names(trainer, columns["probabilities"].shape[1])
-        part = path.with_name(f".{path.name}")
-        with part.open("w", newline="") as file:
+        with replacing(path) as part, part.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["index", "label", "prediction", *(f"p({name})" for name in names)])
             for index, label, prediction, probabilities in zip(order, *(columns[key].tolist() for key in COLUMNS)):
                 writer.writerow([index, label, prediction, *(f"{p:.6f}" for p in probabilities)])
-        os.replace(part, path)
 
 
 def sample_indices(trainer: Trainer) -> list[list[Any]]:

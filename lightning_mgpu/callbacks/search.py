@@ -13,6 +13,7 @@ from lightning_mgpu.callbacks.console import RunHeader, per_device
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replacing
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 SKIPPED = 10  # of the first losses, which Lightning smooths badly and leaves out of its suggestion, too
@@ -58,7 +59,8 @@ class LearningRateSearch(LearningRateFinder):
         if directory := run_directory(trainer):
             figure = Figure(figsize=(5, 3.5), layout="constrained")
             self.optimal_lr.plot(suggest=lr is not None, ax=figure.add_subplot())
-            figure.savefig(directory / "lr_find.png", dpi=120)
+            with replacing(directory / "lr_find.png") as part:
+                figure.savefig(part, dpi=120, format="png")
         if lr is None:
             raise UsageError(f"no learning rate is suggested after {len(losses)} losses: raise num_training_steps")
         if not trainer.is_global_zero:

@@ -25,8 +25,9 @@ from typing import Any
 from lightning_mgpu.arguments import with_shipped_configs, with_strategy_class
 from lightning_mgpu.cli import CLI
 from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.redact import redact_arguments, redact_values
-from lightning_mgpu.resume import claim, replace_text
+from lightning_mgpu.resume import claim
 from lightning_mgpu.sweep.bayes import propose
 from lightning_mgpu.sweep.plan import Plan, Values, as_argument, read_plan
 from lightning_mgpu.sweep.report import Result, metric_of, ranked, write_report

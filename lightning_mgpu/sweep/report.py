@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_mgpu.files import replace_text, replacing
 from lightning_mgpu.sweep.plan import Parameter, Plan, as_argument
 
 Result = dict[str, Any]
@@ -40,12 +41,13 @@ def write_report(plan: Plan, results: list[Result], sweep_dir: Path, command: st
         [r["trial"], *(_given(r, name) for name in names), metric_of(plan, r), round(r["seconds"], 1), r["error"]]
         for r in ranked(plan, results)
     ]
-    with (sweep_dir / "sweep.csv").open("w", newline="") as file:
+    with replacing(sweep_dir / "sweep.csv") as part, part.open("w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
     text = _markdown(plan, results, head, rows, command)
-    (sweep_dir / "sweep.md").write_text(text)
+    replace_text(sweep_dir / "sweep.md", text)
     if varied:
-        _plot(plan, varied, results).savefig(sweep_dir / "sweep.png", dpi=110)
+        with replacing(sweep_dir / "sweep.png") as part:
+            _plot(plan, varied, results).savefig(part, dpi=110, format="png")
     return text
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu.files import replacing
 from lightning_mgpu.testing.cases import CASES, Kind
 
 
 def write(path: Path, content: Any) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(content, part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        torch.save(content, part)
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from typing_extensions import override
 
+from lightning_mgpu.files import replacing
+
 
 class MetricsWriter(ExperimentWriter):
     """Lightning's writer, which would begin anew where there is a file; replaces a file in one step.
@@ -57,14 +59,10 @@ class MetricsWriter(ExperimentWriter):
 
     def _replace(self, fieldnames: Sequence[str], rows: list[dict[str, str]]) -> None:
         path = Path(self.metrics_file_path)
-        part = path.with_name(f".{path.name}.part")
-        with part.open("w", newline="") as file:
+        with replacing(path, sync=True) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames)
             writer.writeheader()
             writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
 
 
 class RunCSVLogger(CSVLogger):

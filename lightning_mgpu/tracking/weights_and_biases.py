@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_mgpu.errors import in_one_line
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.flatten import flatten
 from lightning_mgpu.redact import redact, redact_arguments
 from lightning_mgpu.tracking.server import choose_mode
@@ -135,7 +136,7 @@ def _start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[st
                     finish_timeout_raises=True,
                 ),
             )
-        (run_dir / RUN_ID).write_text(f"{run.id}\n")
+        replace_text(run_dir / RUN_ID, f"{run.id}\n")
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)  # the axis of every chart
         return run
