@@ -5,7 +5,8 @@ from lightning_mgpu.callbacks.console import EpochLines, LossBar, RunHeader
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
 from lightning_mgpu.callbacks.fast_model import FastModel
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
-from lightning_mgpu.callbacks.predictions import PredictionGrid, PredictionWriter
+from lightning_mgpu.callbacks.prediction_grid import PredictionGrid
+from lightning_mgpu.callbacks.predictions import PredictionWriter
 from lightning_mgpu.callbacks.profile import Profile
 from lightning_mgpu.callbacks.run_checkpoint import RunCheckpoint
 from lightning_mgpu.callbacks.run_directory import run_directory

@@ -12,7 +12,8 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from torchmetrics.utilities.plot import plot_confusion_matrix
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.predictions import class_names, gather_objects, logits_and_labels
+from lightning_mgpu.callbacks.classes import class_names, logits_and_labels
+from lightning_mgpu.callbacks.gather import gather_lists
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.files import replacing
 from lightning_mgpu.tracking.in_time import in_time
@@ -50,8 +51,7 @@ class ConfusionMatrix(Callback):
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own = [] if self.counts is None else [self.counts.cpu()]
-        parts = [part for process in gather_objects(own) for part in process]
+        parts = gather_lists([] if self.counts is None else [self.counts.cpu()])
         if not parts:
             return
         self.counts = torch.stack(parts).sum(0)

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mgpu.callbacks.gather import gather_lists
 from lightning_mgpu.tracking.csv_logger import MetricsWriter, RunCSVLogger
 
 State = dict[str, Any]
@@ -23,12 +24,8 @@ REDUCTIONS: dict[str, Callable] = {"sum": torch.sum, "max": torch.amax, "min": t
 def collect(trainer: Trainer, pl_module: LightningModule) -> State:
     """The state of all processes, in plain types and tensors; every process has to call this."""
     own = {"random": _random(trainer), "metrics": _metrics(pl_module), "logged": _logged(trainer)}
-    states: list[State] = [own]
-    if torch.distributed.is_initialized():
-        states = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(states, own)
     callback_metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-    return {"processes": states, "rows": _flush(trainer), "callback_metrics": callback_metrics}
+    return {"processes": gather_lists([own]), "rows": _flush(trainer), "callback_metrics": callback_metrics}
 
 
 def restore(trainer: Trainer, pl_module: LightningModule, state: State) -> State:
