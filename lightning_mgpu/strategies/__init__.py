@@ -27,6 +27,7 @@
 | `editing.py`          | whether users' hooks may edit weights or gradients                                 |
 | `sync_batchnorm.py`   | BatchNorm over the whole batch                                                     |
 | `embeddings.py`       | `Embedding(max_norm=...)`, which edits its weights in `forward`                    |
+| `own_forward.py`      | what these two put in the place of a layer's `forward`                             |
 | `patches.py`          | functions of torch and Lightning that are others while a step runs                 |
 | `forward_mode.py`     | forward-mode AD, one replica at a time                                             |
 | `auto_split.py`       | `split="auto"`                                                                     |

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_mgpu.strategies.own_forward import OwnForward
 from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
 
 BUILT_IN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
@@ -66,7 +67,7 @@ class Attributes:
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
-                elif is_users and name not in BUILT_IN and not isinstance(value, Tensor):
+                elif is_users and name not in BUILT_IN and not isinstance(value, (Tensor, OwnForward)):
                     own = vars(replica)[name] = self.twins.own(value)
                     self.shares_iterators |= own is value and isinstance(value, Iterator)
         for original, replica, owner, name in self._of_classes:
@@ -141,7 +142,7 @@ class Attributes:
         for original, replica, is_users in self.pairs:
             if is_users:
                 for name, value in vars(original).items():
-                    if name not in BUILT_IN and not isinstance(value, (Tensor, *PLAIN)):
+                    if name not in BUILT_IN and not isinstance(value, (Tensor, OwnForward, *PLAIN)):
                         yield replica, name, value
 
 

@@ -4,12 +4,12 @@ Every replica shortens what any of them looks up, so that rows are those of one 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mgpu.strategies.own_forward import OwnForward
 from lightning_mgpu.strategies.team import Team
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
@@ -21,11 +21,8 @@ def synchronize_embedding(layers: Sequence[nn.Embedding | nn.EmbeddingBag], team
         vars(layer)["forward"] = _Synchronized(layer, team)
 
 
-class _Synchronized:
-    """`forward` of a layer; a copied or unpickled one has that of its class again."""
-
-    def __init__(self, layer: nn.Embedding | nn.EmbeddingBag, team: Team) -> None:
-        self.layer, self.team = layer, team
+class _Synchronized(OwnForward):
+    layer: nn.Embedding | nn.EmbeddingBag
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.layer
@@ -35,7 +32,4 @@ class _Synchronized:
             assert layer.max_norm is not None
             with torch.no_grad():
                 torch.embedding_renorm_(layer.weight, rows.contiguous(), layer.max_norm, layer.norm_type)
-        return type(layer).forward(layer, input, *args, **kwargs)  # type: ignore[arg-type]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (type(self.layer).forward, self.layer)
+        return self.forward(input, *args, **kwargs)

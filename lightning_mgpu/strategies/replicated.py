@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.embeddings import synchronize_embedding
+from lightning_mgpu.strategies.own_forward import give_back
 from lightning_mgpu.strategies.per_replica import PerReplica
 from lightning_mgpu.strategies.recording import Recorder, record_replicas
 from lightning_mgpu.strategies.replicas import Replicas
@@ -160,8 +161,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         super().teardown()
 
     def _remove_forwards(self) -> None:
-        for layers in (*self._replicas.batch_norms, *self._replicas.embeddings):
-            vars(layers[0]).pop("forward", None)  # of synchronised ones
+        give_back(layers[0] for layers in (*self._replicas.batch_norms, *self._replicas.embeddings))
 
 
 def _none_without_first(sizes: list[int]) -> list[int]:

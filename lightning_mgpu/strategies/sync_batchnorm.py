@@ -7,7 +7,6 @@ passes over the images themselves are few: torch's own kernels for evaluation, w
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,30 +15,25 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from lightning_mgpu.strategies.own_forward import OwnForward
 from lightning_mgpu.strategies.team import Team
 
 
 def synchronize_batch_norm(layers: Sequence[_BatchNorm], team: Team) -> None:
     """Let the replicas' copies of one layer normalise with the statistics of the whole batch while they train."""
     for layer in layers:
-        vars(layer)["forward"] = _Synchronized(layer, team)  # the class and its keys in checkpoints stay
+        vars(layer)["forward"] = _Synchronized(layer, team)
 
 
-class _Synchronized:
-    """`forward` of a layer while it trains; a copied or unpickled layer has that of its class again."""
-
-    def __init__(self, layer: _BatchNorm, team: Team) -> None:
-        self.layer, self.team = layer, team
+class _Synchronized(OwnForward):
+    layer: _BatchNorm
 
     def __call__(self, X: Tensor) -> Tensor:
         uses_batch = self.layer.training or self.layer.running_mean is None
         if uses_batch and torch._C._current_graph_task_id() != -1:  # replicas cannot meet inside a backward pass
             raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
         with _Exchange(self.team) if uses_batch and self.team.is_running else nullcontext():
-            return type(self.layer).forward(self.layer, X)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (type(self.layer).forward, self.layer)
+            return self.forward(X)
 
 
 class _Exchange(TorchFunctionMode):

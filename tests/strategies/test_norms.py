@@ -1,6 +1,7 @@
 """BatchNorm: statistics of each replica's shard, combined when somebody looks; or of the whole batch, as one device."""
 
 import contextlib
+from types import MethodType
 
 import pytest
 import torch
@@ -51,6 +52,51 @@ def test_synchronised(Regression, assert_parity, options, dimensions):
 def test_synchronised_with(Regression, assert_parity, kwargs):
     modules = assert_parity(lambda: Regression(bn2d()), sync_batchnorm=True, shape=(2, 3, 2), **kwargs)
     assert not any("forward" in vars(module.net[1]) for module in modules)  # left as they were
+
+
+class Activated(nn.BatchNorm2d):
+    """Does more than normalise, as timm's `BatchNormAct2d`."""
+
+    def forward(self, X):
+        return torch.tanh(super().forward(X))
+
+
+def square(layer, X):
+    return type(layer).forward(layer, X).square()
+
+
+def of_a_users_class():
+    return Activated(4)
+
+
+def patched():
+    layer = nn.BatchNorm2d(4)
+    layer.forward = MethodType(square, layer)
+    return layer
+
+
+def patched_and_of_a_users_class():
+    layer = Activated(4)
+    layer.forward = MethodType(square, layer)
+    return layer
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("make", [of_a_users_class, patched, patched_and_of_a_users_class])
+def test_layers_that_do_more(Regression, assert_parity, make, sync):
+    """Each replica has a layer of its own, and what it does stays; without `sync`, of the layers in evaluation mode."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Conv2d(2, 4, 2), make(), nn.Flatten(), nn.Linear(8, 3)))
+
+        def on_train_epoch_start(self):
+            self.net[1].train(sync)
+
+    for module in assert_parity(Module, sync_batchnorm=sync, shape=(2, 3, 2), val=True):
+        forward = vars(module.net[1]).get("forward")  # as it was
+        assert forward is None if make is of_a_users_class else forward.__func__ is square
+        assert module.net[1].num_batches_tracked == (8 if sync else 0)
 
 
 def test_synchronised_in_eval_mode(Regression, assert_parity):

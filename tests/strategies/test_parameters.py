@@ -101,7 +101,14 @@ def test_parameters_that_are_not_the_modules(Regression, train, kind):
         train(Module, 2)
 
 
-@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+class Scaled(nn.Embedding):
+    """A layer of a user's class, which replicas are given the attributes of."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag, Scaled])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_rows_of_limited_length(Regression, assert_parity, layer, accumulate):
     """`max_norm` shortens the rows that are looked up, in whichever replica."""
