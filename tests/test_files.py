@@ -26,9 +26,14 @@ def test_the_old_file_stands_until_the_new_one_is_whole(sync: bool, tmp_path: Pa
 def test_what_fails_leaves_the_old_file_and_nothing_else(error: BaseException, tmp_path: Path) -> None:
     path = tmp_path / "report.md"
     path.write_text("old")
-    with pytest.raises(type(error)), replacing(path) as part:
-        part.write_text("ne")
-        raise error
+
+    def write() -> None:
+        with replacing(path) as part:
+            part.write_text("ne")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

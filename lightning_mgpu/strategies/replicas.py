@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
@@ -71,6 +72,7 @@ class Replicas:
         self.parameters: list[tuple[nn.Parameter, ...]] = list(zip(*(list(m.parameters()) for m in self.modules)))
         layers = list(zip(*(m.modules() for m in self.modules)))
         self.batch_norms = [copies for copies in layers if isinstance(copies[0], _BatchNorm)]
+        self.instance_norms = [copies for copies in layers if isinstance(copies[0], _InstanceNorm)]
         self.embeddings = [copies for copies in layers if isinstance(copies[0], KINDS)]
         own = {id(part) for metric in module.modules() if isinstance(metric, Metric) for part in metric.modules()}
         self._owners = [
@@ -173,12 +175,23 @@ class Replicas:
         """
         for i, size in (trained or {}).items():
             self._num_samples[i] += size
+        self._combine_instance_norms(trained or {})
         for owners, is_norm in self._owners:
             now = _versions(owners[0])
             if trained and not is_norm:  # its buffers are given to the replicas
                 seen = self._seen[id(owners[0])]
                 now |= {name: seen.get(name, NEVER) for name in owners[0]._buffers.keys()}  # noqa: SIM118
             self._seen[id(owners[0])] = now
+
+    @torch.no_grad()
+    def _combine_instance_norms(self, sizes: dict[int, int]) -> None:
+        """Make the running statistics one device's: means over samples, which a replica has those of its shard of."""
+        for layers in self.instance_norms:
+            for name in ("running_mean", "running_var"):
+                stats = [layer._buffers[name] for layer in layers]
+                if sizes and layers[0].training and stats[0] is not None:
+                    parts = [stats[i].to(stats[0].device) * size for i, size in sizes.items()]  # type: ignore[union-attr]
+                    stats[0].copy_(sum(parts) / sum(sizes.values()))
 
     def give_tensors(self) -> None:
         """Give the replicas the buffers and other tensors that were set on the original since the last step."""

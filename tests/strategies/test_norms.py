@@ -121,6 +121,23 @@ def test_other_norms_are_left_alone(Regression, assert_parity):
     assert_parity(make, shape=(2, 3, 2), sync_batchnorm=True)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_statistics_of_instance_norm(Regression, assert_parity, accumulate):
+    """They are means over samples: those of one device, whatever the shards; in evaluation mode nobody touches them."""
+
+    class Module(Regression):
+        def __init__(self):
+            norm = nn.InstanceNorm2d(4, track_running_stats=True)
+            super().__init__(nn.Sequential(nn.Conv2d(2, 4, 2), norm, nn.Flatten(), nn.Linear(8, 3)))
+
+        def on_train_epoch_start(self):
+            self.net[1].train(self.current_epoch != 1)
+
+    modules = assert_parity(Module, shape=(2, 3, 2), max_epochs=3, accumulate_grad_batches=accumulate, val=True)
+    losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
+    torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-10, atol=0)
+
+
 def test_synchronised_under_checkpointing_is_refused(Regression, train):
     class Module(Regression):
         def training_step(self, batch, batch_idx):
