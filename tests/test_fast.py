@@ -130,6 +130,25 @@ def test_all_of_many_replicas_are_compiled(strategy: str, train: Callable, monke
 
 
 @pytest.mark.parametrize("strategy", ["dp", "manual_allreduce"])
+def test_networks_of_users_classes_are_compiled_each(
+    strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas are given the attributes of such networks before every step; what calls the original is none of them."""
+    monkeypatch.setattr(torch, "compile", lambda call, mode: lambda *args: call(*args))
+    compiled = []
+
+    class Users(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.net.__class__ = type("Users", (nn.Sequential,), {})
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            compiled.extend(replica.net._compiled_call_impl for replica in trainer.strategy.replicas())
+
+    train(strategy, {"compile": "default"}, callbacks=[Users()], max_steps=2, limit_val_batches=0)
+    assert None not in compiled and len(set(compiled)) == DEVICES[strategy]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "manual_allreduce"])
 def test_what_replicas_cannot_compile_is_refused(strategy: str, train: Callable) -> None:
     with pytest.raises(UsageError, match=r"reduce-overhead .* take --fast\.compile=default"):
         train(strategy, {"compile": "reduce-overhead"})

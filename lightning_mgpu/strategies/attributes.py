@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightning_mgpu.strategies.own_forward import OwnForward
 from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
 
-BUILT_IN = frozenset(vars(LightningModule()))  # what torch and Lightning keep there
+BUILT_IN = frozenset((*vars(LightningModule()), "_compiled_call_impl"))  # what torch and Lightning keep there
+NEVER_GIVEN = (Tensor, OwnForward)  # seen to elsewhere; every replica's own
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_backward_hooks", "_backward_pre_hooks"),
@@ -62,12 +63,14 @@ class Attributes:
             if is_users and (known := self._names[id(original)]) != vars(original).keys():
                 for name in known - vars(original).keys():  # a hook has deleted it
                     vars(replica).pop(name, None)
+            elif "forward" in vars(replica) and "forward" not in vars(original):
+                del vars(replica)["forward"]
             if replica.training != original.training:
                 replica.training = original.training  # a scripted one's is no attribute
             for name, value in vars(original).items():
                 if isinstance(value, PLAIN):
                     vars(replica)[name] = value
-                elif is_users and name not in BUILT_IN and not isinstance(value, (Tensor, OwnForward)):
+                elif name not in BUILT_IN and (is_users or name == "forward") and not isinstance(value, NEVER_GIVEN):
                     own = vars(replica)[name] = self.twins.own(value)
                     self.shares_iterators |= own is value and isinstance(value, Iterator)
         for original, replica, owner, name in self._of_classes:
@@ -142,7 +145,7 @@ class Attributes:
         for original, replica, is_users in self.pairs:
             if is_users:
                 for name, value in vars(original).items():
-                    if name not in BUILT_IN and not isinstance(value, (Tensor, OwnForward, *PLAIN)):
+                    if name not in BUILT_IN and not isinstance(value, (*NEVER_GIVEN, *PLAIN)):
                         yield replica, name, value
 
 

@@ -44,6 +44,7 @@ def get_params(module: LightningModule, device: torch.device) -> LightningModule
     with torch.no_grad():  # copies of scripted layers would have a graph that leads to the originals
         replica = copy_with_care(module, memo)
     for copied in replica.modules():
+        vars(copied).pop("_compiled_call_impl", None)  # calls the original
         if isinstance(copied, LightningModule):
             copied._trainer = trainer  # a deepcopy drops it
             if type(copied).print is LightningModule.print:
@@ -289,7 +290,8 @@ def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.
 def _is_users(module: nn.Module) -> bool:
     """Whether a layer is of a user's class, or has attributes of a user's: torch's own keep no lists in public."""
     kept = (value for name, value in vars(module).items() if not name.startswith("_"))
-    return _has_users_class(module) or any(isinstance(value, (Tensor, *CONTAINERS)) for value in kept)
+    has_users = "forward" in vars(module) or any(isinstance(value, (Tensor, *CONTAINERS)) for value in kept)
+    return has_users or _has_users_class(module)
 
 
 def _has_users_class(module: nn.Module) -> bool:
