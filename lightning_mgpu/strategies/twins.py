@@ -49,6 +49,7 @@ class Twins:
         self.ends: dict[int, tuple[Any, Any]] = {}  # by the id of an original list: its copy's first and last item then
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
         self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
+        self._rebinding: set[int] = set()
         self._made: dict[int, tuple[Any, Any]] = {}  # an object a step has made, and the one it made of its shard
 
     def find(self, value: Any, copied: Any, visited: dict[int, bool]) -> bool:
@@ -173,8 +174,8 @@ class Twins:
             function, *rest = own
             args, keywords = rest[: len(value.args)], dict(zip(value.keywords, rest[len(value.args) :]))
             return partial(function, *args, **keywords)
-        if isinstance(value, FunctionType) and value.__closure__:
-            return self._rebound(value, value.__closure__)
+        if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+            return self._rebound(value)
         return value
 
     def keep(self, places: Iterable[tuple[Any, Any]]) -> None:
@@ -231,22 +232,31 @@ class Twins:
             own.manual_seed(seed + self.index)
         return own
 
-    def _rebound(self, function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
-        """The function, with the replica's layers among the variables it has taken from around it."""
-        closure = tuple(self._own_cell(cell) for cell in cells)
-        if all(own is cell for own, cell in zip(closure, cells)):
+    def _rebound(self, function: FunctionType) -> FunctionType:
+        """The function, with the replica's layers among the variables it has taken from around it, and its defaults."""
+        if id(function) in self._rebinding:  # it knows itself
             return function
-        own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-        own.__kwdefaults__ = function.__kwdefaults__
-        vars(own).update(vars(function))
-        return own
+        cells, keywords = function.__closure__ or (), function.__kwdefaults__ or {}
+        around = [None if cell == CellType() else cell.cell_contents for cell in cells]
+        parts = [*around, *keywords.values(), *(function.__defaults__ or ())]
+        self._rebinding.add(id(function))
+        try:
+            owns = [self._own_part(part) for part in parts]
+        finally:
+            self._rebinding.remove(id(function))
+        if all(own is part for own, part in zip(owns, parts)):
+            return function
+        closure = tuple(cell if own is part else CellType(own) for cell, part, own in zip(cells, around, owns))
+        defaults = tuple(owns[len(cells) + len(keywords) :])
+        copied = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+        copied.__kwdefaults__ = dict(zip(keywords, owns[len(cells) :]))
+        vars(copied).update(vars(function))
+        return copied
 
-    def _own_cell(self, cell: CellType) -> CellType:
-        value = None if cell == CellType() else cell.cell_contents
+    def _own_part(self, value: Any) -> Any:
+        """The replica's layer, or a method or function made of it; numbers, lists and objects stay what they are."""
         own = self.of.get(id(value), value)
-        if isinstance(value, MethodType):  # of what a decorator has wrapped
-            own = self.own(value)
-        return cell if own is value else CellType(own)
+        return self.own(value) if isinstance(value, (MethodType, FunctionType, partial)) else own
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:

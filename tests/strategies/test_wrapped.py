@@ -115,12 +115,22 @@ def put_another_forward(layer, kind):
     def decorated(X):
         return 2 * inner(X)
 
+    @wraps(decorated)
+    def decorated_again(X):
+        decorated_again.calls += 1  # it knows itself
+        return decorated(X)
+
+    decorated_again.calls = 0
+
     def with_its_weight(X):
         return 2 * F.linear(X, layer.weight)
 
     layer.forward = {
         "decorated": decorated,
+        "decorated again": decorated_again,
         "with its weight": with_its_weight,
+        "with a default": lambda X, layer=layer: 2 * F.linear(X, layer.weight),
+        "with a keyword": lambda X, *, weight=layer.weight: 2 * F.linear(X, weight),
         "partial": partial(lambda layer, X: 2 * F.linear(X, layer.weight), layer),  # accelerate's
         "method": MethodType(lambda layer, X: 2 * F.linear(X, layer.weight), layer),
         "object": Doubled(layer),
@@ -151,7 +161,19 @@ class Patched:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", ["decorated", "with its weight", "partial", "method", "object"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "decorated",
+        "decorated again",
+        "with its weight",
+        "with a default",
+        "with a keyword",
+        "partial",
+        "method",
+        "object",
+    ],
+)
 @pytest.mark.parametrize("layer", [nn.Linear, Users])
 def test_another_forward(Regression, assert_parity, layer, kind, late):
     if late and kind == "object":
