@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from timm.optim import Muon
 from torch import optim
 
 from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
@@ -128,6 +129,7 @@ OPTIMIZERS = {
     "counts in a tensor": lambda m: warmed_up(Counting(m.parameters(), kind="tensor")),
     "draws random numbers later": lambda m: Counting(m.parameters(), noise=(3, "torch")),
     "draws numpy's random numbers": lambda m: Counting(m.parameters(), noise=(1, "numpy")),
+    "muon": lambda m: Muon(m.parameters(), 0.02, momentum=0.9, nesterov=True),
     "as written out": lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True),
 }
 
