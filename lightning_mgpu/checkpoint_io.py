@@ -45,8 +45,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path = Path(strip_protocol(path))  # of file:///...
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with replacing(path, sync=True) as part:
-                torch.save(checkpoint, part)
+            with replacing(path, sync=True) as part, part.open("wb") as file:
+                torch.save(checkpoint, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None  # a full disk, of which torch's zip writer says 'unexpected pos'
