@@ -7,7 +7,8 @@
 | `train_batch.py`      | what both do: loss and gradient of every shard, on its device                      |
 | `single_process.py`   | devices, and a step split over replicas; `one_rank.py`: ranks                      |
 | `shards.py`           | cut a batch, put outputs together                                                  |
-| `replicas.py`         | the replicas: copies of a module, what is given to them, what is taken from them   |
+| `get_params.py`       | a copy of a module on a device                                                     |
+| `replicas.py`         | the replicas: what is given to them, what is taken from them                       |
 | `replicated.py`       | when: wherever somebody else may have edited the original, or looks at it          |
 | `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
 | `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |

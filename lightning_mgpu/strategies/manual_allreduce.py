@@ -2,7 +2,7 @@
 
 The book's functions, in the order of a step:
 
-    get_params    replicas.py      copy the parameters to every device             `setup`
+    get_params    get_params.py    copy the parameters to every device             `setup`
     split_batch   shards.py        cut the minibatch into one shard a device       `batch_to_device`
     train_batch   train_batch.py   every device: loss and gradient of its shard,   `training_step`, `backward`
     allreduce     allreduce/       sum the gradients, give the sum to every device `reduce_gradients`

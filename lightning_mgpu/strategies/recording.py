@@ -22,8 +22,8 @@ from torchmetrics.wrappers import MetricTracker, Running
 
 from lightning_mgpu.strategies.attributes import BUILT_IN, HOOKS
 from lightning_mgpu.strategies.batch_sizes import BatchSizes
+from lightning_mgpu.strategies.get_params import SHARED, copy_with_care
 from lightning_mgpu.strategies.log_calls import LOG, instead_of_log, intercepted
-from lightning_mgpu.strategies.replicas import SHARED, copy_with_care
 from lightning_mgpu.strategies.shards import leaves
 from lightning_mgpu.strategies.twins import CONTAINERS, MAX_ITEMS
 
