@@ -53,9 +53,16 @@ def mistakes(about: str = "") -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(show_traceback: bool) -> Iterator[None]:
-    """End the process with one line and status 2 for a mistake of the user's, and as Python does for anything else."""
+    """End the process with one line and status 2 for a mistake of the user's, and as Python does for anything else.
+
+    Ctrl-C, where nothing has handled it, ends it with status 130 and no line.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if show_traceback:
+            raise
+        sys.exit(130)
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise

@@ -21,7 +21,8 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
         try:
             process.wait()
         except BaseException:
-            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
                 process.wait(STOP_SECONDS)
             raise

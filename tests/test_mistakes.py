@@ -141,6 +141,18 @@ def test_traceback_shows_where(main: Callable) -> None:
         main("fit", "--data.batch_size=0", "--traceback")
 
 
+def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """In training Lightning handles it."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_mgpu.__main__.CLI", interrupted)
+    assert main("fit") == 130 and capfd.readouterr().err == ""
+    with pytest.raises(KeyboardInterrupt):
+        main("fit", "--traceback")
+
+
 def raise_error(module: LightningModule) -> None:
     raise IndexError("a defect")
 

@@ -23,8 +23,9 @@ def run_trial(arguments: Sequence[str], log: Path) -> str | None:
     hidden when it has ended.
     """
     command = [sys.executable, "-m", "lightning_mgpu", "fit", *arguments]
+    output = log.open("w")  # before the block: Ctrl-C may come when there is no log yet
     try:
-        with log.open("w") as output:
+        with output:
             status = run_in_group(command, output)
     finally:
         log.write_text(redact(log.read_text(errors="replace")))

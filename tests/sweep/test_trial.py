@@ -47,6 +47,15 @@ def test_no_secret_stays_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert log.read_text() == "Traceback\nOSError: https://***@host is away\n"
 
 
+def test_ctrl_c_before_there_is_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_trial([], tmp_path / "trial.log")
+
+
 SLEEPER = """
 import signal, sys
 from lightning_mgpu.processes import exit_on_sigterm, run_in_group
