@@ -15,7 +15,7 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 import importlib
 import os
 import sys
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,7 +162,7 @@ class CLI(LightningCLI):
 
     def _resume(self, run_dir: Path, config: Namespace) -> None:
         """Find the checkpoint to go on from; the configuration is that of the run, `--resume` no part of it."""
-        config.resume = None
+        del config["resume"]
         parser = self._parser("fit")
         saved = parser.parse_path(str(run_dir / "config.yaml"))  # with the defaults of options that came after it
         expand_home(saved)
@@ -176,7 +176,7 @@ class CLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "fit":
-            parser.add_argument("--resume", type=str | None, default=None, help=RESUME_HELP)
+            parser.add_argument("--resume", type=str, default=SUPPRESS, help=RESUME_HELP)
         return parser
 
     @override

@@ -68,6 +68,9 @@ def test_flags_of_the_model_are_refused(
 def test_a_runs_configuration_repeats_it(trained: Callable, root: Path, tmp_path: Path) -> None:
     assert trained("fit", "--config=run/config.yaml", "--run_dir=again") == 0
     assert (tmp_path / "again" / "config.yaml").read_text() == (tmp_path / "run" / "config.yaml").read_text()
+    for subcommand in ("test", "validate", "predict"):  # which have no --resume
+        args = ("--config=run/config.yaml", "--ckpt_path", LAST, f"--run_dir={subcommand}")
+        assert trained(subcommand, *args) == 0
 
 
 @pytest.mark.slow
