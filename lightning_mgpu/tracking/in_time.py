@@ -1,4 +1,4 @@
-"""Calls into W&B that ask its server, and would wait for ever: artifacts, and tables, which are artifacts."""
+"""Calls into W&B that may wait for ever: for its server (artifacts, and tables, which are some), or its service."""
 
 import queue
 import threading
@@ -10,21 +10,26 @@ SECONDS = 10.0
 
 
 def in_time(what: str, call: Callable[[], object], seconds: float = SECONDS) -> bool:
-    """Make a call in a thread that nothing waits for longer than this; a failure is one line, and ends nothing."""
+    """Make a call that uploads something, within this time; a failure is one line, and ends nothing."""
+    problem = wait_for(call, seconds)
+    if problem:
+        print(f"wandb:    {what} was not uploaded: {problem}", flush=True)
+    return problem is None
+
+
+def wait_for(call: Callable[[], object], seconds: float) -> str | None:
+    """Make a call in a thread that nothing waits for longer than this; returns what went wrong in one line."""
     answer: queue.Queue[str | None] = queue.Queue()
 
     def work() -> None:
         try:
             call()
             answer.put(None)
-        except Exception as error:  # whatever a server can do wrong must not end a run that is trained
+        except (Exception, SystemExit) as error:  # whatever a server can do wrong must not end a run that is trained
             answer.put(redact(f"{type(error).__name__}: {error}".splitlines()[0]))
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        problem = answer.get(timeout=seconds)
+        return answer.get(timeout=seconds)
     except queue.Empty:
-        problem = f"the server does not answer within {seconds:g} s"
-    if problem:
-        print(f"wandb:    {what} was not uploaded: {problem}", flush=True)
-    return problem is None
+        return f"the server does not answer within {seconds:g} s"

@@ -27,6 +27,7 @@ from lightning_mgpu.errors import in_one_line
 from lightning_mgpu.files import replace_text
 from lightning_mgpu.flatten import flatten
 from lightning_mgpu.redact import redact, redact_arguments
+from lightning_mgpu.tracking.in_time import wait_for
 from lightning_mgpu.tracking.server import choose_mode
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 PROJECT = "lightning-mgpu"
 INIT_SECONDS = 8.0  # a server that answered may still take that long to make a run; then the run goes offline
+TEARDOWN_SECONDS = 5.0  # for W&B's service to end, which now and then it does not
 RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
 
@@ -148,7 +150,8 @@ def _start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[st
             return run, f"online, {run.url}"
         except wandb.errors.Error as error:  # refused login, dead server: the run goes on without it
             reason = redact(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-            wandb.teardown()  # the service still holds the run's id
+            # Its service still holds the run's id; one that does not end is left to itself, a new one takes its place
+            wait_for(wandb.teardown, TEARDOWN_SECONDS)
     run = init("offline")
     return run, f"offline ({reason}); upload it with: wandb sync {_offline_parts(run)}"
 

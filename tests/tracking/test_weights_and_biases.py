@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,23 @@ class TestOnline:
         run, where = start()
         assert where.startswith("offline (CommError: ") and run.offline and key not in where
         assert time.monotonic() - begun < 1 + 5
+
+    @pytest.mark.slow
+    def test_a_service_that_does_not_end_is_left(
+        self, start: Callable, server: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Seen once, with a server that refuses the run, on a machine under load."""
+        monkeypatch.setattr(module, "TEARDOWN_SECONDS", 0.5)
+        server.behave = "401"
+        begun = time.monotonic()
+        with monkeypatch.context() as stuck:
+            never = threading.Event()
+            stuck.setattr("wandb.sdk.lib.service.service_process.ServiceProcess.join", lambda self: never.wait())
+            run, where = start()
+        assert where.startswith("offline (CommError: ") and time.monotonic() - begun < 0.5 + 8
+        run.log({"x": 1})
+        finish(run)
+        never.set()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("how", ["refuse", "hang", "500", "401"])
