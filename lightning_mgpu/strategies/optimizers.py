@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -142,20 +143,31 @@ class ReplicaOptimizers:
         rank_zero_info(f"Replicas are given the updates of {name}, which cannot be copied ({reason}).")
 
 
-def check_parameters(optimizers: Sequence[Optimizer], replicas: Replicas, name: str) -> None:
-    """Refuse a tensor of an optimizer's that is on the module and not among its parameters.
+def check_parameters(optimizers: Sequence[Optimizer], replicas: Replicas, is_manual: bool, name: str) -> None:
+    """Refuse tensors that are trained, on the module, and not among its parameters.
 
-    Every replica has a copy of it, but nobody would keep them equal.
+    Every replica has a copy of them, but nobody would keep them equal.
+
+    Args:
+        is_manual: Whether the module trains itself: without an optimizer, all that require gradients.
     """
     known = {id(original) for original, *_ in replicas.parameters}
-    for optimizer in optimizers:
-        for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
-            if id(parameter) not in known and replicas.have_copies(parameter):
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} which is not among "
-                    f"the module's parameters, so that {name} cannot keep its copies equal: register it, as "
-                    "an nn.Parameter, in an nn.ParameterList or an nn.Module."
-                )
+    trained = [
+        (type(optimizer).__name__, parameter)
+        for optimizer in optimizers
+        for parameter in chain(*(group["params"] for group in optimizer.param_groups))
+    ]
+    wrong = [(owner, parameter) for owner, parameter in trained if id(parameter) not in known]
+    wrong = [(owner, parameter) for owner, parameter in wrong if replicas.have_copies(parameter)]
+    if is_manual and all(isinstance(optimizer, _MockOptimizer) for optimizer in optimizers):
+        own = type(replicas.modules[0]).__name__
+        wrong = [(own, tensor) for tensor in replicas.unregistered() if tensor.is_leaf and tensor.requires_grad]
+    for owner, tensor in wrong:
+        raise MisconfigurationException(
+            f"{owner} has a tensor of shape {tuple(tensor.shape)} which is not among the module's parameters, so that "
+            f"{name} cannot keep its copies equal: register it, as an nn.Parameter, in an nn.ParameterList or an "
+            "nn.Module."
+        )
 
 
 def _first_state(optimizer: Optimizer) -> Any:

@@ -19,7 +19,7 @@ from torchmetrics.wrappers import MetricTracker
 from lightning_mgpu.strategies.attributes import Attributes
 from lightning_mgpu.strategies.embeddings import KINDS
 from lightning_mgpu.strategies.get_params import get_params
-from lightning_mgpu.strategies.twins import CONTAINERS, Twins, copy_to, version_of
+from lightning_mgpu.strategies.twins import CONTAINERS, Twins, copy_to, tensors_in, version_of
 
 Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
@@ -112,8 +112,14 @@ class Replicas:
 
     def have_copies(self, tensor: Tensor) -> bool:
         """Whether a tensor that is not registered with the module is on it all the same, and so on the replicas."""
-        is_attribute = any(value is tensor for (original, *_), _ in self._owners for value in vars(original).values())
-        return is_attribute or any(id(tensor) in attributes.twins.of for attributes in self.attributes)
+        is_there = any(found is tensor for found in self.unregistered())
+        return is_there or any(id(tensor) in attributes.twins.of for attributes in self.attributes)
+
+    def unregistered(self) -> list[Tensor]:
+        """Tensors that are no parameters, on the module and in lists, dicts and objects on it."""
+        known = {id(original) for original, *_ in self.parameters}
+        places = [value for (original, *_), _ in self._owners for value in vars(original).values()]
+        return [tensor for tensor in tensors_in(places) if id(tensor) not in known]
 
     def agree(self) -> bool:
         """Whether all replicas hold the same parameters, bit for bit."""

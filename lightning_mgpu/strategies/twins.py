@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -257,6 +257,18 @@ class Twins:
         """The replica's layer, or a method or function made of it; numbers, lists and objects stay what they are."""
         own = self.of.get(id(value), value)
         return self.own(value) if isinstance(value, (MethodType, FunctionType, partial)) else own
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in containers and objects, however long or deep, but not those of layers."""
+    todo, visited = [value], set()
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Tensor):
+            yield part
+        elif id(part) not in visited and not isinstance(part, (*PLAIN, *FOLLOWED, nn.Module, ModuleType, type)):
+            visited.add(id(part))
+            todo += [inner for inner, _ in _parts(part, part)]
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:

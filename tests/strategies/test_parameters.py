@@ -78,26 +78,67 @@ def test_sparse_gradients(Regression, assert_parity, configure, bag):
     assert_parity(Module, accumulate_grad_batches=3)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "list"])
+class Box:
+    """Something of a user's that is no layer."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+WEIGHT = torch.zeros(2, dtype=torch.float64)
+LOOSE = {  # what a module has, and how its weight is reached
+    "tensor": (lambda: WEIGHT.clone().requires_grad_(), lambda it: it),
+    "list": (lambda: [WEIGHT.clone().requires_grad_()], lambda it: it[0]),  # the book's `params`
+    "dict of tuples": (lambda: {"a": (WEIGHT.clone().requires_grad_(),)}, lambda it: it["a"][0]),
+    "long list": (lambda: [WEIGHT.clone().requires_grad_() for _ in range(200)], lambda it: it[-1]),
+    "list of parameters": (lambda: [nn.Parameter(WEIGHT.clone())], lambda it: it[0]),
+    "object": (lambda: Box(WEIGHT.clone().requires_grad_()), lambda it: it.weight),
+    "list of layers": (lambda: [nn.Linear(1, 2).double()], lambda it: it[0].bias),
+}
+
+
+@pytest.mark.parametrize("kind", LOOSE)
 def test_parameters_that_are_not_the_modules(Regression, train, kind):
     """Replicas have copies nobody would keep equal."""
+    make, weight = LOOSE[kind]
 
     class Module(Regression):
         def __init__(self):
             super().__init__()
-            self.alpha = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-            self.alphas = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+            self.alpha = make()
 
         def training_step(self, batch, batch_idx):
-            alpha = self.alpha if kind == "tensor" else self.alphas[0]
-            return self.loss(batch) * alpha.exp().mean()
+            return self.loss(batch) * weight(self.alpha).exp().mean()
 
         def configure_optimizers(self):
-            alpha = self.alpha if kind == "tensor" else self.alphas[0]
-            return optim.Adam([*self.parameters(), alpha])
+            return optim.Adam([*self.parameters(), weight(self.alpha)])
 
     train(Module)
     with pytest.raises(MisconfigurationException, match=r"Adam has a tensor of shape \(2,\) .* nn\.ParameterList"):
+        train(Module, 2)
+
+
+def test_weights_without_an_optimizer(Regression, train):
+    """The book's `sgd` by hand: of tensors in a list it would leave every replica to itself."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.params = [torch.zeros(6, dtype=torch.float64, requires_grad=True)]
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            self.manual_backward(F.mse_loss(X @ self.params[0], y[:, 0]))
+            with torch.no_grad():
+                self.params[0] -= 0.1 * self.params[0].grad
+            self.params[0].grad = None
+
+        def configure_optimizers(self):
+            return None
+
+    train(Module)
+    with pytest.raises(MisconfigurationException, match=r"Module has a tensor of shape \(6,\) .* nn\.ParameterList"):
         train(Module, 2)
 
 
