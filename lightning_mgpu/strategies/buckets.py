@@ -36,7 +36,7 @@ def reduce_in_buckets(
 def _reduce_bucket(allreduce: Callable[[list[Tensor]], None], bucket: list[list[Tensor]]) -> None:
     per_device = list(zip(*bucket))  # k tuples of all the bucket's gradients
     flat = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in per_device]
-    allreduce(flat)
+    allreduce(list(flat))  # it may make it shorter
     for tensors, buffer in zip(per_device, flat):
         for tensor, part in zip(tensors, buffer.split([tensor.numel() for tensor in tensors])):
             tensor.copy_(part.view(tensor.shape))
