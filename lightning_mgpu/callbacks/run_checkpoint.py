@@ -144,16 +144,18 @@ class RunCheckpoint(ModelCheckpoint):
         if self._pending:
             unsaved_state.add_logged(trainer, self._pending)
         self._num_batches += 1
-        if loop._num_ready_batches_reached() or loop._should_accumulate() or loop._should_check_val_fx(data_fetcher):
-            return  # the epoch's end follows; gradients are not saved; Lightning would miscount after a validation
-        cut_short = loop.done  # max_steps
+        if loop._num_ready_batches_reached():
+            return  # the epoch's end follows
+        cut_short = loop.done  # max_steps, max_time, or a callback that stops training
+        if not cut_short and (loop._should_accumulate() or loop._should_check_val_fx(data_fetcher)):
+            return  # gradients are not saved; Lightning would miscount after a validation
         if cut_short or self._num_batches >= self._ask_at:
             is_due = time.monotonic() - self._saved_at >= 60 * self.last_every_n_minutes
             self._act(trainer, "save" if cut_short or is_due else "", epoch_is_over=False)
 
     def _after_epoch(self, trainer: Trainer) -> None:
         self._pending = {}
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # not cut short by max_steps
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # else the last batch has saved
             self._act(trainer, "save", epoch_is_over=True)
 
     def _act(self, trainer: Trainer, wish: str, epoch_is_over: bool) -> None:

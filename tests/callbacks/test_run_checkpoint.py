@@ -8,7 +8,8 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_mgpu.callbacks import RunCheckpoint
 from lightning_mgpu.checkpoint_io import best_there_is
@@ -78,6 +79,44 @@ def test_a_trainer_that_was_stopped_can_fit_again(make_data: Callable, make_trai
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+class Stop(Callback):
+    """As a `Timer`, or `EarlyStopping` in the middle of an epoch, does."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 4
+
+
+CUT_SHORT: dict[str, dict[str, Any]] = {
+    "callback": {},
+    "steps": {"max_steps": 4, "max_epochs": -1},
+    "steps, validation": {"max_steps": 4, "max_epochs": -1, "val_check_interval": 2},
+    "callback, validation": {"val_check_interval": 2},
+}
+
+
+@pytest.mark.parametrize("how", CUT_SHORT)
+def test_a_run_that_is_cut_short_keeps_what_it_has_trained(
+    how: str, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    def train(name: str, ckpt_path: Path | None = None, **kwargs: Any) -> list[torch.Tensor]:
+        checkpoint = RunCheckpoint(dirpath=tmp_path / name)
+        stops = [Stop()] if "callback" in how and name == "short" else []
+        limits = {"limit_train_batches": 6, "limit_val_batches": 1, "enable_checkpointing": True}
+        trainer = make_trainer(callbacks=[checkpoint, *stops], **{**limits, **kwargs})
+        seed_everything(1, verbose=False)
+        trainer.fit(LeNet(), make_data(), ckpt_path=ckpt_path)
+        assert trainer.global_step == (4 if name == "short" else 12)
+        return [parameter.detach() for parameter in trainer.lightning_module.parameters()]
+
+    weights = train("short", **{"max_epochs": 2, **CUT_SHORT[how]})
+    last = tmp_path / "short" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    assert saved["global_step"] == 4 and all(map(torch.equal, saved["state_dict"].values(), weights))
+    interval = {name: value for name, value in CUT_SHORT[how].items() if name == "val_check_interval"}
+    gone_on = train("gone on", last, max_epochs=2, **interval)
+    assert all(map(torch.equal, gone_on, train("in one go", max_epochs=2, **interval)))
 
 
 def test_what_is_resumed_from_is_local(fit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
