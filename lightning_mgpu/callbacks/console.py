@@ -17,6 +17,8 @@ from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.devices import devices
 
+TIMES = ("epoch_seconds", "samples_per_sec")
+
 
 class RunHeader(Callback):
     """Prints model, strategy, devices, batch, data and run directory at the start of the first stage, once.
@@ -74,7 +76,10 @@ class RunHeader(Callback):
 
 
 class EpochLines(ProgressBar):
-    """One line an epoch with its metrics: the progress bar of logs and files."""
+    """One line an epoch with its metrics: the progress bar of logs and files.
+
+    Shown are those of training and validation, by their names, and those logged with `prog_bar=True`; else all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,12 +105,16 @@ class EpochLines(ProgressBar):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        kinds = ("train_", "epoch_", *(["val_"] if self._validated == trainer.current_epoch else []))
-        shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(kinds)}
-        text = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "epoch_seconds")
-        seconds = f"  {shown['epoch_seconds']:.1f} s" if "epoch_seconds" in shown else ""
+        metrics = dict(trainer.callback_metrics)
+        seconds = [f"{float(metrics['epoch_seconds']):.1f} s"] if "epoch_seconds" in metrics else []
+        for name in TIMES:
+            metrics.pop(name, None)
+        if self._validated != trainer.current_epoch:  # those of an epoch before
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("val")}
+        asked = [name for name in metrics if name.startswith(("train", "val")) or name in trainer.progress_bar_metrics]
+        values = [f"{name} {float(metrics[name]):.4f}" for name in asked or metrics]
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"  # bounded by steps, or time
-        self.print(f"epoch {trainer.current_epoch + 1}{last}  {text}{seconds}", file=sys.stdout)
+        self.print("  ".join([f"epoch {trainer.current_epoch + 1}{last}", *values, *seconds]), file=sys.stdout)
 
 
 class LossBar(RichProgressBar):

@@ -45,10 +45,11 @@ class LearningCurve(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
+        metrics = {name.replace("/", "_"): value for name, value in trainer.callback_metrics.items()}  # `train/loss`
         for name, points in self.points.items():
             is_new = not name.startswith("val_") or self._validated == trainer.current_epoch
-            if is_new and name in trainer.callback_metrics:
-                points.append((epoch, float(trainer.callback_metrics[name])))
+            if is_new and name in metrics:
+                points.append((epoch, float(metrics[name])))
         if any(self.points.values()) and (directory := run_directory(trainer)):
             self._draw(trainer, directory / self.filename)
 

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-from lightning.pytorch import LightningDataModule
-from torch import nn
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, RunHeader
@@ -30,6 +32,48 @@ def test_epoch_lines_name_the_last_epoch_where_it_is_known(
     trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, limit_train_batches=2, **limits)
     trainer.fit(LeNet(), make_data())
     assert capsys.readouterr().out.startswith(begin)
+
+
+class Named(LightningModule):
+    """Logs under names of its own; in epoch 2 nothing is validated."""
+
+    def __init__(self, **names: bool) -> None:
+        super().__init__()
+        self.net, self.names = nn.Linear(1, 1), names
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for name, prog_bar in self.names.items():
+            if not name.startswith("val"):
+                self.log(name, 1.0, prog_bar=prog_bar, on_step=False, on_epoch=True)
+        return self.net(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for name, prog_bar in self.names.items():
+            if name.startswith("val"):
+                self.log(name, 2.0, prog_bar=prog_bar)
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("names", "first", "second"),
+    [
+        (("train/loss", "val/loss", "other"), "val/loss 2.0000  train/loss 1.0000", "train/loss 1.0000"),
+        (("g_loss*", "valid_f1*", "other"), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
+        (("g_loss", "d_loss"), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
+    ],
+)
+def test_epoch_lines_show_metrics_of_any_name(
+    names: tuple[str, ...], first: str, second: str, make_trainer: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
+    module = Named(**{name.strip("*"): name.endswith("*") for name in names})
+    loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
+    module.on_train_epoch_end = lambda: setattr(trainer, "check_val_every_n_epoch", 3)  # type: ignore[method-assign]
+    trainer.fit(module, loader, loader)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"epoch 1/2  {first}", f"epoch 2/2  {second}"]
 
 
 class Plain(LightningDataModule):

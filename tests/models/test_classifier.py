@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -246,3 +248,12 @@ def test_checkpoint_made_by_the_command_line_is_plain_and_reloads(root: Path, ma
     model = LeNet.load_from_checkpoint(path, weights_only=True)
     assert model.net[-1].out_features == 12
     assert isinstance(model.configure_optimizers(), AdamW)
+
+
+def test_no_metric_is_computed_before_there_is_something_in_it(
+    make_data: Callable, make_trainer: Callable, recwarn: pytest.WarningsRecorder
+) -> None:
+    """As a callback does that looks at the metrics when an epoch starts."""
+    trainer = make_trainer(callbacks=[LearningRateMonitor()], logger=CSVLogger(make_trainer().default_root_dir))
+    trainer.fit(LeNet(), make_data())
+    assert not [warning for warning in recwarn if "before the ``update`` method" in str(warning.message)]
