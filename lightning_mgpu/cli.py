@@ -82,6 +82,7 @@ BLANK_LINE = "\n\n"
 RESUME_HELP = "Go on with this run in its directory, as if it had never stopped; last: the newest in runs/."
 MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
 SCALE_HELP = "Multiply global batch and learning rate by the number of devices."
+VALIDATION = ("validation_step", "on_validation_epoch_end")  # where a Classifier logs val_acc
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -298,4 +299,7 @@ def _logs_val_acc(config: Namespace) -> bool:
     module, _, name = config.model.class_path.rpartition(".")
     model = getattr(importlib.import_module(module), name)
     on_test_set = config.data.get("init_args", Namespace()).get("val_size") == 0
-    return issubclass(model, Classifier) and not on_test_set and config.trainer.limit_val_batches != 0
+    if not issubclass(model, Classifier) or on_test_set or config.trainer.limit_val_batches == 0:
+        return False
+    # a subclass with a validation of its own may log something else
+    return all(getattr(model, name) is getattr(Classifier, name) for name in VALIDATION)

@@ -22,6 +22,8 @@ SWITCH = "--traceback"
 PACKAGE = Path(__file__).parent
 LIGHTNING = Path(lightning.__file__).parent
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full, or not ours
+OF_A_UNION = r"Does not validate against any of the Union subtypes[\s\S]*?\nErrors:\n([\s\S]*?)\nGiven value type: "
+NO_SUCH_METRIC = "Early stopping conditioned on metric"  # how Lightning's callback begins when nobody logs it
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
 
 
@@ -45,10 +47,19 @@ def mistakes(about: str = "") -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        root: BaseException = error
-        while root.__cause__ is not None:  # jsonargparse wraps what a constructor raised
-            root = root.__cause__
-        raise UsageError(f"{about}: {in_one_line(root)}" if about else in_one_line(root)) from error
+        told = in_one_line(_what_a_constructor_raised(error))
+        raise UsageError(f"{about}: {told}" if about else told) from error
+
+
+def _what_a_constructor_raised(error: BaseException) -> BaseException:
+    """What jsonargparse has wrapped, some levels deep; of several types an option takes, what the last has raised."""
+    while error.__cause__ is not None:
+        if match := re.search(OF_A_UNION, str(error)):
+            complaints = [text for text in re.split(r"^  - ", match[1], flags=re.MULTILINE) if text.strip()]
+            if told := [text for text in complaints if not text.startswith(("Expected a", "Not a valid subclass"))]:
+                return UsageError(re.sub(r"^Problem with given class_path '[\w.]+':\s+", "", told[-1]))
+        error = error.__cause__
+    return error
 
 
 @contextmanager
@@ -80,7 +91,7 @@ def is_mistake(error: BaseException) -> bool:
     """
     if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
         return True
-    if isinstance(error, RuntimeError) and str(error).startswith(OTHER_PARAMETERS):
+    if isinstance(error, RuntimeError) and str(error).startswith((OTHER_PARAMETERS, NO_SUCH_METRIC)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()

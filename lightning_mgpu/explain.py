@@ -99,7 +99,7 @@ def explain(message: str, options: Iterable[str]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """' (did you mean X?)' where a known word is, or ends in, nearly this one, else nothing."""
-    known = list(known)
+    known = [name for name in known if name != word]  # an option of another subcommand
     same_end = [name for name in known if name.rpartition(".")[2] == word]
     close = same_end or difflib.get_close_matches(word, known, n=1)
     if not close:  # `Adm`, `devcies`: compare last parts

@@ -5,12 +5,17 @@ from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace, dict_to_namespace
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_mgpu.explain import SEVERAL_CLASSES
+
+# StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
+register_type(torch.device, str, torch.device, fail_already_registered=False)
 
 
 class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):

@@ -74,6 +74,14 @@ def test_a_runs_configuration_repeats_it(trained: Callable, root: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_a_configuration_with_a_device_repeats_its_run(main: Callable[..., int], root: Path, tmp_path: Path) -> None:
+    swa = ("--trainer.callbacks=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.01")
+    assert main("fit", CPU, *BRIEF, *swa, "--data.val_size=9", f"--data.root={root}", "--run_dir=run") == 0
+    assert main("fit", "--config=run/config.yaml", "--run_dir=again") == 0
+    assert (tmp_path / "again" / "config.yaml").read_text() == (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.slow
 def test_training_on(trained: Callable, root: Path, capfd: pytest.CaptureFixture) -> None:
     more = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=2", "--run_dir=more")
     assert trained("fit", CPU, f"--data.root={root}", f"--ckpt_path={LAST}", *more) == 0

@@ -45,6 +45,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
         "--trainer.strategy.bucket_mb=25: say of which strategy, --trainer.strategy=manual_allreduce",
     ),
     "fit --config options.yaml": ("--trainer.strategy: say of which strategy, --trainer.strategy=manual_allreduce",),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_mb=-1": ("error: bucket_mb=-1.0: choose 0",),
+    "fit --trainer.strategy=dp --trainer.strategy.parallel_devices=[cpu,gpuu]": ("error: parallel_devices: 'gpuu' is",),
+    "fit --verbose=true": ("--verbose=true: no such option (did you mean --checkpoint.verbose?)",),
     "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
     "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),
     "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
@@ -172,6 +175,27 @@ def test_defects_keep_their_traceback(
     monkeypatch.setattr("lightning_mgpu.models.LeNet.training_step", lambda self, batch, batch_idx: broken(self))
     with pytest.raises((IndexError, ValueError, PermissionError), match=r"a defect|single element"):
         main("fit", f"--data.root={root}", "--data.val_size=9", CPU)
+
+
+@pytest.mark.slow
+def test_a_metric_nobody_logs(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Of EarlyStopping it is the user's; val_acc is what the command line takes for the user's if it is there."""
+    brief = (
+        CPU,
+        f"--data.root={root}",
+        "--data.val_size=9",
+        "--trainer.limit_train_batches=1",
+        "--trainer.max_epochs=1",
+    )
+    stopping = ("--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val_los")
+    assert main("fit", *brief, *stopping) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: Early stopping conditioned on metric `val_los` which is not available.")
+    own = "    def validation_step(self, batch, batch_idx):\n        self.log('val_f1', 1.0)\n"
+    own += "    def on_validation_epoch_end(self):\n        pass\n"
+    (tmp_path / "mine.py").write_text(f"from lightning_mgpu.models import LeNet\nclass Mine(LeNet):\n{own}")
+    assert main("fit", *brief, "--model=mine.Mine", "--run_dir=run") == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=1.ckpt"))) == 1
 
 
 @pytest.mark.slow
