@@ -61,7 +61,7 @@ class Lockstep:
                 strategy.run_backward(total, optimizer, *args, **kwargs)
             self.team.exchange()
             if is_first and not strategy.gradients.are_reduced:
-                strategy.reduce_gradients()
+                strategy.exchange_gradients()
         if is_first:
             strategy.gradients.mark()
             total = plugin.post_backward(total, original)

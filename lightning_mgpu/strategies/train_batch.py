@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -67,6 +68,19 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """Add the replicas' gradients up: the original's are those of the whole batch when this returns."""
         raise NotImplementedError
 
+    def exchange_gradients(self) -> None:
+        """Call `reduce_gradients`.
+
+        Raises:
+            MisconfigurationException: If it does nothing: the original would train on the first shard alone.
+        """
+        self.reduce_gradients()
+        if len(self.devices) > 1 and not self.gradients.are_reduced:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.reduce_gradients has added nothing up: call self.gradients.reduce(...) in it. "
+                "Replicas are equal after every step; ones that drift apart for a while are no replicas here."
+            )
+
     def update_replicas(self, n: int) -> None:
         """The original was updated by optimizer `n`: see to the other replicas."""
         raise NotImplementedError
@@ -118,7 +132,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             super().renew_replicas()
             return
         if not self.gradients.are_reduced:  # in an accumulation window
-            self.reduce_gradients()
+            self.exchange_gradients()
         super().renew_replicas()
         self._attach()
 
@@ -175,7 +189,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             return refused  # Lightning says why
         if all(find_loss(output) is None for output in outputs):  # a step may return None to be skipped
             if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
-                self.reduce_gradients()
+                self.exchange_gradients()
             return None
         return combine_outputs(outputs, sizes, active, None if self._is_joint else self._backward_in_threads)
 
@@ -215,7 +229,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
                 stack.enter_context(deferred_gradient_hooks(self.gradients.parameters))
             self.run_backward(loss, optimizer, *args, **kwargs)
             if not is_blocked and not self.gradients.are_reduced:
-                self.reduce_gradients()
+                self.exchange_gradients()
         if not is_blocked:
             self.gradients.mark()
         loss = self.precision_plugin.post_backward(loss, self.original)
@@ -225,7 +239,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
         """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
         if self.overrides_backward:
-            loss = watch_backward(loss, self.gradients.begin, self.reduce_gradients)
+            loss = watch_backward(loss, self.gradients.begin, self.exchange_gradients)
         with one_fork_at_a_time(), InputsOfAll(self.gradients.parameters) if self.overrides_backward else nullcontext():
             self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
 

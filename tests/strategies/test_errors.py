@@ -339,3 +339,14 @@ def test_steps_after_the_run(trainer_on: Any) -> None:
     outputs = loop.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
     assert outputs["loss"] > 0  # type: ignore[operator]
     assert not torch.equal(weight, next(module.parameters()))
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_strategy_that_exchanges_nothing(manual: bool, make_trainer: Any) -> None:
+    class LocalSGD(ManualAllreduceStrategy):
+        def reduce_gradients(self) -> None:
+            pass
+
+    cpus = ["cpu", "cpu"]
+    with pytest.raises(MisconfigurationException, match=r"^LocalSGD\.reduce_gradients has added nothing up: call self"):
+        make_trainer(strategy=LocalSGD(parallel_devices=cpus), devices=2).fit(Fails(manual=manual), loader())
