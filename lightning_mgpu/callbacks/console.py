@@ -1,5 +1,6 @@
 """What a run prints: what will run in a few lines, one line an epoch where there is no terminal for a progress bar."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.devices import devices
 
+OF_TRAINING, OF_VALIDATION = r"train(ing)?(?![a-z])", r"val(id(ation)?)?(?![a-z])"  # names of metrics
 TIMES = ("epoch_seconds", "samples_per_sec")
 
 
@@ -110,8 +112,9 @@ class EpochLines(ProgressBar):
         for name in TIMES:
             metrics.pop(name, None)
         if self._validated != trainer.current_epoch:  # those of an epoch before
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("val")}
-        asked = [name for name in metrics if name.startswith(("train", "val")) or name in trainer.progress_bar_metrics]
+            metrics = {name: value for name, value in metrics.items() if not re.match(OF_VALIDATION, name)}
+        asked = [name for name in metrics if re.match(f"{OF_TRAINING}|{OF_VALIDATION}", name)]
+        asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
         values = [f"{name} {float(metrics[name]):.4f}" for name in asked or metrics]
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"  # bounded by steps, or time
         self.print("  ".join([f"epoch {trainer.current_epoch + 1}{last}", *values, *seconds]), file=sys.stdout)

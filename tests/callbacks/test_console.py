@@ -43,13 +43,13 @@ class Named(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for name, prog_bar in self.names.items():
-            if not name.startswith("val"):
+            if not name.startswith(("val/", "valid")):
                 self.log(name, 1.0, prog_bar=prog_bar, on_step=False, on_epoch=True)
         return self.net(batch).sum()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         for name, prog_bar in self.names.items():
-            if name.startswith("val"):
+            if name.startswith(("val/", "valid")):
                 self.log(name, 2.0, prog_bar=prog_bar)
 
     def configure_optimizers(self) -> SGD:
@@ -61,6 +61,7 @@ class Named(LightningModule):
     [
         (("train/loss", "val/loss", "other"), "val/loss 2.0000  train/loss 1.0000", "train/loss 1.0000"),
         (("g_loss*", "valid_f1*", "other"), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
+        (("value_loss*", "trainer/x"), "value_loss 1.0000", "value_loss 1.0000"),
         (("g_loss", "d_loss"), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
     ],
 )
