@@ -126,7 +126,7 @@ def only_weights(config: Namespace) -> None:
         config.weights_only = True
 
 
-def find_strategy(name: str) -> str | type[Strategy]:
+def find_strategy(name: str, option: str = "--trainer.strategy=") -> str | type[Strategy]:
     """A registered name as it is, the name or dotted path of a Strategy class as the class.
 
     Raises:
@@ -145,7 +145,7 @@ def find_strategy(name: str) -> str | type[Strategy]:
         return found
     shown = [known for known in names if not re.search("find_unused|stage_", known)]  # variants of others
     near = did_you_mean(name.lower(), names) or did_you_mean(class_name, class_names(Strategy))
-    raise UsageError(f"--trainer.strategy={name}: no such strategy{near}; registered are {', '.join(shown)}")
+    raise UsageError(f"{option}{name}: no such strategy{near}; registered are {', '.join(shown)}")
 
 
 def check_devices(config: Namespace) -> None:

@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_mgpu import allreduce
+
 # subcommands beside those of the LightningCLI, and the modules whose `main` they are
 TOOLS = {
     "export": "lightning_mgpu.export",
@@ -37,6 +39,8 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
 NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
+NO_PATH = r"(?:Expected a dot import path string|Unexpected import path format): (\S+)"
+ALLREDUCES = [name for name in allreduce.__all__ if name.endswith("_allreduce") and not name.startswith("check")]
 SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
 OPTIONS_ALONE = r"import path string: auto|Given value: \{'init_args':"
 REQUIRED = (  # the class stands right before, else it is the first one after
@@ -75,6 +79,9 @@ def explain(message: str, options: Iterable[str]) -> str:
     if key.startswith("trainer.strategy") and (match := re.search(NO_FUNCTION, message)):
         where = f"--trainer.strategy.{match[1]}={match[3]}"
         return f"{where}: {match[2]}; give the dotted path of a function, my_module.my_function"
+    if key == "trainer.strategy.allreduce" and (match := re.search(NO_PATH, message)):
+        near = did_you_mean(match[1], [f"lightning_mgpu.allreduce.{name}" for name in ALLREDUCES])
+        return f"--{key}={match[1]}: give the dotted path of a function, my_module.my_function{near}"
     if key == "trainer.strategy" and re.search(OPTIONS_ALONE, message):
         return f"{given}: say of which strategy, --trainer.strategy=manual_allreduce"
     if match := re.search(NOT_ACCEPTED, message):

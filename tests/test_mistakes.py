@@ -47,6 +47,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --config options.yaml": ("--trainer.strategy: say of which strategy, --trainer.strategy=manual_allreduce",),
     "fit --trainer.strategy=manual_allreduce --trainer.strategy.bucket_mb=-1": ("error: bucket_mb=-1.0: choose 0",),
     "fit --trainer.strategy=dp --trainer.strategy.parallel_devices=[cpu,gpuu]": ("error: parallel_devices: 'gpuu' is",),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=tree_allreduc": (
+        "--trainer.strategy.allreduce=tree_allreduc: give the dotted path of a function, my_module.my_function",
+        "did you mean lightning_mgpu.allreduce.tree_allreduce?",
+    ),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=mine:reduce": (
+        "=mine:reduce: give the dotted",
+    ),
     "fit --verbose=true": ("--verbose=true: no such option (did you mean --checkpoint.verbose?)",),
     "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
     "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
@@ -40,6 +39,7 @@ from lightning_mgpu.benchmark.report import plot, to_markdown
 from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expected_seconds, machine, run_plan
 from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
+from lightning_mgpu.checks import find_strategy
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import ToolParser, UsageError, mistakes
 from lightning_mgpu.files import replace_text
@@ -51,7 +51,8 @@ PROG = "python -m lightning_mgpu benchmark"
 
 def parser() -> argparse.ArgumentParser:
     result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    result.add_argument("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"])
+    strategies = ["ddp", "dp", "manual_allreduce"]
+    result.add_argument("--strategies", nargs="*", default=strategies, help="also dotted paths of your own")
     result.add_argument("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
     result.add_argument("--devices", nargs="+", type=int, default=[2])
     result.add_argument("--batch_size", type=int, default=256, help="global, shared by the devices")
@@ -122,10 +123,8 @@ def _plan(args: argparse.Namespace) -> list[Configuration]:
         UsageError: If a strategy or model does not exist, or a number is out of range.
     """
     args.strategies = [name for name in args.strategies if name != "auto"]  # one device is always measured
-    unknown = [name for name in args.strategies if name not in StrategyRegistry]
-    if unknown:
-        known = ", ".join(sorted(StrategyRegistry.available_strategies()))
-        raise UsageError(f"--strategies {unknown[0]}: no such strategy; registered are {known}")
+    for name in args.strategies:
+        find_strategy(name, "--strategies ")
     for name in args.models:
         with mistakes(f"--models {name}"):
             make_model(name)

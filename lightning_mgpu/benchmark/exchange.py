@@ -10,7 +10,10 @@ that.
 """
 
 import argparse
+import importlib
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
@@ -181,13 +184,33 @@ def interleave(
     return times
 
 
+def find_algorithm(name: str) -> tuple[str, Allreduce]:
+    """An allreduce function by its name, or by the dotted path of one's own, whose sums are checked.
+
+    Raises:
+        argparse.ArgumentTypeError: If there is none.
+    """
+    if name in ALGORITHMS:
+        return name, ALGORITHMS[name]
+    module, _, attribute = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+        allreduce.check_allreduce(found, 3 * CPU)
+    except (ImportError, AttributeError, ValueError) as error:
+        known = f"choose from {', '.join(ALGORITHMS)}, or give a dotted path, my_module.my_allreduce"
+        raise argparse.ArgumentTypeError(f"{name}: {error}; {known}") from error
+    return name, found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
+    sys.path.insert(0, os.getcwd())  # functions of one's own are found here
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few sizes, k = 2; ends within 20 seconds on two cores")
     parser.add_argument("--ks", type=int, nargs="+", help="numbers of devices (2 4 8)")
     parser.add_argument("--sizes", type=int, nargs="*", help="bytes a device (4 kB to 400 MB)")
     parser.add_argument("--seconds", type=float, help="for each algorithm, k and size (1)")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    named = f"of {', '.join(ALGORITHMS)}, or dotted paths of your own; left out: all of these"
+    parser.add_argument("--algorithms", nargs="+", type=find_algorithm, help=named)
     parser.add_argument("--models", nargs="*", choices=["LeNet", "ResNet18"], help="also measure their gradients")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--picture", type=Path, help="write the picture here")
@@ -203,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = args.sizes if args.sizes is not None else (QUICK_SIZES if quick else SIZES)
     seconds = args.seconds or (0.03 if quick else 1.0)
     names = args.models if args.models is not None else ["LeNet", "ResNet18"]
-    algorithms = {name: ALGORITHMS[name] for name in args.algorithms}
+    algorithms = dict(args.algorithms) if args.algorithms else ALGORITHMS
 
     def progress(what: str) -> None:
         print(f"measuring {what}", flush=True)

@@ -16,7 +16,8 @@ class Configuration:
     """One thing to measure.
 
     Args:
-        engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else a strategy's name.
+        engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else a strategy's name, or
+            the dotted path of its class.
         model: `LeNet`, `ResNet18`, or the dotted path of a LightningModule.
         devices: How many.
         batch_size: Of the *global* batch.

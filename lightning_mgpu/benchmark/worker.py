@@ -19,6 +19,7 @@ from lightning_mgpu.benchmark.parts import Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.references import LR, book_step, loop_step, run_steps
 from lightning_mgpu.benchmark.timing import Timer
+from lightning_mgpu.checks import find_strategy
 from lightning_mgpu.console import quieten
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.devices import own_devices
@@ -81,10 +82,11 @@ def measure(
         return _by_hand(configuration, model, data, warm_up, num_steps)
     profiler = PartsProfiler()
     stretches = Stretches(warm_up, num_steps, profiler, configuration.lr_factor)
+    strategy = find_strategy(configuration.engine)
     trainer = Trainer(
         accelerator=configuration.accelerator,
         devices=configuration.devices,
-        strategy=configuration.engine,
+        strategy=strategy if isinstance(strategy, str) else strategy(),
         max_steps=warm_up + 2 * num_steps,
         max_epochs=-1,
         callbacks=[stretches],

@@ -25,23 +25,25 @@ SMALL = (
 
 @pytest.mark.slow
 def test_report(command: Any, tmp_path: Path) -> None:
-    strategies = ("--strategies", "auto", "ddp", "dp", "manual_allreduce")
+    base = "lightning_mgpu.strategies.ManualAllreduceStrategy"
+    (tmp_path / "mine.py").write_text(f"import lightning_mgpu.strategies\nclass Mine({base}): pass\n")
+    strategies = ("--strategies", "auto", "ddp", "dp", "manual_allreduce", "mine.Mine")
     code, out, err = command("benchmark", *SMALL, *strategies, "--repeats=1", timeout=280)
     assert code == 0, err
-    assert "6 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
+    assert "7 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
     assert report["machine"]["cores"] == num_cores() and report["machine"]["malloc"] == "default"
-    assert len(report["results"]) == 6
+    assert len(report["results"]) == 7
     for result in report["results"]:
         [measured] = result["repeats"]
         assert measured["step"] > 0 and measured["memory"] > 2**20 and list(measured["parts"]) == list(PARTS)
         assert all(measured["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
-        by_hand = result["configuration"]["engine"] in ("dp", "manual_allreduce", "book")
+        by_hand = result["configuration"]["engine"] in ("dp", "manual_allreduce", "book", "mine.Mine")
         assert (measured["parts"]["allreduce"] > 0) == by_hand
     assert (tmp_path / "bench" / "benchmark.md").read_text() in out
     assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = command("benchmark", "compare", "bench/benchmark.json", "bench/benchmark.json")
-    assert code == 0 and out.count("1.00  within the spread") == 6
+    assert code == 0 and out.count("1.00  within the spread") == 7
     code, _, err = command("benchmark", *SMALL)
     assert code == 2 and "--run_dir=bench exists" in err
 

@@ -1,5 +1,7 @@
 """The arithmetic of `benchmark.exchange` on a fake clock, and gloo between two real processes."""
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +153,35 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
         with pytest.raises(SystemExit):
             exchange.main([option, str(tmp_path / "missing" / "x")])
         assert f"there is no directory {tmp_path / 'missing'}" in capsys.readouterr().err
+
+
+CHAIN = """
+def chain(data):
+    for before, tensor in zip(data, data[1:]):
+        tensor.add_(before)
+    for tensor in data[:-1]:
+        tensor.copy_(data[-1])
+
+def forgetful(data):
+    data[0].add_(data[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "my_exchange.py").write_text(CHAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    little = ["--quick", "--sizes", "1024", "--seconds", "0.001", "--models", "--json", "x.json", "--algorithms"]
+    exchange.main([*little, "textbook", "my_exchange.chain"])
+    names = [row["algorithm"] for row in json.loads(Path("x.json").read_text())["exchange"]]
+    assert names[:2] == ["textbook", "my_exchange.chain"] and "ring" not in names
+    for wrong in ("chian", "my_exchange.chian", "my_exchange.forgetful"):
+        with pytest.raises(SystemExit):
+            exchange.main([*little, wrong])
+        assert f"--algorithms: {wrong}: " in (err := capsys.readouterr().err) and "choose from textbook, " in err
 
 
 @pytest.mark.slow
