@@ -78,6 +78,16 @@ def test_curve_says_what_was_validated_on(
     assert labels == ["train loss", "train acc", label]
 
 
+def test_curve_takes_names_with_slashes(make_data: Callable, make_trainer: Callable) -> None:
+    class Named(LeNet):
+        def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+            super().log(name.replace("_", "/"), *args, **kwargs)
+
+    curve = LearningCurve()
+    make_trainer(callbacks=[curve]).fit(Named(), make_data())
+    assert [len(points) for points in curve.points.values()] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(("limits", "last"), [({"max_epochs": -1, "max_steps": 3}, 3), ({"max_epochs": 4}, 4)])
 def test_curve_shows_all_epochs(
     limits: dict[str, int],

@@ -350,3 +350,18 @@ def test_a_strategy_that_exchanges_nothing(manual: bool, make_trainer: Any) -> N
     cpus = ["cpu", "cpu"]
     with pytest.raises(MisconfigurationException, match=r"^LocalSGD\.reduce_gradients has added nothing up: call self"):
         make_trainer(strategy=LocalSGD(parallel_devices=cpus), devices=2).fit(Fails(manual=manual), loader())
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 1])
+def test_an_allreduce_may_empty_its_list(bucket_mb: float, make_trainer: Any) -> None:
+    def popping(data: list[Tensor]) -> None:
+        everyone = list(data)
+        while len(data) > 1:
+            data[0].add_(data.pop())
+        for tensor in everyone[1:]:
+            tensor.copy_(data[0])
+
+    strategy = ManualAllreduceStrategy(popping, bucket_mb=bucket_mb, parallel_devices=["cpu", "cpu"])
+    trainer = make_trainer(strategy=strategy, devices=2)
+    trainer.fit(Fails(), loader())
+    assert trainer.global_step > 0
