@@ -12,8 +12,6 @@ that.
 import argparse
 import importlib
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
@@ -203,7 +201,6 @@ def find_algorithm(name: str) -> tuple[str, Allreduce]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    sys.path.insert(0, os.getcwd())  # functions of one's own are found here
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few sizes, k = 2; ends within 20 seconds on two cores")
     parser.add_argument("--ks", type=int, nargs="+", help="numbers of devices (2 4 8)")

@@ -152,16 +152,18 @@ def check_parameters(optimizers: Sequence[Optimizer], replicas: Replicas, is_man
         is_manual: Whether the module trains itself: without an optimizer, all that require gradients.
     """
     known = {id(original) for original, *_ in replicas.parameters}
-    trained = [
+    wrong = [
         (type(optimizer).__name__, parameter)
         for optimizer in optimizers
         for parameter in chain(*(group["params"] for group in optimizer.param_groups))
+        if id(parameter) not in known
     ]
-    wrong = [(owner, parameter) for owner, parameter in trained if id(parameter) not in known]
-    wrong = [(owner, parameter) for owner, parameter in wrong if replicas.have_copies(parameter)]
     if is_manual and all(isinstance(optimizer, _MockOptimizer) for optimizer in optimizers):
         own = type(replicas.modules[0]).__name__
         wrong = [(own, tensor) for tensor in replicas.unregistered() if tensor.is_leaf and tensor.requires_grad]
+    elif wrong:  # some are nowhere on the module
+        copied = replicas.with_copies()
+        wrong = [(owner, parameter) for owner, parameter in wrong if id(parameter) in copied]
     for owner, tensor in wrong:
         raise MisconfigurationException(
             f"{owner} has a tensor of shape {tuple(tensor.shape)} which is not among the module's parameters, so that "

@@ -110,10 +110,10 @@ class Replicas:
         """Whether replicas take from the same generator or iterator, which only one may do at a time."""
         return any(attributes.shares_iterators for attributes in self.attributes)
 
-    def have_copies(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is not registered with the module is on it all the same, and so on the replicas."""
-        is_there = any(found is tensor for found in self.unregistered())
-        return is_there or any(id(tensor) in attributes.twins.of for attributes in self.attributes)
+    def with_copies(self) -> set[int]:
+        """The `id`s of what is not registered with the module, but on it all the same, and so on the replicas."""
+        twins = (attributes.twins.of for attributes in self.attributes)
+        return set(map(id, self.unregistered())).union(*twins)
 
     def unregistered(self) -> list[Tensor]:
         """Tensors that are no parameters, on the module and in lists, dicts and objects on it."""

@@ -111,7 +111,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
         self._attached, self._is_manual = list(self._optimizers), not self.original.automatic_optimization
-        check_parameters(self._optimizers, self._replicas, self._is_manual, self.name)
+        if len(self.devices) > 1:
+            check_parameters(self._optimizers, self._replicas, self._is_manual, self.name)
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.give_tensors()

@@ -1,7 +1,6 @@
 """The arithmetic of `benchmark.exchange` on a fake clock, and gloo between two real processes."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,7 +172,7 @@ def test_an_algorithm_of_ones_own(
 ) -> None:
     (tmp_path / "my_exchange.py").write_text(CHAIN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
     little = ["--quick", "--sizes", "1024", "--seconds", "0.001", "--models", "--json", "x.json", "--algorithms"]
     exchange.main([*little, "textbook", "my_exchange.chain"])
     names = [row["algorithm"] for row in json.loads(Path("x.json").read_text())["exchange"]]

@@ -98,7 +98,7 @@ LOOSE = {  # what a module has, and how its weight is reached
 
 
 @pytest.mark.parametrize("kind", LOOSE)
-def test_parameters_that_are_not_the_modules(Regression, train, kind):
+def test_parameters_that_are_not_the_modules(Regression, train, engine, kind):
     """Replicas have copies nobody would keep equal."""
     make, weight = LOOSE[kind]
 
@@ -114,6 +114,7 @@ def test_parameters_that_are_not_the_modules(Regression, train, kind):
             return optim.Adam([*self.parameters(), weight(self.alpha)])
 
     train(Module)
+    train(Module, 1, strategy=engine)
     with pytest.raises(MisconfigurationException, match=r"Adam has a tensor of shape \(2,\) .* nn\.ParameterList"):
         train(Module, 2)
 
