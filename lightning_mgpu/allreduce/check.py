@@ -7,7 +7,8 @@ from torch import Tensor
 
 Allreduce = Callable[[list[Tensor]], None]
 """k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every device and at every
-call, for any shape (0-d, empty, not divisible by k), any strides and any floating dtype."""
+call, for any shape (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
+tensors too; one's own need not, it gets views of one element."""
 
 
 AllreduceMany = Callable[[list[list[Tensor]]], None]
@@ -56,7 +57,7 @@ def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # all that Apple GPUs have
     for dtype in dtypes:
-        for shape in ((2 * k + 1,), (3, 5), (0,), ()):
+        for shape in ((2 * k + 1,), (3, 5), (0,), (1,)):
             yield [torch.randn(shape, generator=generator, dtype=dtype) for _ in devices]
         # laid out in memory like the gradient of a channels_last convolution: not contiguous
         yield [torch.randn(5, 3, generator=generator, dtype=dtype).t() for _ in devices]
@@ -122,8 +123,6 @@ def _where(inputs: list[Tensor]) -> str:
 
 def _hint(x: Tensor) -> str:
     """What to write instead of the usual mistake for tensors like `x`."""
-    if x.ndim == 0:
-        return "; a 0-d tensor takes data[i].copy_(...) and data[i].add_(...), not data[i][:] = ..."
     if not x.is_contiguous():
         return "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes a copy of it"
     return ""

@@ -50,7 +50,9 @@ class Gradients:
                 for parameter in parameters:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                dense.append([parameter.grad for parameter in parameters])  # type: ignore[misc]
+                parts = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+                # a view of one element for a 0-d one: the book's `data[0][:] += ...` takes no 0-d tensor
+                dense.append([part if part.ndim else part.view(1) for part in parts])
         if any(part.requires_grad for parts in dense for part in parts):
             rank_zero_warn(
                 "Gradients with a graph (create_graph=True): who differentiates them again, a Hessian-based optimizer "

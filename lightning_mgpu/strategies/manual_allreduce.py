@@ -65,7 +65,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         self.allreduce = allreduce
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._is_checked = False  # that this model's gradients are summed right
+        self._is_checked = False  # that this model's gradients are the same in all replicas
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -78,6 +78,11 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         super()._attach()
         if self.gradient_as_bucket_view and len(self.devices) > 1:
             self.gradients.flat = FlatGradients(self._replicas.parameters, self.bucket_bytes)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._is_checked &= batch_idx > 0  # once an epoch: it may have a state
 
     @override
     def reduce_gradients(self) -> None:

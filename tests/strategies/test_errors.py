@@ -264,61 +264,6 @@ def test_sigint_ends_the_process(automatic: bool, engine: str, tmp_path: Path) -
         assert "KeyboardInterrupt" in errors, errors
 
 
-ALLREDUCE = """
-    def good(tensors):
-        total = sum(tensor.to(tensors[0].device) for tensor in tensors)
-        for tensor in tensors:
-            tensor.copy_(total)
-
-    def book(data):
-        for i in range(1, len(data)):
-            data[0][:] += data[i].to(data[0].device)
-        for i in range(1, len(data)):
-            data[i] = data[0].to(data[i].device)
-"""
-FLAGS = [
-    "--data.source=synthetic",
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.max_epochs=1",
-    "--trainer.limit_train_batches=3",
-    "--trainer.limit_val_batches=2",
-    "--trainer.limit_test_batches=2",
-    "--data.batch_size=8",
-]
-
-
-def cli(tmp_path: Path, *args: str) -> subprocess.CompletedProcess:
-    (tmp_path / "exchange_by_hand.py").write_text(textwrap.dedent(ALLREDUCE))
-    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
-    env = {**os.environ, "PYTHONPATH": paths, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "lightning_mgpu", "fit", *FLAGS, *args]
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-
-
-@pytest.mark.slow
-def test_by_name_and_by_class_path(tmp_path: Path) -> None:
-    result = cli(tmp_path, "--trainer.strategy=manual_allreduce")
-    assert result.returncode == 0, result.stderr
-    (tmp_path / "own.yaml").write_text(
-        "trainer:\n  strategy:\n    class_path: lightning_mgpu.strategies.ManualAllreduceStrategy\n"
-        "    init_args:\n      allreduce: exchange_by_hand.good\n      bucket_mb: 1\n      split: [0.75, 0.25]\n"
-    )
-    result = cli(tmp_path, "--config=own.yaml")
-    assert result.returncode == 0, result.stderr
-    assert "test acc" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_books_first_allreduce_is_refused_in_one_line(tmp_path: Path) -> None:
-    strategy = "--trainer.strategy=lightning_mgpu.strategies.ManualAllreduceStrategy"
-    result = cli(tmp_path, strategy, "--trainer.strategy.allreduce=exchange_by_hand.book")
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("error")]
-    assert "book" in line
-
-
 @pytest.mark.parametrize("output", [5.0, "loss", [1.0], {"a": 5}, MappingProxyType({"a": 5})])
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_lightning_refuses_what_a_step_returns(trainer_on: Any, output: Any, num_samples: int) -> None:
@@ -339,29 +284,3 @@ def test_steps_after_the_run(trainer_on: Any) -> None:
     outputs = loop.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
     assert outputs["loss"] > 0  # type: ignore[operator]
     assert not torch.equal(weight, next(module.parameters()))
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_a_strategy_that_exchanges_nothing(manual: bool, make_trainer: Any) -> None:
-    class LocalSGD(ManualAllreduceStrategy):
-        def reduce_gradients(self) -> None:
-            pass
-
-    cpus = ["cpu", "cpu"]
-    with pytest.raises(MisconfigurationException, match=r"^LocalSGD\.reduce_gradients has added nothing up: call self"):
-        make_trainer(strategy=LocalSGD(parallel_devices=cpus), devices=2).fit(Fails(manual=manual), loader())
-
-
-@pytest.mark.parametrize("bucket_mb", [0, 1])
-def test_an_allreduce_may_empty_its_list(bucket_mb: float, make_trainer: Any) -> None:
-    def popping(data: list[Tensor]) -> None:
-        everyone = list(data)
-        while len(data) > 1:
-            data[0].add_(data.pop())
-        for tensor in everyone[1:]:
-            tensor.copy_(data[0])
-
-    strategy = ManualAllreduceStrategy(popping, bucket_mb=bucket_mb, parallel_devices=["cpu", "cpu"])
-    trainer = make_trainer(strategy=strategy, devices=2)
-    trainer.fit(Fails(), loader())
-    assert trainer.global_step > 0
