@@ -240,11 +240,15 @@ def _check_contents(path: str, checkpoint: dict[str, Any]) -> None:
 
 
 def check_saving(config: Namespace, subcommand: str) -> None:
-    """Ask whether a new run saves checkpoints, and where.
+    """Ask whether a new run leaves its record, and where.
 
     Raises:
         UsageError: If the Trainer is told to save none, or if those of another run would be overwritten.
     """
+    if config.trainer.barebones:
+        raise UsageError(
+            "--trainer.barebones=true: not taken; it would leave out the run's log, checkpoints, curve and closing line"
+        )
     if config.trainer.enable_checkpointing is False:
         none = "--checkpoint.save_last=false --checkpoint.save_top_k=0"
         raise UsageError(f"--trainer.enable_checkpointing=false: not taken; {none} saves no checkpoint")

@@ -86,8 +86,8 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code.
 
     Lightning's own configuration errors do, and so do the `ValueError`, `OSError` and own types this package raises,
-    and a checkpoint that does not fit the model. A full or read-only disk and a `ValueError` that Lightning raises do,
-    unless a model or dataset of the user's led there: then its lines are what helps.
+    and a checkpoint that does not fit the model. A full or read-only disk, and a `ValueError` or a missing package that
+    Lightning tells of, do, unless a model or dataset of the user's led there: then its lines are what helps.
     """
     if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
         return True
@@ -99,7 +99,7 @@ def is_mistake(error: BaseException) -> bool:
     if type(error).__module__.startswith("lightning_mgpu.") or (is_ours and isinstance(error, (ValueError, OSError))):
         return True
     is_of_the_disk = isinstance(error, OSError) and error.errno in OF_THE_DISK
-    is_refusal = is_lightnings and isinstance(error, ValueError)
+    is_refusal = is_lightnings and isinstance(error, (ValueError, ModuleNotFoundError))  # a package it would need
     return (is_of_the_disk or is_refusal) and not any(_is_the_users(frame.filename) for frame in frames)
 
 
@@ -116,6 +116,8 @@ def _is_the_users(file: str) -> bool:
 def in_one_line(error: BaseException) -> str:
     """The message of an exception as one sentence, without colours, line breaks, links and secrets."""
     text = redact(re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__))
+    if isinstance(error, KeyError):  # whose message is the key alone
+        text = f"KeyError: {text}"
     if text.startswith(OTHER_PARAMETERS):
         model = text.removeprefix(OTHER_PARAMETERS).partition(":")[0]
         first = re.search(r"(?:size mismatch for |[Kk]ey\(s\) in state_dict: \")([\w.]+)", text)

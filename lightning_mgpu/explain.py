@@ -38,7 +38,8 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 # jsonargparse's phrases
 KEY = r'[Kk]ey "([\w.]+)"'
 NOT_ACCEPTED = r"Option '(\S+?)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?"
-NO_FUNCTION = r'key "(\w+)":\s+Type .*Callable.* expects a function or a callable class: (.*?)\. Got value: (\S+)'
+NO_CALLABLE = "expects a function or a callable class: "
+NO_FUNCTION = rf'key "(\w+)":\s+Type .*Callable.* {NO_CALLABLE}(?!Option)(.*?)\. Got value: (\S+)'
 NO_PATH = r"(?:Expected a dot import path string|Unexpected import path format): (\S+)"
 ALLREDUCES = [name for name in allreduce.__all__ if name.endswith("_allreduce") and not name.startswith("check")]
 SEVERAL_CLASSES = r"Multiple subclasses with name \w+\. Give the full class path to avoid ambiguity: ([\w., ]+\w)"
@@ -53,7 +54,7 @@ NO_CLASS = (
     r"Import path ([\w.]+) does not correspond to a subclass of",
     r"Import path does not correspond to a subclass of \w+[\s\S]*Given value: (\S+)",
     r"Unexpected import path format: (\S+)",
-    r"expects a function or a callable class: .*class_path='([^']*)'",
+    rf"{NO_CALLABLE}.*class_path='([^']*)'",
 )
 
 

@@ -12,6 +12,7 @@ from lightning_mgpu.errors import UsageError
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")
 CPU = "--trainer.accelerator=cpu"
+TREE = "--trainer.strategy=manual_allreduce --trainer.strategy.allreduce=needy.Tree"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line must say
     "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export, sweep, benchmark"),
     "swep": ("no subcommand 'swep' (did you mean sweep?)",),
@@ -54,6 +55,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
     "fit --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=mine:reduce": (
         "=mine:reduce: give the dotted",
     ),
+    "fit --trainer.strategy=manual_allreduce --trainer.strategy.allreduce=null": ("allreduce=None: give a function",),
+    f"fit {TREE} --trainer.strategy.allreduce.gruop=3": (
+        "--trainer.strategy.allreduce.gruop=3: Tree has no argument 'gruop'",
+        "did you mean --trainer.strategy.allreduce.group?",
+    ),
+    "fit --trainer.strategy=needy.Keyed": ("error: KeyError: 'star' (",),
+    "fit --trainer.barebones=true": ("--trainer.barebones=true: not taken; it would leave out the run's log",),
     "fit --verbose=true": ("--verbose=true: no such option (did you mean --checkpoint.verbose?)",),
     "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "auto, ddp, "),
     "fit --trainer.max_epochs=ten": ("--trainer.max_epochs=ten: expected a whole number or null",),
@@ -92,6 +100,18 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its line mu
 NEED_NO_GPU = {"fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here",)}
 NEEDY = """
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
+class Tree:
+    def __init__(self, group: int = 2) -> None:
+        self.group = group
+
+    def __call__(self, tensors: list) -> None: ...
+
+class Keyed(ManualAllreduceStrategy):
+    def __init__(self, topology: str = "star") -> None:
+        super().__init__()
+        {"ring": 1}[topology]
 
 class Needy(LeNet):
     def __init__(self, width: int, height: int, **kwargs) -> None:

@@ -59,6 +59,8 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         split: list[float] | Literal["auto"] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not callable(allreduce):
+            raise ValueError(f"allreduce={allreduce}: give a function of a list of tensors, or leave it out.")
         if bucket_mb < 0:
             raise ValueError(f"bucket_mb={bucket_mb}: choose 0 (one call a parameter) or a size in MB.")
         super().__init__(parallel_devices, split, **kwargs)
