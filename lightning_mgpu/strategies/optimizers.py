@@ -144,13 +144,17 @@ class ReplicaOptimizers:
 
 
 def check_parameters(optimizers: Sequence[Optimizer], replicas: Replicas, is_manual: bool, name: str) -> None:
-    """Refuse tensors that are trained, on the module, and not among its parameters.
+    """Refuse optimizers that are none of torch's, and tensors that are trained, but not among the module's parameters.
 
-    Every replica has a copy of them, but nobody would keep them equal.
+    The former, which Lightning takes, have no hooks; of the latter every replica has a copy nobody would keep equal.
 
     Args:
         is_manual: Whether the module trains itself: without an optimizer, all that require gradients.
     """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            own = type(optimizer).__name__
+            raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that for {name}.")
     known = {id(original) for original, *_ in replicas.parameters}
     wrong = [
         (type(optimizer).__name__, parameter)

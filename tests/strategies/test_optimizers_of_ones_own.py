@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import optim
 
 from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
@@ -156,3 +157,23 @@ def test_a_counter_on_the_cpu_stays_there(Regression):
     optimizer.state[module.net[0].weight] = {"step": torch.tensor(3.0)}
     copied = copy_optimizer(optimizer, list(module.parameters()), list(replica.parameters()))
     assert copied.state[replica.net[0].weight]["step"].device.type == "cpu"
+
+
+class NotTorchs:
+    """All that Lightning asks of one."""
+
+    def __init__(self, params):
+        self.param_groups, self.state, self.defaults = [{"params": list(params), "lr": 0.1}], {}, {}
+        self.zero_grad = self.load_state_dict = self.state_dict = lambda *_, **__: {}
+
+    def step(self, closure=None):
+        return closure()
+
+
+def test_one_that_is_none_of_torchs(Regression, train):
+    def make():
+        return Regression(optimizer=lambda m: NotTorchs(m.parameters()))
+
+    train(make)
+    with pytest.raises(MisconfigurationException, match=r"^NotTorchs is no torch\.optim\.Optimizer: derive it"):
+        train(make, 2)
