@@ -44,6 +44,15 @@ def find_batch_size(batch: Any) -> int | None:
     return next((size for size in sizes if size > 0 and _fits(batch, size, nested=False)), None)
 
 
+def may_be_one_sample(batch: Any) -> bool:
+    """Whether what comes from a loader that makes no batches (`batch_size=None`) may be a sample, and no batch.
+
+    It has a 0-d tensor then, or nothing but 1-d ones, which may be a sample's features as well as a batch's labels.
+    """
+    ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
+    return 0 in ndims or ndims <= {1}
+
+
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut a batch along dimension 0 into shards of the given sizes (d2l.ai, 'Training on Multiple GPUs').
 

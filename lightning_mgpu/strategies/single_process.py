@@ -9,6 +9,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_mgpu.strategies.editing import is_own
@@ -25,7 +26,14 @@ from lightning_mgpu.strategies.one_rank import OneRank
 from lightning_mgpu.strategies.per_replica import profiled_once
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
-from lightning_mgpu.strategies.shards import find_batch_size, gather, leaves, shard_sizes, split_batch
+from lightning_mgpu.strategies.shards import (
+    find_batch_size,
+    gather,
+    leaves,
+    may_be_one_sample,
+    shard_sizes,
+    split_batch,
+)
 from lightning_mgpu.strategies.team import Team
 from lightning_mgpu.strategies.twins import PLAIN, version_of
 
@@ -57,6 +65,7 @@ class SingleProcessStrategy(OneRank):
             )
         self.split = list(split) if split is not None else None
         self._blocked = False  # inside an accumulation window
+        self._has_unbatched = False  # whether a loader of the run makes no batches
         self._sent: tuple[Any, list[int], list[Any], Versions] | None = None  # a batch, its shards, what it was made of
         self._streams: Streams = []
         self._draws: dict[str, bool] = {}  # whether a step of this name draws random numbers
@@ -129,6 +138,16 @@ class SingleProcessStrategy(OneRank):
     # A step: split the batch, run the replicas, put the results together
 
     @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if isinstance(dataloader, DataLoader) and dataloader.batch_size is None and dataloader.batch_sampler is None:
+            self._has_unbatched = True
+        return super().process_dataloader(dataloader)
+
+    def find_batch_size(self, batch: Any) -> int | None:
+        """The number of samples in a batch; `None` if it cannot be split (see `shards.py`)."""
+        return None if self._has_unbatched and may_be_one_sample(batch) else find_batch_size(batch)
+
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The whole batch on the first device, for hooks and callbacks, and a shard on every other one.
 
@@ -140,11 +159,11 @@ class SingleProcessStrategy(OneRank):
         sources = (self.lightning_module, getattr(self.lightning_module._trainer, "datamodule", None))
         has_hooks = any(is_own(hook, source) for hook in DEVICE_HOOKS for source in sources if source is not None)
         self._sent = None
-        if len(self.devices) > 1 and find_batch_size(whole) is None:
+        if len(self.devices) > 1 and self.find_batch_size(whole) is None:
             if any(not isinstance(leaf, PLAIN) and getattr(leaf, "ndim", 1) for leaf in leaves(whole)):
                 rank_zero_warn(
-                    "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, "
-                    f"is not split: {self.devices[0]} computes it alone."
+                    "A batch whose parts differ in length along dimension 0, that nobody knows how to cut, or that may "
+                    f"be a single sample, is not split: {self.devices[0]} computes it alone."
                 )
         elif len(self.devices) > 1 and not has_hooks:
             sizes = self._sizes(whole)
@@ -185,7 +204,7 @@ class SingleProcessStrategy(OneRank):
 
     def evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """An evaluation step on all devices; outputs in the order of the batch."""
-        if not self.is_split or find_batch_size(batch) is None:
+        if not self.is_split or self.find_batch_size(batch) is None:
             return getattr(self.lightning_module, name)(batch, *args, **kwargs)
         _, sizes, outputs = self.run_step(name, batch, *args, **kwargs)
         return gather(outputs, sizes, self.root_device)
@@ -234,7 +253,7 @@ class SingleProcessStrategy(OneRank):
 
     def _sizes(self, batch: Any) -> list[int]:
         """Samples for each device; what cannot be split is one sample, for the first."""
-        batch_size = find_batch_size(batch)
+        batch_size = self.find_batch_size(batch)
         if batch_size is None:
             return [1] + [0] * (len(self.devices) - 1)
         return shard_sizes(batch_size, self.shares)
@@ -255,6 +274,7 @@ class SingleProcessStrategy(OneRank):
             self.team.close()
             del self.team  # a Trainer can be copied again
         self._sent = None
+        self._has_unbatched = False
         super().teardown()
 
 

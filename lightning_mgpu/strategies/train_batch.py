@@ -36,7 +36,7 @@ from lightning_mgpu.strategies.losses import (
 from lightning_mgpu.strategies.optimizer_copies import settings_of
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
-from lightning_mgpu.strategies.shards import find_batch_size, gather
+from lightning_mgpu.strategies.shards import gather
 
 
 class TrainBatchStrategy(ReplicatedStrategy):
@@ -104,7 +104,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.overrides_backward = is_own("backward", self.original)
         self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
         self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
-        hooks = ("on_after_backward", *HOOKS_BETWEEN_STEPS)
+        hooks = ("on_before_backward", "on_after_backward", *HOOKS_BETWEEN_STEPS)
         self._shows_gradients = self.overrides_backward or overrides(self.original, hooks)
 
     def _attach(self) -> None:
@@ -127,13 +127,22 @@ class TrainBatchStrategy(ReplicatedStrategy):
             if self._own is not None:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._own.watch, n)))
 
+    def _end_window(self) -> None:
+        """Add up what the replicas have collected of an accumulation window, before its end."""
+        if len(self.devices) > 1 and not self.gradients.are_reduced:
+            self.exchange_gradients()
+
+    @override
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._end_window()  # hooks may look at gradients, and after the run anybody
+
     @override
     def renew_replicas(self) -> None:
         if not self._trains:
             super().renew_replicas()
             return
-        if not self.gradients.are_reduced:  # in an accumulation window
-            self.exchange_gradients()
+        self._end_window()
         super().renew_replicas()
         self._attach()
 
@@ -152,7 +161,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_stale |= self._num_closures > 0  # an optimizer tries other weights
         self._num_closures += 1
-        if not self.is_split or find_batch_size(batch) is None:
+        if not self.is_split or self.find_batch_size(batch) is None:
             if self.is_split and isinstance(batch, Iterator):
                 rank_zero_warn(
                     f"training_step takes whole batches from dataloader_iter: {self.devices[0]} works alone."

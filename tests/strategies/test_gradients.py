@@ -41,24 +41,51 @@ def test_custom_clipping(Regression, assert_parity, in_data):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("hooks", [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"]])
+@pytest.mark.parametrize(
+    "hooks",
+    [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"], ["on_validation_batch_end"]],
+)
 def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, hooks, accumulate):
     seen = []
 
     class Look(Callback):
         def look(self, trainer, module, *_):
-            seen[-1].extend(parameter.grad.clone() for parameter in module.parameters())
+            seen[-1].extend(parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None)
 
         def on_fit_start(self, trainer, module):
             seen.append([])
 
     for hook in hooks:
         setattr(Look, hook, Look.look)
-    assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate)
+    kwargs = {"val": True, "val_check_interval": 1} if hooks == ["on_validation_batch_end"] else {}
+    assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate, **kwargs)
     for others in seen[1:]:
-        assert len(others) == len(seen[0]) > 0
+        assert len(others) == len(seen[0])
+        assert len(others) > 0 or (hooks == ["on_validation_batch_end"] and accumulate == 1)  # set to None before
         for gradient, expected in zip(others, seen[0]):
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_gradients_of_a_window_so_far(Regression, assert_parity):
+    class Module(Regression):
+        norms = ()
+
+        def training_step(self, batch, batch_idx):
+            self.trainer.should_stop = self.current_epoch == 1 and batch_idx == 1  # in the middle of one
+            return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss):
+        self.norms += tuple(float(p.grad.norm()) for p in self.parameters() if p.grad is not None)
+
+    for hook in (None, on_before_backward):
+        if hook:
+            Module.on_before_backward = hook
+        one, *others = assert_parity(Module, accumulate_grad_batches=3)
+        assert len(one.norms) == (12 if hook else 0)  # of four parameters in three batches
+        for module in others:
+            torch.testing.assert_close(module.norms, one.norms, rtol=1e-10, atol=1e-13)
+            for parameter, expected in zip(module.parameters(), one.parameters()):
+                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("edit", ["on_after_backward", "on_before_optimizer_step"])
