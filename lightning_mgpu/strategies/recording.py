@@ -133,6 +133,8 @@ class Recorder:
             vars(metric).update(self._saved[name])
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
+        if self.module.trainer._results is None:  # in a step that cannot log: Lightning says so
+            LOG(self.module, *args, **kwargs)
         given = LOG_SIGNATURE.bind(self.module, *args, **kwargs).arguments
         del given["self"]
         name, value = given.pop("name"), given.pop("value")
@@ -218,10 +220,16 @@ def inner_metric(metric: Any) -> Any:
 
 
 def copy_metric(metric: nn.Module) -> Any:
-    """A copy without its hooks, which may lead anywhere; what cannot be copied, a lock say, it shares."""
+    """A copy without its hooks, which may lead anywhere; what cannot be copied, a lock say, it shares.
+
+    A `reset` that somebody has set on it, and that calls the original's, is left out: the copy's is its class's.
+    """
     hooks = [vars(part)[name] for part in metric.modules() for name in HOOKS if name in vars(part)]
     memo: dict[int, Any] = {id(own): type(own)() for own in hooks}
-    return copy_with_care(metric, memo)
+    copied = copy_with_care(metric, memo)
+    for part in copied.modules():
+        vars(part).pop("reset", None)
+    return copied
 
 
 def _as_is_now(value: Any) -> Any:

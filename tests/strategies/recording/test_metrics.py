@@ -292,3 +292,23 @@ def test_a_mean_with_the_default_weight(Regression: Any, train: Callable, make_l
     assert one["alike"] == one["given"] != one["counted"]
     for other in others:
         torch.testing.assert_close(other, one, rtol=1e-6, atol=0)
+
+
+def test_a_reset_that_is_watched(assert_same: Callable[..., None]) -> None:
+    """Copies compute what a metric returns in the middle of a step; their `reset` is not the original's."""
+
+    def make() -> Any:
+        def watched(metric: tm.Metric) -> tm.Metric:
+            reset = metric.reset
+            metric.reset = lambda: reset()  # type: ignore[method-assign]
+            return metric
+
+        return nn.ModuleDict({f"of_{stage}": watched(tm.MeanMetric()) for stage in ("train", "val", "test")})
+
+    def step(module: Any, stage: str, X: Tensor, y: Tensor, batch_idx: int) -> None:
+        metric = module.metric[f"of_{stage}"]
+        metric(X.sum(1))
+        module.log(f"{stage}_mean", metric, on_step=False, on_epoch=True)
+        module.log(f"{stage}_loss", X.mean())
+
+    assert_same(step, make)

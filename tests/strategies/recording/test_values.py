@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import classification as tc
 
 pytestmark = pytest.mark.slow
@@ -226,3 +228,16 @@ def test_a_log_of_ones_own(Regression: Any, train: Callable, make_loader: Callab
     for other in others:
         assert other.keys() == one.keys()
         assert all(math.isclose(other[name], one[name], rel_tol=1e-6) for name in one)
+
+
+def test_where_lightning_logs_nothing(trainer_on: Any) -> None:
+    """It says so in the step, which may go on."""
+
+    class Module(LightningModule):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            with pytest.raises(MisconfigurationException, match="result collection is not registered"):
+                self.log("x", 1.0)
+            return batch
+
+    [made] = trainer_on(2).predict(Module(), DataLoader(torch.arange(4), 4))  # type: ignore[arg-type]
+    assert made.tolist() == [0, 1, 2, 3]
