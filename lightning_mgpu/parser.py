@@ -29,10 +29,10 @@ class Parser(LightningArgumentParser):
     `weight_decay: 0` for an AdamW. What a file or a flag says is kept so, too: it was said.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # that of `--model.help`, else
-
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # else __main__.py in `--model.help`
 
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:

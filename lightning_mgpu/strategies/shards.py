@@ -50,7 +50,7 @@ def may_be_one_sample(batch: Any) -> bool:
     It has a 0-d tensor then, or nothing but 1-d ones, which may be a sample's features as well as a batch's labels.
     """
     ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
-    return 0 in ndims or ndims <= {1}
+    return 0 in ndims or ndims == {1}
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
 from lightning_mgpu.strategies.editing import is_own
@@ -139,8 +139,9 @@ class SingleProcessStrategy(OneRank):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        if isinstance(dataloader, DataLoader) and dataloader.batch_size is None and dataloader.batch_sampler is None:
-            self._has_unbatched = True
+        # torch's `collate_fn` for `batch_size=None`, with a sampler that may be one of batches
+        if isinstance(dataloader, DataLoader) and dataloader.collate_fn is default_convert:
+            self._has_unbatched |= not isinstance(dataloader.sampler, BatchSampler)
         return super().process_dataloader(dataloader)
 
     def find_batch_size(self, batch: Any) -> int | None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from lightning_mgpu.data import batch_loader
 
 GENERATOR = torch.Generator().manual_seed(0)
 VECTOR, ROWS = (torch.randn(*shape, generator=GENERATOR, dtype=torch.float64) for shape in ((6,), (6, 3)))
@@ -40,8 +42,17 @@ def test_what_may_be_a_sample_stays_whole(
     assert is_split != any("may be a single sample" in str(warning.message) for warning in recwarn)
 
 
-def test_batches_of_numbers_are_split(trainer_on: Callable[..., Any]) -> None:
-    [made] = trainer_on(3).predict(Sizes(), DataLoader(LABELS, batch_size=6))
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(LABELS, batch_size=6),
+        DataLoader(LABELS, batch_size=None, sampler=BatchSampler(SequentialSampler(LABELS), 6, False)),  # type: ignore
+        DataLoader([LABELS], batch_size=None, collate_fn=lambda batch: batch),  # type: ignore[arg-type]
+        batch_loader(TensorDataset(LABELS), 6),
+    ],
+)
+def test_batches_of_numbers_are_split(loader: DataLoader, trainer_on: Callable[..., Any]) -> None:
+    [made] = trainer_on(3).predict(Sizes(), loader)
     assert made.tolist() == [2] * 6
 
 
