@@ -186,3 +186,21 @@ def four_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def Manual() -> type[_Regression]:
+    """Optimizes by hand: one step a batch."""
+
+    class Module(_Regression):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    return Module
