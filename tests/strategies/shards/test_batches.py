@@ -1,8 +1,7 @@
 """Batches of any shape: cut, put together again, and what is not a batch."""
 
 import random
-from collections import UserDict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections import namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -36,90 +35,12 @@ class Movable(Graph):
         return self
 
 
-class Frozen(Mapping):
-    """A mapping that can be copied, but not changed."""
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __copy__(self) -> "Frozen":
-        return Frozen(self._items)
-
-
-class Encoded(UserDict):
-    """As transformers' `BatchEncoding`: the words of every sample beside the tensors, and keys as attributes."""
-
-    def __init__(self, items: dict[str, Any], words: Any = None) -> None:
-        super().__init__(items)
-        self.words = words
-
-    def __getattr__(self, name: str) -> Any:
-        return self.data[name]
-
-
-class Rows(Mapping):
-    """As a TensorDict: a mapping that is indexed, iterated and concatenated like a tensor."""
-
-    def __init__(self, items: dict[str, Tensor]) -> None:
-        self.items_of, self.batch_size = items, next(iter(items.values())).shape[:1]
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            return self.items_of[index]
-        return Rows({key: value[index] for key, value in self.items_of.items()})
-
-    def __iter__(self) -> Any:
-        return (self[n] for n in range(len(self)))
-
-    def __len__(self) -> int:
-        return self.batch_size[0]
-
-    def keys(self) -> Any:
-        return self.items_of.keys()
-
-    def values(self) -> Any:
-        return self.items_of.values()
-
-    def to(self, device: Any, **kwargs: Any) -> "Rows":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is torch.cat
-        return Rows({key: torch.cat([rows[key] for rows in args[0]]) for key in args[0][0].keys()})  # noqa: SIM118
-
-    batch_size: torch.Size = torch.Size([])
-
-
 def images(*widths: int) -> list[Tensor]:
     return [torch.rand(3, 4, width) for width in widths]
 
 
 def boxes(*counts: int) -> list[dict[str, Tensor]]:
     return [{"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in counts]
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and np.array_equal(a, b)
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, Sample):
-        return isinstance(b, Sample) and equal(a.X, b.X) and equal(a.name, b.name)
-    return type(a) is type(b) and a == b
 
 
 @pytest.mark.parametrize(
@@ -199,21 +120,21 @@ def test_batch_size(batch: Any, size: int | None) -> None:
     assert find_batch_size(batch) == size
 
 
-def test_shards_of_a_detection_batch() -> None:
+def test_shards_of_a_detection_batch(equal: Any) -> None:
     X, y = images(5, 6, 7), boxes(3, 3, 3)
     (X0, y0), (X1, y1) = split_batch((X, y), [2, 1])
     assert equal(X0, X[:2]) and equal(X1, X[2:])
     assert equal(y0, y[:2]) and equal(y1, y[2:])
 
 
-def test_shards_of_two_views_of_two_samples() -> None:
+def test_shards_of_two_views_of_two_samples(equal: Any) -> None:
     batch = [[torch.rand(2, 3), torch.rand(2, 3)], torch.rand(2)]
     first, second = split_batch(batch, [1, 1])
     assert equal(second, [[batch[0][0][1:], batch[0][1][1:]], batch[1][1:]])
     assert first[0][0].data_ptr() == batch[0][0].data_ptr()  # a view
 
 
-def test_shards_of_two_combined_batches_of_two_samples() -> None:
+def test_shards_of_two_combined_batches_of_two_samples(equal: Any) -> None:
     batch = [{"X": torch.rand(2, 3)}, {"X": torch.rand(2, 3)}]
     assert equal(split_batch(batch, [1, 1])[1], [{"X": part["X"][1:]} for part in batch])
 
@@ -247,7 +168,7 @@ def random_batch(draw: random.Random, size: int, depth: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gather_undoes_split(seed: int) -> None:
+def test_gather_undoes_split(equal: Any, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(100):
         batch_size, k = draw.randint(6, 20), draw.randint(1, 5)  # lists are shorter than that
@@ -295,36 +216,10 @@ def test_gather_undoes_split(seed: int) -> None:
         ([np.zeros(2), np.ones(1)], [2, 1], np.array([0.0, 0.0, 1.0])),
     ],
 )
-def test_gather(outputs: list[Any], sizes: list[int], whole: Any) -> None:
+def test_gather(equal: Any, outputs: list[Any], sizes: list[int], whole: Any) -> None:
     assert equal(gather(outputs, sizes, CPU), whole)
 
 
 def test_what_nobody_can_join_is_kept() -> None:
     graphs = [Graph(), Graph()]
     assert gather(graphs, [1, 1], CPU) == graphs
-
-
-def test_a_mapping_that_cannot_be_changed() -> None:
-    batch = Frozen({"X": torch.arange(4), "name": "n"})
-    shards = split_batch(batch, [3, 1])
-    assert [type(shard) for shard in shards] == [Frozen, Frozen]
-    assert equal(
-        [dict(shard) for shard in shards], [{"X": torch.arange(3), "name": "n"}, {"X": torch.tensor([3]), "name": "n"}]
-    )
-    assert equal(dict(gather(shards, [3, 1], CPU)), dict(batch))
-
-
-def test_a_mapping_with_lists_beside_its_items() -> None:
-    batch = Encoded({"ids": torch.arange(3)}, words=["a", "b", "c"])
-    first, second = split_batch(batch, [2, 1])
-    assert equal([first["ids"], second["ids"]], [torch.arange(2), torch.tensor([2])])
-    assert (first.words, second.words, batch.words) == (["a", "b"], ["c"], ["a", "b", "c"])
-
-
-def test_a_mapping_that_is_a_tensor() -> None:
-    batch = Rows({"X": torch.arange(5), "y": torch.arange(5.0)})
-    assert find_batch_size(batch) == find_batch_size((batch, torch.rand(5))) == 5
-    shards = split_batch(batch, [3, 2])
-    assert [shard.batch_size for shard in shards] == [torch.Size([3]), torch.Size([2])]
-    whole = gather([{"all": shard} for shard in shards], [3, 2], CPU)["all"]
-    assert equal(dict(whole.items_of), dict(batch.items_of))
