@@ -1,8 +1,7 @@
-"""Real runs, stopped at random moments and resumed, end as the run that never stopped: parameters, metrics, curve."""
+"""Real runs are resumed: one stopped at random moments ends as one that never stopped, a finished one goes on."""
 
 import csv
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -14,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
-from lightning_mgpu.checkpoint_io import AtomicCheckpointIO, keep_previous, read_checkpoint
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.resume import changes, choose_checkpoint, claim, find_run, with_resumed_run
 
 MODEL = '''
 import torch
@@ -224,122 +219,3 @@ def test_mistakes_leave_the_run_as_it_is(
     )
     assert err.count("\n") == 1 and all(part in err for part in MISTAKES[args])
     assert all(path.read_bytes() == content for path, content in before.items())
-
-
-def test_a_run_that_goes_on_is_not_resumed_beside_itself(tmp_path: Path) -> None:
-    lock = claim(tmp_path)
-    with pytest.raises(Exception, match="still running in another process"):
-        claim(tmp_path)
-    assert lock is not None
-    os.close(lock)
-    os.close(claim(tmp_path) or -1)
-
-
-def test_last_is_the_run_worked_on_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(("b", "c", "a")):
-        directory = tmp_path / "runs" / name / "checkpoints"
-        directory.mkdir(parents=True)
-        (directory / "last.ckpt").touch()
-        os.utime(directory / "last.ckpt", (i, i))
-    (tmp_path / "runs" / "d").mkdir()
-    assert find_run("last") == Path("runs/a")
-    (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    rest = ["--trainer.max_epochs=9"]
-    expected = ["fit", "--config=runs/a/config.yaml", "--resume=runs/a", *rest]
-    assert with_resumed_run(["fit", "--resume", "last", *rest]) == expected
-    assert with_resumed_run(["fit", *rest]) == ["fit", *rest]
-
-
-def test_changes() -> None:
-    same = {"trainer": {"max_epochs": 1, "devices": 2}, "model": {"class_path": "A"}}
-    longer = {**same, "trainer": {"max_epochs": 3, "devices": 2}}
-    assert changes(Path("run"), same, same) == []
-    assert changes(Path("run"), same, longer) == ["trainer.max_epochs 1 -> 3"]
-    with pytest.raises(Exception, match="--model=B would make run another run, it has A"):
-        changes(Path("run"), same, {**same, "model": {"class_path": "B"}})
-
-
-def test_a_scaled_run_keeps_its_devices() -> None:
-    run, scaled = Path("run"), {"scale_by_devices": True}
-    before, longer, wider = (
-        {"trainer": {"max_epochs": max_epochs, "devices": devices}, **scaled}
-        for max_epochs, devices in ((1, 2), (2, 2), (1, 3))
-    )
-    assert changes(run, before, longer) == ["trainer.max_epochs 1 -> 2"]
-    with pytest.raises(Exception, match=r"devices=3: with --scale_by_devices=true other"):
-        changes(run, before, wider)
-
-
-@pytest.mark.parametrize("moment", ["writing", "renaming"])
-def test_a_checkpoint_cut_short_replaces_nothing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
-    plugin.save_checkpoint({"state_dict": {}, "global_step": 1}, path)
-
-    def killed(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    keep_previous(path)
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.save" if moment == "writing" else "os.replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            plugin.save_checkpoint({"state_dict": {}, "global_step": 2}, path)
-    for name in ("last.ckpt", "previous.ckpt"):
-        checkpoint = read_checkpoint(tmp_path / name)
-        assert checkpoint is not None and checkpoint["global_step"] == 1
-
-
-def test_every_damage_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.arange(1000.0)}, "global_step": 1}, path)
-    whole = path.read_bytes()
-    assert read_checkpoint(path) is not None
-    for size in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert read_checkpoint(path) is None, size
-    path.write_bytes(whole.replace(torch.arange(500.0, 502.0).numpy().tobytes(), b"\1" * 8))
-    assert torch.load(path, weights_only=True) and read_checkpoint(path) is None  # torch alone would take it
-
-
-def test_what_is_whole_but_no_plain_value_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    told = r"last\.ckpt cannot be read: it holds a pathlib\.(_local\.)?PosixPath"
-    with pytest.warns(UserWarning, match=told):  # at once, not when the run is to go on
-        AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "best": Path("x")}, path)
-    with pytest.raises(UsageError, match=told):
-        read_checkpoint(path)
-
-
-def test_a_checkpoint_is_found_where_its_url_says(tmp_path: Path) -> None:
-    io, url = AtomicCheckpointIO(), f"file://{tmp_path}/a/last.ckpt"
-    io.save_checkpoint({"state_dict": {}}, url)
-    assert read_checkpoint(tmp_path / "a" / "last.ckpt") == io.load_checkpoint(url) == {"state_dict": {}}
-    io.save_checkpoint({"x": Path("x")}, "memory://last.ckpt")
-    assert io.load_checkpoint("memory://last.ckpt", weights_only=False) == {"x": Path("x")}
-    with pytest.raises(pickle.UnpicklingError):
-        io.load_checkpoint("memory://last.ckpt", weights_only=True)
-
-
-@pytest.mark.parametrize(
-    "loops",
-    [{}, {"fit_loop": {"epoch_progress": {}}}, {"fit_loop": None}, {"fit_loop": {"epoch_progress": {"current": 3}}}],
-)
-def test_a_checkpoint_that_lacks_its_progress_is_damaged(loops: dict[str, Any], tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    whole = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}
-    state = {"state_dict": {}, "optimizer_states": [], "global_step": 30}
-    AtomicCheckpointIO().save_checkpoint({**state, "loops": whole}, checkpoints / "previous.ckpt")
-    AtomicCheckpointIO().save_checkpoint({**state, "loops": loops}, checkpoints / "last.ckpt")
-    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged: going on from previous\.ckpt"):
-        assert choose_checkpoint(tmp_path, max_epochs=3) == checkpoints / "previous.ckpt"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt.damaged", "previous.ckpt"]
-
-
-def test_checkpoints_ahead_are_removed(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    loops = {"fit_loop": {"epoch_progress": {"current": {"processed": 1}}}}
-    state = {"state_dict": {}, "optimizer_states": [], "global_step": 30, "loops": loops}
-    for name in ("last.ckpt", "epoch=0-step=30.ckpt", "epoch=1-step=60.ckpt"):
-        AtomicCheckpointIO().save_checkpoint(state, checkpoints / name)
-    assert choose_checkpoint(tmp_path) == checkpoints / "last.ckpt"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["epoch=0-step=30.ckpt", "last.ckpt"]

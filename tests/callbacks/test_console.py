@@ -1,17 +1,65 @@
-"""What the header and the lines say of models, batches and epochs that are not the usual ones."""
+"""What the header, the lines and the progress bar show, of the usual run and of others."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.callbacks import EpochLines, RunHeader
-from lightning_mgpu.callbacks.console import run_facts
+from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
+from lightning_mgpu.callbacks.console import per_device, run_facts
 from lightning_mgpu.models import Classifier, LeNet
+
+
+def test_header_tells_what_runs(
+    make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    header = RunHeader()
+    header.notes["wandb"] = "off"
+    trainer = make_trainer(callbacks=[header])
+    data, model = make_data(), LeNet()
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == ["model", "strategy", "batch", "data", "run", "wandb"]  # once, not again by test
+    assert "LeNet, 129,068 parameters, precision 32-true" in lines["model"]
+    assert lines["strategy"].strip() == "SingleDeviceStrategy on [device(type='cpu')]"
+    assert lines["batch"].strip() == "64 global, 64 per device"
+    assert "402 train, 101 val, 107 test; files under" in lines["data"]
+    assert lines["run"].strip() == str(tmp_path)
+
+
+def test_per_device_batch_says_when_it_is_uneven() -> None:
+    shown = (per_device(256, [1, 1]), per_device(256, [1, 1, 1]), per_device(2, [1, 1, 1]), per_device(256, [0.7, 0.3]))
+    assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
+
+
+def test_epoch_lines(make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture) -> None:
+    make_trainer(max_epochs=2, callbacks=[EpochTimer(), EpochLines()], enable_progress_bar=True).fit(
+        LeNet(), make_data()
+    )
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 1/2  ") and second.startswith("epoch 2/2  ")
+    assert all(f"{name} " in second for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
+    assert second.endswith(" s")
+
+
+def test_progress_bar_shows_the_loss_last_logged(make_data: Callable, make_trainer: Callable) -> None:
+    shown: list[float] = []
+
+    class Bar(LossBar):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *args)
+            shown.append(self.get_metrics(trainer, pl_module).get("loss", 0.0))
+
+    make_trainer(enable_progress_bar=True, callbacks=[Bar()], log_every_n_steps=2).fit(LeNet(), make_data())
+    assert len(shown) == 7 and shown[0] == 0.0
+    assert shown[1] == pytest.approx(2.3, abs=0.1) and shown[1] == shown[2] != shown[3]
 
 
 def test_lazy_layers_are_not_counted(make_trainer: Callable) -> None:
