@@ -99,6 +99,8 @@ def test_nothing_prints_help(main: Callable, capfd: pytest.CaptureFixture) -> No
     out = capfd.readouterr().out
     assert out.startswith("usage: python -m lightning_mgpu")
     assert "\n    python -m lightning_mgpu fit --trainer.devices=2\n" in out
+    assert main("fit", "--model.help=LeNet") == 0
+    assert capfd.readouterr().out.startswith("usage: python -m lightning_mgpu ")
     assert main("fit", "--help") == 0
     out = capfd.readouterr().out
     assert "--run_dir RUN_DIR" in out and "--trainer.devices" in out and "--data.help" in out

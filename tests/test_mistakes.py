@@ -171,6 +171,17 @@ def test_traceback_shows_where(main: Callable) -> None:
         main("fit", "--data.batch_size=0", "--traceback")
 
 
+def test_a_package_lightning_misses(
+    main: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning.pytorch.callbacks.device_stats_monitor._PSUTIL_AVAILABLE", False)
+    brief = (CPU, "--trainer.devices=1", f"--data.root={root}", "--data.val_size=9", "--trainer.limit_train_batches=1")
+    assert main("fit", *brief, "--run_dir=run", "--trainer.callbacks=DeviceStatsMonitor") == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("error: ") and "`psutil` is not installed" in err
+    assert not Path("run").exists()
+
+
 def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     """In training Lightning handles it."""
 
