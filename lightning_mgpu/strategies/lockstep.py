@@ -66,7 +66,7 @@ class Lockstep:
             strategy.gradients.mark()
             total = plugin.post_backward(total, original)
             strategy.post_backward(total)
-            strategy.gradients.give(everything=strategy.overrides_backward)
+            strategy.gradients.give(everything=strategy.hooks.own_backward)
         self.team.exchange()
         return loss.detach()
 

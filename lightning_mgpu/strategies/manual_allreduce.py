@@ -101,5 +101,5 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     def update_replicas(self, n: int) -> None:
         """Every other replica makes its own update, from its gradient."""
         assert self._own is not None
-        can_repeat = self._num_closures <= 1 and not self._edits_in_step
+        can_repeat = self._num_closures <= 1 and not self.hooks.edit_in_step
         self._own.update(n, lambda: self._loss, can_repeat)

@@ -8,6 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.editing import UsersHooks
 from lightning_mgpu.strategies.embeddings import synchronize_embedding
 from lightning_mgpu.strategies.own_forward import give_back
 from lightning_mgpu.strategies.per_replica import PerReplica
@@ -39,7 +40,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         self._auto_split = AutoSplit() if split == "auto" else None
         self._is_stale = False  # somebody may have edited the original's parameters
         self._is_evaluated = False  # or all there is, BatchNorm's statistics too
-        self._edits = False  # whether users' hooks may edit weights between any two steps
+        self.hooks = UsersHooks()
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -116,7 +117,7 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
             self._draws.clear()
             self.synchronize()
         self._replicas.give_tensors()
-        if self._is_evaluated or self._is_stale or self._edits or self._replicas.is_edited():
+        if self._is_evaluated or self._is_stale or self.hooks.edit or self._replicas.is_edited():
             self._replicas.broadcast(norms=self._is_evaluated or self._syncs_batch_norm)
             self._is_stale = self._is_evaluated = False
         result = super().run_step(name, batch, *args, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.strategies.editing import HOOKS_BETWEEN_STEPS, HOOKS_IN_STEP, is_own, overrides
+from lightning_mgpu.strategies.editing import UsersHooks
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
@@ -59,9 +59,6 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
-        self._edits_in_step = self._shows_gradients = False  # whether users' hooks edit weights, or look at gradients
-        self.overrides_backward = False
-        self._places_of_hooks: Any = None  # where they were looked for
         self._handles: list[Any] = []
 
     def reduce_gradients(self) -> None:
@@ -95,17 +92,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._look_for_hooks()
 
     def _look_for_hooks(self) -> None:
-        """Find out which hooks users have: callbacks may be added, and hooks set, while the Trainer runs."""
-        callbacks: list[Any] = self.original.trainer.callbacks  # type: ignore[attr-defined]
-        places = [*map(id, callbacks)], len(vars(self.original))
-        if len(self.devices) == 1 or places == self._places_of_hooks:
-            return
-        self._places_of_hooks = places
-        self.overrides_backward = is_own("backward", self.original)
-        self._edits_in_step = self.overrides_backward or overrides(self.original, HOOKS_IN_STEP)
-        self._edits = self._edits_in_step or overrides(self.original, HOOKS_BETWEEN_STEPS)
-        hooks = ("on_before_backward", "on_after_backward", *HOOKS_BETWEEN_STEPS)
-        self._shows_gradients = self.overrides_backward or overrides(self.original, hooks)
+        if len(self.devices) > 1:
+            self.hooks.look(self.original)
 
     def _attach(self) -> None:
         """What is made of the replicas for training: their gradients and optimizers."""
@@ -154,7 +142,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         is_manual = not self.original.automatic_optimization
         if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._optimizers)]:
             self.renew_replicas()  # they were set up again
-        if self._own is not None and (batch_idx == 0 or self._is_evaluated or (self._edits and is_manual)):
+        if self._own is not None and (batch_idx == 0 or self._is_evaluated or (self.hooks.edit and is_manual)):
             self._own.try_again()  # a hook may have edited a state
 
     @override
@@ -211,7 +199,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         when it is over.
         """
         is_on_cpus = all(device.type == "cpu" for device in self.devices)
-        return self._syncs_batch_norm or self.overrides_backward or not is_on_cpus
+        return self._syncs_batch_norm or self.hooks.own_backward or not is_on_cpus
 
     def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
         """The backward pass of every replica's loss from its gradient, in the replica's thread."""
@@ -232,7 +220,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self.gradients.begin()
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.original)
-        if self._edits_in_step:
+        if self.hooks.edit_in_step:
             self._replicas.broadcast_parameters()  # not buffers, which the backward pass may need as they are
         with ExitStack() as stack:
             if len(self.devices) > 1:
@@ -248,16 +236,18 @@ class TrainBatchStrategy(ReplicatedStrategy):
 
     def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
         """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
-        if self.overrides_backward:
+        if self.hooks.own_backward:
             loss = watch_backward(loss, self.gradients.begin, self.exchange_gradients)
-        with one_fork_at_a_time(), InputsOfAll(self.gradients.parameters) if self.overrides_backward else nullcontext():
+        with one_fork_at_a_time(), InputsOfAll(self.gradients.parameters) if self.hooks.own_backward else nullcontext():
             self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
 
     @property
     def _is_blocked(self) -> bool:
         """Whether gradients are reduced at the end of an accumulation window: not where somebody looks at them."""
         return (
-            self._blocked and not self._shows_gradients and not any(map(has_gradient_hooks, self.original.parameters()))
+            self._blocked
+            and not self.hooks.see_gradients
+            and not any(map(has_gradient_hooks, self.original.parameters()))
         )
 
     @override
@@ -318,8 +308,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._remove_hooks()
         self._trains = False
         self._loss, self._own, self._attached = None, None, []
-        self.overrides_backward = self._edits_in_step = self._shows_gradients = False
-        self._places_of_hooks = None
+        self.hooks = UsersHooks()
         self._wrapped[1:], self._seen_by = [], {}
         self.gradients = Gradients([])
         super().teardown()
