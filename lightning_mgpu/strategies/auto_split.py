@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_mgpu.strategies.device_module import device_module
+
 
 class AutoSplit:
     """Times the replicas in the first steps, and turns the times into shares of the batch.
@@ -30,8 +32,8 @@ class AutoSplit:
         def timed_function(i: int) -> Any:
             start = time.perf_counter()
             result = function(i)
-            if devices[i].type == "cuda":
-                torch.cuda.synchronize(devices[i])
+            if (module := device_module(devices[i])) is not None:
+                module.synchronize(devices[i])
             self.seconds[i] += time.perf_counter() - start
             return result
 

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from torch.random import set_rng_state
 
+from lightning_mgpu.strategies.device_module import device_module
+
 Streams = list[list[Tensor]]
-"""Generator states of every replica: the CPU's, and its device's if that is a GPU."""
+"""Generator states of every replica: the CPU's, and its device's if that is another."""
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
     """States of the generators a replica on `device` draws from: the CPU's and, on a GPU, the device's."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    module = device_module(device)
+    return [torch.get_rng_state()] + ([module.get_rng_state(device)] if module is not None else [])
 
 
 def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -25,7 +28,7 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def new_generator_states(device: torch.device, seed: int) -> list[Tensor]:
     """The states those generators would have after `torch.manual_seed(seed)`, which is not called."""
-    kinds = [torch.device("cpu")] + ([device] if device.type == "cuda" else [])
+    kinds = [torch.device("cpu")] + ([device] if device_module(device) is not None else [])
     return [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
 
 
@@ -67,5 +70,5 @@ def watch_forks() -> Iterator[list[bool]]:
 
 def set_generator_states(device: torch.device, states: list[Tensor]) -> None:
     set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    if (module := device_module(device)) is not None:
+        module.set_rng_state(states[1], device)

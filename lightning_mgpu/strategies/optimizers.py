@@ -6,13 +6,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mgpu.strategies.device_module import current_device
 from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
 from lightning_mgpu.strategies.optimizer_copies import Settings, copy_optimizer, follow, settings_of
 from lightning_mgpu.strategies.replicas import Replicas
@@ -99,7 +99,7 @@ class ReplicaOptimizers:
                 self._follow(n, self._begun[n])
             try:
                 for i, (copies, device) in enumerate(zip(self.copies, self.replicas.devices[1:])):
-                    with torch.cuda.device(device if device.type == "cuda" else -1):  # kernels start on the current one
+                    with current_device(device):
                         copies[n].step(closure=partial(self._close, i, n, closure), **self._arguments)
             except Exception as error:
                 if not is_first:

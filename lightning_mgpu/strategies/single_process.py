@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
+from lightning_mgpu.strategies.device_module import device_module
 from lightning_mgpu.strategies.editing import is_own
 from lightning_mgpu.strategies.generators import (
     Streams,
@@ -294,8 +295,11 @@ def _device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise MisconfigurationException(f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are.") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    module = device_module(device)
+    if module is None:
+        return device
+    if (device.index or 0) >= (count := module.device_count()):
         raise MisconfigurationException(
-            f"parallel_devices: there is no {name!r} here; torch sees {torch.cuda.device_count()} CUDA device(s)."
+            f"parallel_devices: there is no {name!r} here; torch sees {count} {device.type.upper()} device(s)."
         )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device(device.type, device.index or 0)

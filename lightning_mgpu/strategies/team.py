@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu.strategies.device_module import current_device, device_module
 from lightning_mgpu.strategies.forward_mode import is_inside, one_at_a_time
 from lightning_mgpu.strategies.generators import Streams, generator_states, set_generator_states
 
@@ -49,6 +50,11 @@ class Team:
     def is_running(self) -> bool:
         return self.meeting is not None
 
+    @property
+    def active(self) -> list[int]:
+        """The replicas that run."""
+        return self.meeting.active if self.meeting is not None else []
+
     def run(
         self,
         function: Callable[[int], Any],
@@ -62,7 +68,7 @@ class Team:
         the number of threads has a say in how sums are rounded.
         """
         num_threads = self.num_threads if turns is not None and all_cores else self.share
-        modes = _Modes()
+        modes = _Modes(self.devices)
         meeting = self.meeting = _Meeting(active, turns is not None)
         results: dict[int, Any] = {}
         done = threading.Semaphore(0)
@@ -244,14 +250,13 @@ class _Meeting:
 class _Modes:
     """The calling thread's autograd, inference and autocast modes and default device, for other threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self.thread = threading.get_ident()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
-        self.autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        }
+        kinds = sorted({"cpu", "cuda"} | {device.type for device in devices if device_module(device) is not None})
+        self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     @contextlib.contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
@@ -264,6 +269,5 @@ class _Modes:
                 if self.autocast:  # a CPU replica beside a GPU takes the GPU's type
                     dtype = self.autocast.get(device.type, next(iter(self.autocast.values())))
                     stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(current_device(device))
             yield
