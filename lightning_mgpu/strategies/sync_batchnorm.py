@@ -63,12 +63,13 @@ def _batch_norm(
     """`F.batch_norm` over the shards of all replicas."""
     if not training:
         return F.batch_norm(X, running_mean, running_var, weight, bias, training, momentum, eps)
-    own = (X.numel() // X.size(1), *_Moments.apply(X))
+    own = (X.numel() // X.size(1), *(_Share.apply(part, len(team.active)) for part in _Moments.apply(X)))
     counts, *moments = zip(*team.exchange(own))
     count = sum(counts)
     if count == 1:  # as torch does
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {X.size()}")
-    means, squares = ([part.to(X.device) for part in parts] for parts in moments)  # (C,) of every replica
+    mine = team.active.index(team.index)
+    means, squares = ([copies[mine].to(X.device) for copies in parts] for parts in moments)  # (C,) of every replica
     mean = torch.stack([own * (n / count) for own, n in zip(means, counts)]).sum(0)
     between = [n * (own - mean).square() for own, n in zip(means, counts)]
     var = torch.stack([*squares, *between]).sum(0) / count  # Chan, Golub and LeVeque (1983)
@@ -101,6 +102,21 @@ class _Moments(torch.autograd.Function):
             _, shape = _axes(X)
             return ((X - mean.view(shape)) * (2 * grad_squares).view(shape) + shift.view(shape)).to(X.dtype)
         return torch.batch_norm(X, 2 * grad_squares, shift, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+
+
+class _Share(torch.autograd.Function):
+    """One copy of a replica's moment for each of k replicas.
+
+    Their gradients come back in any order where autograd has a thread a device, and are added in that of the replicas.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, k: int) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for _ in range(k))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.stack(grads).sum(0), None
 
 
 class _Normalise(torch.autograd.Function):

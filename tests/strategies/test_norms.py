@@ -54,6 +54,16 @@ def test_synchronised_with(Regression, assert_parity, kwargs):
     assert not any("forward" in vars(module.net[1]) for module in modules)  # left as they were
 
 
+def test_a_synchronised_run_can_be_repeated_bit_by_bit(Regression, train):
+    """Where autograd has a thread a device, what replicas give back to each other comes in any order."""
+
+    def make():
+        return Regression(nn.Sequential(bn1d(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+    runs = [train(make, 3, sync_batchnorm=True, limit_train_batches=3).state_dict() for _ in range(4)]
+    assert all(torch.equal(run[name], value) for run in runs for name, value in runs[0].items())
+
+
 class Activated(nn.BatchNorm2d):
     """Does more than normalise, as timm's `BatchNormAct2d`."""
 
