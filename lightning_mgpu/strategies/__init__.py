@@ -6,14 +6,16 @@
 | `dp.py`               | `DataParallel`'s: one set of parameters, copied for every step                     |
 | `train_batch.py`      | what both do: loss and gradient of every shard, on its device                      |
 | `single_process.py`   | devices, and a step split over replicas; `one_rank.py`: ranks                      |
-| `shards.py`           | cut a batch, put outputs together                                                  |
+| `shards.py`           | cut a batch; `gather.py`: put outputs together; `nesting.py`: what they are in     |
 | `get_params.py`       | a copy of a module on a device                                                     |
 | `replicas.py`         | the replicas: what is given to them, what is taken from them                       |
 | `replicated.py`       | when: wherever somebody else may have edited the original, or looks at it          |
 | `attributes.py`       | what hooks and steps keep on the module, beside weights                            |
 | `twins.py`            | the replica's own in the place of layers, methods, tensors of the original         |
+| `elsewhere.py`        | copies of what is on another device than the replica; `values.py`: what is in it   |
 | `optimizers.py`       | copies of its optimizers make the same update; `optimizer_copies.py`: the copies   |
 | `team.py`             | threads that run replicas side by side                                             |
+| `device_module.py`    | `torch.cuda` for GPUs                                                              |
 | `generators.py`       | states of the random generators replicas draw from                                 |
 | `losses.py`           | the replicas' losses as one, whose backward pass reaches all                       |
 | `gradients.py`        | parts of a sum, the sum, and what clipping and hooks make of it                    |

@@ -8,18 +8,19 @@ hook has set them since the replica was made; arrays of numpy's are shared.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_mgpu.strategies.gather import bring_home
 from lightning_mgpu.strategies.own_forward import OwnForward
-from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN, Twins
+from lightning_mgpu.strategies.twins import Twins
+from lightning_mgpu.strategies.values import CONTAINERS, PLAIN
 
 BUILT_IN = frozenset((*vars(LightningModule()), "_compiled_call_impl"))  # what torch and Lightning keep there
 NEVER_GIVEN = (Tensor, OwnForward)  # seen to elsewhere; every replica's own
@@ -95,20 +96,27 @@ class Attributes:
             device: The original's.
             inserted: How many items replicas before this one have put into a list ahead of this step's, by its id.
         """
+        bring = partial(bring_home, home=device, away=self.twins.device)
         self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
         given = self.twins.copied.values()
         copies = {id(copied) for _, copied, _ in given}
         begun = dict(self._find_begun(copies))
         for original, copied, then in given:
             if isinstance(original, Counter):
-                original.update({key: count - then.get(key, 0) for key, count in copied.items()})
+                original.update({key: bring(count) - then.get(key, 0) for key, count in copied.items()})
             elif id(original) not in begun and self._has_more(original, copied, then):
                 if id(original) in self._begun:  # so it collects: what it began with, too
-                    items = move_data_to_device(self._begun.pop(id(original))[1], device)
+                    items = bring(self._begun.pop(id(original))[1])
                     at = then + inserted.get(id(original), 0)
                     original[at:at] = items
                     inserted[id(original)] = at - then + len(items)
-                _add(original, copied, then, copies, device)
+                _add(original, copied, then, copies, bring)
+        elsewhere = self.twins.elsewhere
+        elsewhere.grown = {
+            id(original): original
+            for original, _, then in given
+            if id(original) in elsewhere.grown or len(original) > (then if isinstance(then, int) else len(then))
+        }
         self._names = self._names_now()
         here = {id(value) for _, _, value in self._users()}
         self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}
@@ -158,10 +166,10 @@ def _in_classes(module: nn.Module) -> Iterator[tuple[type, str]]:
                     yield owner, name
 
 
-def _add(original: Any, copied: Any, then: Any, copies: set[int], device: torch.device) -> None:
+def _add(original: Any, copied: Any, then: Any, copies: set[int], bring: Callable[[Any], Any]) -> None:
     """Add what is in a copy of a container and was not then: beyond its first `then` items, or not among its keys."""
     if isinstance(original, set):
-        original |= copied
+        original |= {bring(item) for item in copied if item not in original}
     elif isinstance(original, dict):
         if then and copied.keys() == then.keys():  # far faster than the loop where a dict is long
             return
@@ -169,8 +177,8 @@ def _add(original: Any, copied: Any, then: Any, copies: set[int], device: torch.
             if then and key in then:
                 continue
             if key not in original:
-                original[key] = move_data_to_device(value, device)
+                original[key] = bring(value)
             elif type(value) is type(original[key]) and isinstance(value, CONTAINERS) and id(value) not in copies:
-                _add(original[key], value, 0, copies, device)
+                _add(original[key], value, 0, copies, bring)
     elif len(copied) > then:
-        original.extend(move_data_to_device(list(islice(copied, then, None)), device))
+        original.extend(bring(list(islice(copied, then, None))))

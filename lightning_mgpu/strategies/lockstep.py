@@ -13,9 +13,9 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_mgpu.strategies.gather import weighted_mean
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
 from lightning_mgpu.strategies.losses import without_graph
-from lightning_mgpu.strategies.shards import weighted_mean
 from lightning_mgpu.strategies.team import Team
 
 
@@ -58,7 +58,8 @@ class Lockstep:
             elif is_first:
                 if kwargs.get("inputs") is not None:  # each replica means its own
                     kwargs["inputs"] = [part for own in inputs for part in ([own] if isinstance(own, Tensor) else own)]
-                strategy.run_backward(total, optimizer, *args, **kwargs)
+                with self.team.for_all():
+                    strategy.run_backward(total, optimizer, *args, **kwargs)
             self.team.exchange()
             if is_first and not strategy.gradients.are_reduced:
                 strategy.exchange_gradients()

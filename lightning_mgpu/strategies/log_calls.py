@@ -29,20 +29,24 @@ LOG.__kwdefaults__ = _FUNCTION.__kwdefaults__
 
 
 @contextlib.contextmanager
-def instead_of_log(function: Callable[..., None]) -> Iterator[None]:
-    """Let calls by this thread, of whichever replica's `log`, call the function: a shared object has the original's."""
-    _HERE.log = function
+def instead_of_log(function: Callable[..., None], module: LightningModule) -> Iterator[None]:
+    """Let calls by this thread, of whichever replica's `log`, call the function: a shared object has the original's.
+
+    So do calls of `module.log` by threads of autograd's, where a hook on a tensor of a GPU runs.
+    """
+    _HERE.log = vars(module)[_MARK] = function
     try:
         yield
     finally:
         del _HERE.log
+        vars(module)[_MARK] = None
 
 
 @contextlib.contextmanager
 def intercepted(replicas: Sequence[LightningModule]) -> Iterator[None]:
     """Make `instead_of_log` work for calls of these modules' `log`."""
     for module in replicas:
-        vars(module)[_MARK] = True
+        vars(module)[_MARK] = None
     try:
         with _other_code():
             yield
@@ -53,7 +57,7 @@ def intercepted(replicas: Sequence[LightningModule]) -> Iterator[None]:
 
 def called(module: LightningModule, *args: Any, **kwargs: Any) -> None:
     """A call of `LightningModule.log`."""
-    log = getattr(_HERE, "log", None) if _MARK in vars(module) else None
+    log = getattr(_HERE, "log", vars(module)[_MARK]) if _MARK in vars(module) else None
     (log or partial(LOG, module))(*args, **kwargs)
 
 

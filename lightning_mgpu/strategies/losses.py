@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_mgpu.strategies.shards import gather, weighted_mean
+from lightning_mgpu.strategies.gather import gather, weighted_mean
 
 
 def find_loss(output: Any) -> Tensor | None:
@@ -25,7 +25,11 @@ def find_refused(outputs: Sequence[Any]) -> Any:
 
 
 def combine_outputs(
-    outputs: Sequence[Any], sizes: Sequence[int], replicas: Sequence[int], backward: Callable | None
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    replicas: Sequence[int],
+    backward: Callable | None,
+    device: torch.device,
 ) -> Any:
     """What one device would return for the whole batch; the backward pass of its loss reaches all replicas.
 
@@ -35,6 +39,7 @@ def combine_outputs(
         replicas: Which ones they are.
         backward: Called with the replicas' losses, the gradients of these, and whether to keep the graphs. `None`
             leaves it to autograd.
+        device: The original's.
     """
     ran = [n for n, output in enumerate(outputs) if find_loss(output) is not None]
     outputs, sizes = [outputs[n] for n in ran], [sizes[n] for n in ran]
@@ -47,7 +52,7 @@ def combine_outputs(
     if not isinstance(outputs[0], Mapping):
         return loss
     rest = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-    return {"loss": loss, **gather(without_graph(rest), sizes, loss.device)}
+    return {"loss": loss, **gather(without_graph(rest), sizes, device)}
 
 
 def without_graph(outputs: Any) -> Any:

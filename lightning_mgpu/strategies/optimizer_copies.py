@@ -1,7 +1,7 @@
 """Copies of an optimizer for a replica's parameters: to make updates with, or to look at; and their settings."""
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +10,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mgpu.strategies.shards import leaves
-from lightning_mgpu.strategies.twins import CONTAINERS, PLAIN
+from lightning_mgpu.strategies.nesting import leaves
+from lightning_mgpu.strategies.values import CONTAINERS, PLAIN
 
 Settings = list[dict[str, Any]]
 """An optimizer's parameter groups, and after them its own numbers."""
@@ -38,12 +38,34 @@ def view_of(
 ) -> Optimizer:
     """An optimizer to look at: a replica's parameters in the place of the originals, and settings; the same states."""
     own = {id(original): copied for original, copied in zip(originals, copies)}
+    device = next((copied.device for copied in copies), torch.device("cpu"))
     *groups, plain = settings
     view = object.__new__(type(optimizer))
     vars(view).update(vars(optimizer) | plain)
-    view.param_groups = [{**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in groups]
-    view.state = defaultdict(dict, {own.get(id(key), key): state for key, state in optimizer.state.items()})
+    view.param_groups = [
+        {
+            key: [own.get(id(p), p) for p in value] if key == "params" else _on(device, value)
+            for key, value in group.items()
+        }
+        for group in groups
+    ]
+    view.state = _StatesSeen(device, {own.get(id(key), key): state for key, state in optimizer.state.items()})  # type: ignore[assignment]
     return view
+
+
+class _StatesSeen(UserDict[Any, Any]):
+    """The original's states by a replica's parameters: those that are looked at are copied to its device."""
+
+    def __init__(self, device: torch.device, states: dict[Any, Any]) -> None:
+        super().__init__(states)
+        self.device = device
+
+    def __getitem__(self, key: Any) -> Any:
+        state = self.data.setdefault(key, {})
+        if not isinstance(state, dict):
+            return _on(self.device, state)
+        seen = {name: _on(self.device, value, getattr(key, "shape", None)) for name, value in state.items()}
+        return state if all(seen[name] is state[name] for name in state) else seen
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any], share: bool) -> Optimizer:

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -115,7 +116,7 @@ class ReplicaOptimizers:
         """The closure of copy i: the settings are then what they were at the end of the original's."""
         if n in self._closed:
             follow(self._closed[n], self.copies[i][n], self._mappings[i])
-        return closure()
+        return move_data_to_device(closure(), self.replicas.devices[i + 1])
 
     def _follow(self, n: int, settings: Settings) -> None:
         for copies, mapping in zip(self.copies, self._mappings):

@@ -63,6 +63,15 @@ class PerReplica(ParallelStrategy):
         return self._replicas.modules[self._index] if self._index else self._lightning_module
 
     @property
+    @override
+    def model(self) -> Any:
+        return self._replicas.modules[self._index] if self._index else Strategy.model.fget(self)  # type: ignore[attr-defined]
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        Strategy.model.fset(self, model)  # type: ignore[attr-defined]
+
+    @property
     def _whose(self) -> int:
         """Whose optimizers the thread sees: its replica's own in a step of manual optimization, else the original's."""
         return self._index if self._lockstep is not None else 0

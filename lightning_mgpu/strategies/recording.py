@@ -24,8 +24,8 @@ from lightning_mgpu.strategies.attributes import BUILT_IN, HOOKS
 from lightning_mgpu.strategies.batch_sizes import BatchSizes
 from lightning_mgpu.strategies.get_params import SHARED, copy_with_care
 from lightning_mgpu.strategies.log_calls import LOG, instead_of_log, intercepted
-from lightning_mgpu.strategies.shards import leaves
-from lightning_mgpu.strategies.twins import CONTAINERS, MAX_ITEMS
+from lightning_mgpu.strategies.nesting import leaves
+from lightning_mgpu.strategies.values import CONTAINERS, MAX_ITEMS
 
 METHODS = ("forward", "update", "compute", "reset")
 LOG_SIGNATURE = inspect.signature(LOG)
@@ -76,8 +76,11 @@ class Recorder:
     is logged, the value for the whole batch is.
     """
 
-    def __init__(self, module: LightningModule, metrics: dict[str, Any]) -> None:
-        self.module = module
+    def __init__(
+        self, module: LightningModule, metrics: dict[str, Any], original: LightningModule | None = None
+    ) -> None:
+        self.module, self.original = module, original or module
+        self.originals = find_metrics(self.original)
         self.record = Record()
         self.metrics = metrics
         self.batch_sizes = BatchSizes()
@@ -91,7 +94,7 @@ class Recorder:
         self.record = Record()
         self._patch()
         try:
-            with instead_of_log(self._log):
+            with instead_of_log(self._log, self.module):
                 yield
         finally:
             self._restore()
@@ -109,7 +112,7 @@ class Recorder:
                 given["batch_size"] = self.batch_sizes.of_batch(given["name"], [given["batch_size"]], [size])[1]
             LOG(**given)
 
-        with intercepted([self.module]), instead_of_log(log):
+        with intercepted([self.module]), instead_of_log(log, self.module):
             yield
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
@@ -169,6 +172,11 @@ class Recorder:
             finally:
                 self._patch()
         copied = self._copies[name]
+        place = _device_of(self.originals[name])  # in a plain list it is where the user has put it
+        own = place if place.type == "cpu" and self.original.device.type != "cpu" else self.module.device
+        for part in (copied, *(part for value in vars(copied).values() for part in _inside(value))):
+            if isinstance(part, nn.Module) and _device_of(part) != own:  # also those in a list of its own
+                part.to(own)
         copied.reset()
         compute = copied.compute
         if forward and type(copied).forward not in (Metric.forward, MetricCollection.forward):
@@ -192,7 +200,7 @@ def record_replicas(modules: Sequence[LightningModule]) -> list[Recorder]:
     found = [find_metrics(module) for module in modules]
     num_owners = Counter(id(metric) for metrics in found for metric in metrics.values())
     return [
-        Recorder(module, {name: metric for name, metric in metrics.items() if num_owners[id(metric)] == 1})
+        Recorder(module, {name: metric for name, metric in metrics.items() if num_owners[id(metric)] == 1}, modules[0])
         for module, metrics in zip(modules, found)
     ]
 
@@ -210,6 +218,11 @@ class Returned:
 
     call: Call
     key: Any
+
+
+def _device_of(metric: nn.Module) -> torch.device:
+    devices = (part.device for part in metric.modules() if isinstance(part, Metric))
+    return next(devices, torch.device("cpu"))
 
 
 def inner_metric(metric: Any) -> Any:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
+from lightning_mgpu.strategies.gather import are_samples, gather, place_of, weighted_mean
+from lightning_mgpu.strategies.nesting import leaves, like
 from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, copy_metric, inner_metric
-from lightning_mgpu.strategies.shards import are_samples, gather, leaves, like, weighted_mean
 
 
 def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) -> None:
@@ -45,6 +46,7 @@ def _call_metric(
     metric: Any, method: str, arguments: list[tuple[tuple, dict[str, Any]]], sizes: Sequence[int], device: torch.device
 ) -> Any:
     """One call with the shards' arguments put together."""
+    device = place_of(arguments, device)
     call = metric if method == "forward" else getattr(metric, method)
     if method in ("compute", "reset"):
         return call()

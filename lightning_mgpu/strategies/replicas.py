@@ -19,7 +19,8 @@ from torchmetrics.wrappers import MetricTracker
 from lightning_mgpu.strategies.attributes import Attributes
 from lightning_mgpu.strategies.embeddings import KINDS
 from lightning_mgpu.strategies.get_params import get_params
-from lightning_mgpu.strategies.twins import CONTAINERS, Twins, copy_to, tensors_in, version_of
+from lightning_mgpu.strategies.twins import Twins
+from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in, version_of
 
 Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
@@ -58,7 +59,7 @@ class Replicas:
         self.attributes = [
             Attributes(
                 list(_stateful_pairs(module, self.modules[i])),
-                Twins(dict(zip(map(id, inside[0]), inside[i])), self.devices[i], index=i),
+                Twins(dict(zip(map(id, inside[0]), inside[i])), self.devices[i], index=i, home=self.devices[0]),
             )
             for i in range(1, len(self.modules))
         ]
@@ -181,7 +182,8 @@ class Replicas:
                     if name in owners[0]._buffers:
                         self._copy_buffer(owners, name)
                         continue
-                    for owner, device in zip(owners[1:], self.devices[1:]):
+                    for owner, attributes in zip(owners[1:], self.attributes):
+                        device = attributes.twins.elsewhere.place(version[0])  # type: ignore[arg-type]
                         vars(owner)[name] = copy_to(version[0], device)  # type: ignore[arg-type]
                 self._seen[id(owners[0])] = now
 
@@ -206,11 +208,13 @@ class Replicas:
             changed_mode |= any(copied.training != layer.training for layer, copied, _ in attributes.pairs)
             attributes.give()
         for first, *copies in self.parameters:
-            for parameter in copies:
+            for parameter, attributes in zip(copies, self.attributes):
                 if parameter.requires_grad != first.requires_grad:
                     parameter.requires_grad_(first.requires_grad)
-                if vars(first):
-                    vars(parameter).update(vars(first))
+                for name, value in vars(first).items():
+                    vars(parameter)[name] = (
+                        attributes.twins.elsewhere.moved(value) if isinstance(value, Tensor) else value
+                    )
         return changed_mode
 
     def collect(self) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_mgpu.strategies.device_module import device_module
 from lightning_mgpu.strategies.editing import is_own
+from lightning_mgpu.strategies.gather import bring_home, gather
 from lightning_mgpu.strategies.generators import (
     Streams,
     are_equal,
@@ -23,20 +24,14 @@ from lightning_mgpu.strategies.generators import (
     watch_forks,
 )
 from lightning_mgpu.strategies.log_calls import intercepted
+from lightning_mgpu.strategies.nesting import leaves
 from lightning_mgpu.strategies.one_rank import OneRank
 from lightning_mgpu.strategies.per_replica import profiled_once
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replay import replay
-from lightning_mgpu.strategies.shards import (
-    find_batch_size,
-    gather,
-    leaves,
-    may_be_one_sample,
-    shard_sizes,
-    split_batch,
-)
+from lightning_mgpu.strategies.shards import find_batch_size, may_be_one_sample, shard_sizes, split_batch
 from lightning_mgpu.strategies.team import Team
-from lightning_mgpu.strategies.twins import PLAIN, version_of
+from lightning_mgpu.strategies.values import PLAIN, version_of
 
 Versions = list[tuple[Any, int]]
 
@@ -74,7 +69,8 @@ class SingleProcessStrategy(OneRank):
     @property
     @override
     def root_device(self) -> torch.device:
-        return self.devices[0]
+        """The first; in a step, that of the replica which asks."""
+        return self.devices[self.team.index] if hasattr(self, "team") else self.devices[0]
 
     @property
     def devices(self) -> list[torch.device]:
@@ -191,7 +187,8 @@ class SingleProcessStrategy(OneRank):
         if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
             shards = sent[2]
         else:  # a hook has changed it since
-            shards = self._send(split_batch(batch, sizes))
+            shards = split_batch(batch, sizes)  # what the user keeps on the CPU stays there
+            shards = [bring_home(shard, device, self.devices[0]) for shard, device in zip(shards, self.devices)]
 
         def step(i: int) -> Any:
             with recorders[i].recording():

@@ -123,6 +123,16 @@ class Team:
         assert self.meeting is not None, "only replicas in a running step can meet"
         return self.meeting.exchange(self.index, value)
 
+    @contextlib.contextmanager
+    def for_all(self) -> Iterator[None]:
+        """What a replica does here it does for all: an error of it is not named the replica's."""
+        try:
+            yield
+        except BaseException as error:
+            if self.meeting is not None:
+                self.meeting.fail(-1, error)
+            raise
+
     def close(self) -> None:
         """End the threads."""
         for thread, tasks in zip(self._threads, self._tasks[1:]):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgpu.strategies.editing import UsersHooks
+from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
@@ -36,7 +37,6 @@ from lightning_mgpu.strategies.losses import (
 from lightning_mgpu.strategies.optimizer_copies import settings_of
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
-from lightning_mgpu.strategies.shards import gather
 
 
 class TrainBatchStrategy(ReplicatedStrategy):
@@ -189,7 +189,8 @@ class TrainBatchStrategy(ReplicatedStrategy):
             if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
                 self.exchange_gradients()
             return None
-        return combine_outputs(outputs, sizes, active, None if self._is_joint else self._backward_in_threads)
+        backward = None if self._is_joint else self._backward_in_threads
+        return combine_outputs(outputs, sizes, active, backward, self.root_device)
 
     @property
     def _is_joint(self) -> bool:

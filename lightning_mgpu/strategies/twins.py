@@ -5,32 +5,39 @@ inside `functools.partial`, and so do functions inside a method that use `self`.
 holds layers gives way to the copy that was made with the replica, whose attributes are treated alike. Tensors are
 copied to the replica's device; one its own step has put in the same place stays, until somebody else changes the
 original's, and so does an object. A random generator has a stream of its own in every replica. Everything else is the
-thing itself.
+thing itself, if it can be used on the replica's device (`elsewhere.py`).
 """
 
 import copy
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-CONTAINERS = (list, dict, set, deque)
-REBUILT = (MethodType, FunctionType, partial, weakref.ref, np.generic)  # of what is in them; or as plain as numbers
-NO_OBJECTS = (nn.Module, Tensor, torch.Generator, np.ndarray)  # things of their own kind
-FOLLOWED = (Optimizer, LightningOptimizer, LRScheduler, Trainer)  # they lead to layers, and are seen to elsewhere
-REFERENCES = (nn.Module, nn.Parameter, weakref.ref)  # to what replicas have their own of
-MAX_ITEMS = 100  # longer lists and dicts are collected outputs: what is in them stays, unless it is a reference
+from lightning_mgpu.strategies.elsewhere import Elsewhere, follow_tensor
+from lightning_mgpu.strategies.values import (
+    CONTAINERS,
+    FOLLOWED,
+    MAX_ITEMS,
+    NO_OBJECTS,
+    PLAIN,
+    REBUILT,
+    attributes_of,
+    contents_of,
+    copy_to,
+    is_looked_into,
+    is_object,
+    items_in,
+    num_items,
+    parts_of,
+    set_attribute,
+    version_of,
+)
 
 
 class Twins:
@@ -40,10 +47,14 @@ class Twins:
         layers: Parameters and layers of the replica, by the `id` of what they are copies of.
         device: The replica's.
         index: Its number, by which its random generators are seeded.
+        home: The original's device; `device` if it is left out.
     """
 
-    def __init__(self, layers: dict[int, Any], device: torch.device, index: int) -> None:
+    def __init__(
+        self, layers: dict[int, Any], device: torch.device, index: int, home: torch.device | None = None
+    ) -> None:
         self.of, self.device, self.index = layers, device, index
+        self.elsewhere = Elsewhere(layers, home or device, device, self.own)
         # By id: an original, its copy, its length when copied, or what was in a dict then
         self.copied: dict[int, tuple[Any, Any, Any]] = {}
         self.ends: dict[int, tuple[Any, Any]] = {}  # by the id of an original list: its copy's first and last item then
@@ -68,7 +79,7 @@ class Twins:
         if isinstance(value, torch.Generator):
             copied.manual_seed(value.initial_seed() + self.index)
         holds = isinstance(value, (nn.Module, nn.Parameter))
-        for part, its_copy in _parts(value, copied):
+        for part, its_copy in parts_of(value, copied):
             holds |= self.find(part, its_copy, visited)
         visited[id(value)] = holds
         if holds and not isinstance(value, (*CONTAINERS, tuple)):
@@ -79,10 +90,10 @@ class Twins:
         """Let a value have a twin, and the objects in it, too."""
         self.of[id(value)] = copied
         self._objects.append((value, copied))
-        for name, part in _contents(value):
-            its_copy = vars(copied).get(name)
-            is_object = hasattr(part, "__dict__") and not isinstance(part, (MethodType, partial, Tensor))
-            if is_object and its_copy is not part and type(its_copy) is type(part) and id(part) not in self.of:
+        for name, part in contents_of(value):
+            its_copy = attributes_of(copied).get(name)
+            may_have_one = is_object(part) and not isinstance(part, (MethodType, partial, Tensor))
+            if may_have_one and its_copy is not part and type(its_copy) is type(part) and id(part) not in self.of:
                 self.add(part, its_copy)
 
     def add_objects(self, value: Any, copied: Any, visited: set[int]) -> None:
@@ -91,7 +102,7 @@ class Twins:
             return
         visited.add(id(value))
         if isinstance(value, (*CONTAINERS, tuple)) and num_items(value) <= MAX_ITEMS:
-            for part, its_copy in () if isinstance(value, set) else _parts(value, copied):
+            for part, its_copy in () if isinstance(value, set) else parts_of(value, copied):
                 self.add_objects(part, its_copy, visited)
         elif isinstance(value, MethodType):
             self.add_objects(value.__self__, copied.__self__, visited)
@@ -105,7 +116,7 @@ class Twins:
             return False
         if isinstance(value, (*CONTAINERS, tuple)):
             visited.add(id(value))
-            return any(self.shares_layers(part, visited) for _, part in _items(value))
+            return any(self.shares_layers(part, visited) for _, part in items_in(value))
         return self._leads_to_layers(value, visited)
 
     def _leads_to_layers(self, value: Any, visited: set[int]) -> bool:
@@ -115,10 +126,10 @@ class Twins:
             part = part() if isinstance(part, weakref.ref) else part
             if id(part) in self.of:
                 return True
-            is_long = isinstance(part, (*CONTAINERS, tuple)) and not _is_looked_into(part)
+            is_long = isinstance(part, (*CONTAINERS, tuple)) and not is_looked_into(part)
             if not is_long and id(part) not in visited and not isinstance(part, (*PLAIN, *FOLLOWED, Tensor, nn.Module)):
                 visited.add(id(part))
-                todo += [inner for inner, _ in _parts(part, part)]
+                todo += [inner for inner, _ in parts_of(part, part)]
         return False
 
     @torch.no_grad()
@@ -128,16 +139,17 @@ class Twins:
         Layers among them, an average of the weights say, are not registered with the module: nobody else does.
         """
         self.copied, self.ends = {}, {}
+        self.elsewhere.begin_step()
         for value, copied in self._objects:
             if isinstance(value, nn.Parameter):
-                copied.data.copy_(value)
+                follow_tensor(copied, value, self.elsewhere.place(value))
             elif isinstance(value, nn.Module):
                 vars(copied).update({name: part for name, part in vars(value).items() if isinstance(part, PLAIN)})
                 for name, tensor in value._buffers.items():
                     if tensor is not None:
-                        copied._buffers[name] = tensor.to(self.device, copy=True)
-            for name, part in _contents(value):
-                vars(copied)[name] = self.own(part)
+                        copied._buffers[name] = tensor.to(self.elsewhere.place(tensor), copy=True)
+            for name, part in contents_of(value):
+                set_attribute(copied, name, self.own(part))
 
     def own(self, value: Any) -> Any:
         """The replica's own; the value itself, where nothing in it is the replica's."""
@@ -154,10 +166,10 @@ class Twins:
             if isinstance(value, torch.Generator):
                 own = self._stream(value, own)
             elif known is not value or version != version_of(value):
-                own = copy_to(value, self.device)
+                own = copy_to(value, self.elsewhere.place(value))
             self._kept[id(value)] = value, version_of(value), own  # it may be there under another name, too
             return own
-        if isinstance(value, tuple) and _is_looked_into(value):
+        if isinstance(value, tuple) and is_looked_into(value):
             items = [self.own(item) for item in value]
             if all(own is item for own, item in zip(items, value)):
                 return value
@@ -176,7 +188,7 @@ class Twins:
             return partial(function, *args, **keywords)
         if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             return self._rebound(value)
-        return value
+        return self.elsewhere.brought(value)
 
     def keep(self, places: Iterable[tuple[Any, Any]]) -> None:
         """Remember which tensors, generators and other objects the replica has at the end of a step, not the original.
@@ -187,7 +199,8 @@ class Twins:
         self._kept, self._made = {}, {}
         visited: set[int] = set()
         todo = list(places)
-        todo += [(part, vars(copied).get(name)) for value, copied in self._objects for name, part in _contents(value)]
+        held = [*self._objects, *self.elsewhere.late.values()]
+        todo += [(part, attributes_of(copied).get(name)) for value, copied in held for name, part in contents_of(value)]
         while todo:
             value, own = todo.pop()
             if value is own or type(value) is not type(own) or id(value) in visited:
@@ -205,17 +218,24 @@ class Twins:
                 _, copied, length = self.copied.get(id(value), (None, None, MAX_ITEMS))
                 length = length if copied is own else MAX_ITEMS
                 todo += list(zip(value, own))[:length]  # what was added has no place yet
-            elif id(value) not in self.of and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT)):
+            elif (
+                id(value) not in self.of
+                and id(value) not in self.elsewhere.late
+                and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT))
+            ):
                 self._made[id(value)] = value, own
 
     def _copy(self, value: Any) -> Any:
         if id(value) in self.copied:  # under two names
             return self.copied[id(value)][1]
         copied = deque(value) if type(value) is deque else copy.copy(value)  # one without `maxlen` forgets nothing
-        then = dict(value) if isinstance(value, dict) else len(value)
+        then = _as_it_is(value) if isinstance(value, dict) else len(value)
         self.copied[id(value)] = value, copied, then
-        for key, item in _items(value):
-            if (own := self.own(item)) is not item:
+        is_long = not is_looked_into(value)
+        for key, item in items_in(value) if not is_long else self.elsewhere.items_in(value):
+            if (
+                own := self.elsewhere.moved(item) if is_long and isinstance(item, Tensor) else self.own(item)
+            ) is not item:
                 copied[key] = own
         if isinstance(value, (list, deque)) and copied:
             self.ends[id(value)] = copied[0], copied[-1]
@@ -256,62 +276,17 @@ class Twins:
     def _own_part(self, value: Any) -> Any:
         """The replica's layer, or a method or function made of it; numbers, lists and objects stay what they are."""
         own = self.of.get(id(value), value)
+        if own is value and isinstance(value, Tensor):
+            return self.elsewhere.moved(value)
+        if own is value and isinstance(value, (*CONTAINERS, tuple)) and self.elsewhere.is_there:
+            return self.own(value) if self.elsewhere.has_tensors_of(value) else value
+        if own is value and not isinstance(value, (*PLAIN, *REBUILT)):
+            return self.elsewhere.brought(value)
         return self.own(value) if isinstance(value, (MethodType, FunctionType, partial)) else own
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in containers and objects, however long or deep, but not those of layers."""
-    todo, visited = [value], set()
-    while todo:
-        part = todo.pop()
-        if isinstance(part, Tensor):
-            yield part
-        elif id(part) not in visited and not isinstance(part, (*PLAIN, *FOLLOWED, nn.Module, ModuleType, type)):
-            visited.add(id(part))
-            todo += [inner for inner, _ in _parts(part, part)]
-
-
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the replica's own; one with a graph is the thing itself, where it may be."""
-    if not tensor.is_leaf:
-        return tensor.to(device)
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-
-
-def version_of(value: Any) -> int:
-    """How often a tensor was changed in place; -1 where that is not counted."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
-
-
-def num_items(value: Any) -> int:
-    """Of a container; a tuple of somebody's own may count something else, or refuse to (e3nn's irreps)."""
-    return tuple.__len__(value) if isinstance(value, tuple) else len(value)
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Keys and values of a container, as far as there may be something of the replica's among them."""
-    if not isinstance(value, set) and _is_looked_into(value):
-        yield from value.items() if isinstance(value, dict) else enumerate(value)
-
-
-def _is_looked_into(items: Any) -> bool:
-    if num_items(items) <= MAX_ITEMS:
-        return True
-    return isinstance(next(iter(items.values() if isinstance(items, dict) else items)), REFERENCES)
-
-
-def _contents(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object's attributes, but not those of a layer."""
-    if not isinstance(value, (nn.Module, nn.Parameter)):
-        yield from getattr(value, "__dict__", {}).items()
-
-
-def _parts(value: Any, copied: Any) -> Iterable[tuple[Any, Any]]:
-    """What is in a value, and the same in its copy."""
-    if isinstance(value, dict):
-        return zip(value.values(), copied.values())
-    if isinstance(value, (list, tuple, deque)):
-        return zip(value, copied)
-    if isinstance(value, MethodType):
-        return [(value.__self__, copied.__self__)]
-    return [(part, vars(copied).get(name)) for name, part in getattr(value, "__dict__", {}).items()]
+def _as_it_is(items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict with what is in it now; what a Counter counts with `+=`, tensors too, changes in place."""
+    if not isinstance(items, Counter):
+        return dict(items)
+    return {key: count.clone() if isinstance(count, Tensor) else count for key, count in items.items()}

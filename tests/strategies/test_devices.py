@@ -10,12 +10,12 @@ from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
 from lightning_mgpu.strategies.recording import Record, Recorder, find_metrics
 from lightning_mgpu.strategies.replay import replay
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.shards import gather
 
 CPU, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 

@@ -141,7 +141,7 @@ def test_an_exception_names_its_replica(Manual, train):
     class Module(Manual):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
-            if self is not self.trainer.model:
+            if self is not self.trainer.strategy.original:
                 raise ArithmeticError("what the user's code says")
 
     with pytest.raises(ArithmeticError, match="what the user's code says") as info:

@@ -40,7 +40,7 @@ def test_arguments_attributes_and_lists(Regression, assert_parity):
 
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
-            if self is self.trainer.model:
+            if self is getattr(self.trainer.strategy, "original", self):
                 optimizer.optimizer.factor = 1.0 if batch_idx < 1 else 0.5
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))

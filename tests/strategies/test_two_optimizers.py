@@ -109,7 +109,7 @@ def test_replicas_that_part_ways_end_in_an_error(Regression, train, case, sync_b
     class Module(adversaries(Regression)):
         def training_step(self, batch, batch_idx):
             generator, critic = self.optimizers()
-            odd = self is not self.trainer.model  # something that depends on the shard
+            odd = self is not self.trainer.strategy.original  # something that depends on the shard
             if case == "more backwards" and odd:
                 self.manual_backward(self.generator_loss(batch[0]))
             if case == "steps before" and odd:
