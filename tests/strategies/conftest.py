@@ -58,7 +58,7 @@ class _EqualReplicas(Callback):
         for first, *others in strategy._replicas.parameters:
             assert len({parameter.data_ptr() for parameter in (first, *others)}) == 1 + len(others)
             if strategy.replicas_update:
-                assert all(torch.equal(first, other) for other in others)
+                assert all(torch.equal(first.cpu(), other.cpu()) for other in others)
             elif module.automatic_optimization and strategy.gradients.are_reduced:
                 assert all(other.grad is None for other in others)
         self.num_steps += 1
@@ -94,8 +94,8 @@ def relative_error(module: nn.Module, expected: nn.Module) -> float:
     state, expected_state = module.state_dict(), expected.state_dict()
     assert state.keys() == expected_state.keys()
     return max(
-        float((state[key].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30))
-        for key, value in expected_state.items()
+        float((state[key].cpu().double() - value.double()).norm() / value.double().norm().clamp(min=1e-30))
+        for key, value in ((key, value.cpu()) for key, value in expected_state.items())
     )
 
 

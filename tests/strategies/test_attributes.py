@@ -19,7 +19,7 @@ def test_objects_and_dicts_set_in_hooks(Regression, assert_parity, hook):
         step = self.global_step
         self.by_name = {"factor": 1 + step / 10, "more": {"shift": [step]}}
         self.settings, self.pair, self.names = Settings(1.5), (2, 3), {"loss"}
-        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64)
+        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
 
     def training_step(self, batch, batch_idx):
         factor = self.by_name["factor"] * self.settings.factor * self.pair[1] * len(self.names)
@@ -75,6 +75,10 @@ def test_what_hooks_change_in_objects(Regression, assert_parity):
                 loss=SimpleNamespace(factor=1.0), tensor=one, array=np.ones(1), values=[1.0], by_name={"a": one.clone()}
             )
             self.array = np.ones(1)
+
+        def on_fit_start(self):
+            self.config.tensor = self.config.tensor.to(self.device)
+            self.config.by_name["a"] = self.config.by_name["a"].to(self.device)
 
         def on_train_batch_start(self, batch, batch_idx):
             config = self.config

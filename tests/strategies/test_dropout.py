@@ -27,7 +27,7 @@ def Dropping(Regression):
             self.masks = []
 
         def training_step(self, batch, batch_idx):
-            self.masks.append(self.net[2](torch.ones(4, 32)).ne(0))
+            self.masks.append(self.net[2](torch.ones(4, 32, device=self.device)).ne(0))
             return self.loss(batch)
 
     return Module
@@ -141,7 +141,7 @@ def test_generators_of_the_modules_own(Regression, train, hook):
             generator = self.source.generator if hook == "in an object" else self.generator
             noise = torch.randn(X.shape, generator=generator, dtype=X.dtype)
             self.drawn.append(noise)
-            return self.loss([X + noise, y])
+            return self.loss([X + noise.to(X.device), y])
 
     def seed(self):
         self.generator.manual_seed(3)
@@ -196,7 +196,7 @@ def test_random_numbers_of_a_fork(Regression, train, by):
                 time.sleep(0.002)
                 self.noise = noise, torch.randn(4, 6, dtype=torch.float64)
             X, y = batch
-            X = X + self.noise[0][: len(X)] + self.noise[1][: len(X)]
+            X = X + (self.noise[0] + self.noise[1])[: len(X)].to(X.device)
             return self.loss((X, y))
 
         def on_train_batch_end(self, *_):

@@ -100,7 +100,7 @@ def test_gradients_edited_in_data(Regression, assert_parity, edit):
 
 
 HOOKS = {
-    "mask": lambda gradient: gradient * (torch.arange(6) % 2),
+    "mask": lambda gradient: gradient * (torch.arange(6, device=gradient.device) % 2),
     "clamp": lambda gradient: gradient.clamp(-0.01, 0.02),
     "square in place": lambda gradient: gradient.data.mul_(gradient).mul_(5) and None,
 }
@@ -143,7 +143,7 @@ def test_updates_made_by_hooks(Regression, assert_parity, accumulate):
 
     def update(parameter):
         parameter.sub_(parameter.grad, alpha=0.1)
-        assert np.isfinite(parameter.grad.numpy()).all()
+        assert np.isfinite(parameter.grad.cpu().numpy()).all()
         parameter.grad = None
 
     module = []

@@ -222,7 +222,7 @@ def test_what_hooks_set_between_steps(Regression, assert_parity):
             self.factor = 1.0
 
         def on_train_epoch_start(self):
-            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64) + self.current_epoch
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64, device=self.device) + self.current_epoch
 
         def on_train_batch_end(self, *_):
             self.temperature.mul_(0.95)

@@ -27,7 +27,7 @@ KINDS = {
     "tuples in a dict": lambda h: {"h": (h, h + 1)},
     "object": State,
     "object in a list": lambda h: [State(h)],
-    "array": lambda h: h.numpy(),
+    "array": lambda h: h.cpu().numpy(),
 }
 
 
@@ -48,11 +48,13 @@ def test_states_kept_from_step_to_step(Regression, assert_parity, make_loader, k
 
     class Module(Regression):
         def on_train_epoch_start(self):
-            self.state = KINDS[kind](torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64))
+            h = torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device)
+            self.state = KINDS[kind](h)
 
         def training_step(self, batch, batch_idx):
             X, y = batch
-            Z = self.net(X) + tensor_in(self.state)
+            h = tensor_in(self.state)
+            Z = self.net(X) + (h.to(X.device) if kind == "array" else h)
             self.state = KINDS[kind](Z.detach())
             return F.mse_loss(Z, y)
 
@@ -68,10 +70,13 @@ def test_tensors_swapped_for_validation_and_put_back(Regression, assert_parity, 
             self.weights = torch.arange(1.0, 4.0, dtype=torch.float64)
             self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
 
+        def on_fit_start(self):
+            self.weights = self.weights.to(self.device)
+
         def on_validation_start(self):
             self.kept = self.weights, self.scale
-            self.weights = None if other is None else torch.full((3,), other, dtype=torch.float64)
-            self.scale = torch.zeros(3, dtype=torch.float64)
+            self.weights = None if other is None else torch.full((3,), other, dtype=torch.float64, device=self.device)
+            self.scale = torch.zeros(3, dtype=torch.float64, device=self.device)
 
         def validation_step(self, batch, batch_idx):
             assert self.weights is None if other is None else not self.weights.any()
@@ -115,7 +120,8 @@ def test_tensors_to_be_differentiated(Regression, assert_parity):
 
     class Module(Regression):
         def on_train_epoch_start(self):
-            self.delta = torch.full((6,), 0.1 + self.current_epoch, dtype=torch.float64, requires_grad=True)
+            start = torch.full((6,), 0.1 + self.current_epoch, dtype=torch.float64, device=self.device)
+            self.delta = start.requires_grad_()
 
         def training_step(self, batch, batch_idx):
             X, y = batch
@@ -183,7 +189,7 @@ class Ema:
 
     def update(self) -> None:
         for average, parameter in zip(self.averages, self.parameters):
-            average.lerp_(parameter().detach(), 0.1)
+            average.lerp_(parameter().detach().to(average.device), 0.1)
 
     @contextlib.contextmanager
     def swapped(self):

@@ -26,7 +26,7 @@ class Replace(Callback):
         self.num_calls += 1
         if self.num_calls == self.n:
             torch.manual_seed(2)
-            module.net[2] = nn.Linear(8, 3).double()
+            module.net[2] = nn.Linear(8, 3).double().to(module.device)
             trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
 
 

@@ -204,7 +204,7 @@ def test_compiled_submodules(Regression, assert_parity):
 def test_a_batch_that_cannot_be_split(make_trainer, make_loader, Regression, assert_parity):
     class Module(Regression):
         def training_step(self, batch, batch_idx):
-            X = torch.full((2, 6), float(batch), dtype=torch.float64)
+            X = torch.full((2, 6), float(batch), dtype=torch.float64, device=self.device)
             return self.net(X).square().mean()
 
     assert_parity(Module, (2,), loader=[1.0, 2.0, 3.0])

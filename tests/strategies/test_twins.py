@@ -174,6 +174,10 @@ def test_layers_that_are_not_registered(Regression, assert_parity, place, hook):
             if place == "list":
                 self.average = None
 
+        def on_fit_start(self):
+            teacher = self.held.net if place == "object" else self.held[0]
+            teacher.to(self.device)
+
         def update(self, *_):
             if place == "object":
                 self.average.update(self.net)

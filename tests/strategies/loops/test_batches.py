@@ -27,7 +27,7 @@ class Sample:
 def checked_names(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     assert batch["names"] == [f"{x:.3f}" for x in batch["y"].tolist()]
     assert batch["none"] is None and batch["scalar"].ndim == 0 and len(batch["array"]) == len(batch["y"])
-    assert np.array_equal(batch["array"], batch["y"].numpy())
+    assert np.array_equal(batch["array"], batch["y"].cpu().numpy())
     return batch["X"], batch["y"]
 
 
@@ -69,7 +69,7 @@ def test_batches_nobody_can_split(trainer_on: Any, Regression: Any, assert_fits_
 
     class Numbers(Regression):
         def loss(self, batch: Any) -> Tensor:
-            X = torch.tensor(list(map(float, batch.numbers)), dtype=torch.float64)
+            X = torch.tensor(list(map(float, batch.numbers)), dtype=torch.float64, device=self.device)
             return self.net(X.view(1, 4)).square().mean()
 
         def validation_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]

@@ -74,7 +74,7 @@ def test_callbacks_change_the_batch(
             elif how == "replaced":
                 batch["X"] = batch["X"] + 1
             else:
-                batch["shift"] = torch.ones(len(batch["X"]), 1)
+                batch["shift"] = torch.ones_like(batch["X"][:, :1])
 
     def unpack(batch: Any) -> tuple[Tensor, Tensor]:
         return batch["X"] + batch.get("shift", 0), batch["y"]

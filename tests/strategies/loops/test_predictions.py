@@ -58,7 +58,7 @@ def Predicts(Regression: Any) -> Any:
             names = [f"{x:.2f}" for x in y.tolist()]
             return {
                 "tensor": self.net(X), "dict": {"scores": self.net(X), "y": y}, "list": [{"y": v} for v in y],
-                "names": names, "tuple": tuple(names), "pair": Pair(X, names), "array": y.numpy(), "none": None,
+                "names": names, "tuple": tuple(names), "pair": Pair(X, names), "array": y.cpu().numpy(), "none": None,
                 "rows": list(X),
             }[self.kind]  # fmt: skip
 

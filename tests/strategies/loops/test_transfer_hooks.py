@@ -16,7 +16,7 @@ def hooks_of(base: type, is_random: bool) -> type:
             return [batch[0] * 2, batch[1]]
 
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return [batch[0] + 1, batch[1]]
+            return [batch[0].to(device) + 1, batch[1].to(device)]
 
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             noise = torch.randn_like(batch[0]) if is_random else batch[0].std(0)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu.strategies.recording import find_metrics
 
 NUM_CLASSES = 4
 
@@ -48,6 +49,12 @@ class Probe(LightningModule):
         self.net = nn.Linear(5, NUM_CLASSES).double()
         self.step, self.at_end = step, at_end
         self.metric = make()
+
+    def on_fit_start(self) -> None:
+        for metric in find_metrics(self).values():  # those in plain lists are moved by nobody else
+            metric.to(self.device)
+
+    on_test_start = on_fit_start
 
     def probabilities(self, X: Tensor) -> Tensor:
         return self.net(X).softmax(1)

@@ -49,6 +49,10 @@ def test_a_metric_that_is_the_loss(Regression: Any, assert_parity: Callable, kin
             for metric in (self.mse, self.mae, *self.both.values()):
                 metric.set_dtype(torch.float64)
 
+        def on_fit_start(self) -> None:
+            for metric in self.several.metrics:  # nobody else moves what is in a plain list
+                metric.to(self.device)
+
         def loss(self, batch: Any) -> Tensor:
             y_hat, y = self.net(batch[0]), batch[1]
             if kind == "collection":
