@@ -1,6 +1,6 @@
 """Devices `sim:0`, `sim:1`, ... for tests of what only differing devices show, where there are no GPUs.
 
-    pytest -p tests.simulated.devices tests/strategies/test_parity.py
+    python -m pytest -p tests.simulated.devices tests/strategies/test_parity.py
 
 As a pytest plugin it lets every `Trainer(accelerator="cpu")` of the tests run on simulated devices, if on one alone.
 As with GPUs, tensors on different devices cannot be mixed, nor with the CPU's, and autograd has a thread a device.
@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,10 +43,11 @@ SOURCE = Path(__file__).with_name("devices.cpp")
 
 
 def build() -> Path:
-    """Compile the devices, 20 s on two CPU cores, into the temporary directory; once for a version of it and torch."""
+    """Compile the devices, 20 s on a CPU core, into `build/`; once for a version of them and of torch."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"lightning_mgpu_simulated_{os.getuid()}_{key}.so"
+    library = SOURCE.with_name("build") / f"{key}.so"
     if not library.exists():
+        library.parent.mkdir(exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
         options = ["-std=c++20", "-O1", "-fPIC", "-shared", abi, f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"]
