@@ -172,11 +172,7 @@ class Recorder:
             finally:
                 self._patch()
         copied = self._copies[name]
-        place = _device_of(self.originals[name])  # in a plain list it is where the user has put it
-        own = place if place.type == "cpu" and self.original.device.type != "cpu" else self.module.device
-        for part in (copied, *(part for value in vars(copied).values() for part in _inside(value))):
-            if isinstance(part, nn.Module) and _device_of(part) != own:  # also those in a list of its own
-                part.to(own)
+        self._move(copied, name)
         copied.reset()
         compute = copied.compute
         if forward and type(copied).forward not in (Metric.forward, MetricCollection.forward):
@@ -193,6 +189,17 @@ class Recorder:
                 return compute()
         nan = torch.tensor(torch.nan)
         return {str(key): nan.clone() for key in copied} if isinstance(copied, MetricCollection) else nan
+
+    def _move(self, copied: nn.Module, name: str) -> None:
+        """Put a copy, and metrics in lists of its own, on the replica's device; on the CPU if the user has it there."""
+        home = self.original.device
+        if home.type == self.module.device.type == "cpu":
+            return
+        place = _device_of(self.originals[name])
+        own = place if place.type == "cpu" and home.type != "cpu" else self.module.device
+        for part in (copied, *(part for value in vars(copied).values() for part in _inside(value))):
+            if isinstance(part, nn.Module) and _device_of(part) != own:
+                part.to(own)
 
 
 def record_replicas(modules: Sequence[LightningModule]) -> list[Recorder]:

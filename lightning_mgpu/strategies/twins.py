@@ -232,10 +232,9 @@ class Twins:
         then = _as_it_is(value) if isinstance(value, dict) else len(value)
         self.copied[id(value)] = value, copied, then
         is_long = not is_looked_into(value)
-        for key, item in items_in(value) if not is_long else self.elsewhere.items_in(value):
-            if (
-                own := self.elsewhere.moved(item) if is_long and isinstance(item, Tensor) else self.own(item)
-            ) is not item:
+        for key, item in self.elsewhere.items_in(value) if is_long else items_in(value):
+            own = self.elsewhere.moved(item) if is_long and isinstance(item, Tensor) else self.own(item)
+            if own is not item:
                 copied[key] = own
         if isinstance(value, (list, deque)) and copied:
             self.ends[id(value)] = copied[0], copied[-1]

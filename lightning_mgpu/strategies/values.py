@@ -3,7 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,6 +15,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_mgpu.strategies.nesting import is_dataclass_instance
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)
@@ -61,23 +63,26 @@ def items_in(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_looked_into(items: Any) -> bool:
+    """Whether a container is short, or one of layers, so that replicas have their own of what is in it."""
     if num_items(items) <= MAX_ITEMS:
         return True
     return isinstance(next(iter(items.values() if isinstance(items, dict) else items)), REFERENCES)
 
 
 def is_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") or (is_dataclass(value) and not isinstance(value, type))  # one with slots
+    """Whether it has attributes; a dataclass with slots has, too."""
+    return hasattr(value, "__dict__") or is_dataclass_instance(value)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """An object's attributes."""
-    if hasattr(value, "__dict__") or not is_object(value):
+    """An object's attributes; there are none of what is no object."""
+    if hasattr(value, "__dict__") or not is_dataclass_instance(value):
         return getattr(value, "__dict__", {})
     return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
 
 
 def set_attribute(value: Any, name: str, part: Any) -> None:
+    """Set one without asking its class, which may be frozen or do more."""
     if hasattr(value, "__dict__"):
         vars(value)[name] = part
     else:

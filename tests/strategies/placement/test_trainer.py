@@ -36,6 +36,19 @@ def test_the_root_device(Regression, assert_parity):
     assert_parity(Module)
 
 
+def test_settings_read_in_a_step(Regression, assert_parity):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            (group,) = self.optimizers().param_groups
+            assert group["lr"].device == self.device
+            return self.loss(batch) * (1 + group["lr"])
+
+    def make():
+        return Module(optimizer=lambda module: optim.SGD(module.parameters(), torch.tensor(0.1, device=module.device)))
+
+    assert_parity(make)
+
+
 class ScaledByLoss(optim.SGD):
     def step(self, closure):
         with torch.enable_grad():
