@@ -111,12 +111,12 @@ class Attributes:
                     original[at:at] = items
                     inserted[id(original)] = at - then + len(items)
                 _add(original, copied, then, copies, bring)
-        elsewhere = self.twins.elsewhere
-        elsewhere.grown = {
-            id(original): original
-            for original, _, then in given
-            if id(original) in elsewhere.grown or len(original) > (then if isinstance(then, int) else len(then))
-        }
+        if (elsewhere := self.twins.elsewhere).is_there:
+            elsewhere.grown = {
+                id(original): original
+                for original, _, then in given
+                if id(original) in elsewhere.grown or len(original) > (then if isinstance(then, int) else len(then))
+            }
         self._names = self._names_now()
         here = {id(value) for _, _, value in self._users()}
         self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}

@@ -49,7 +49,7 @@ class Elsewhere:
         # Tensors, their versions and copies, in this step and in the one before
         self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._moved_before: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self.grown: dict[int, Any] = {}  # lists and dicts that steps add to
+        self.grown: dict[int, Any] = {}  # long lists and dicts that steps add to
 
     @property
     def is_there(self) -> bool:

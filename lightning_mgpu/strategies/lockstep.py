@@ -25,11 +25,11 @@ class Lockstep:
     Args:
         team: Runs the replicas.
         weights: Each replica's share of the samples in the step.
-        is_joint: Says whether one backward pass runs over the losses of all replicas, else each runs its own.
+        joint: Whether one backward pass runs over the losses of all replicas, else each runs its own.
     """
 
-    def __init__(self, team: Team, weights: dict[int, float], is_joint: Callable[[], bool]) -> None:
-        self.team, self.weights, self.is_joint = team, weights, is_joint
+    def __init__(self, team: Team, weights: dict[int, float], joint: bool) -> None:
+        self.team, self.weights, self.joint = team, weights, joint
         self.num_backwards = 0
 
     def backward(
@@ -50,7 +50,7 @@ class Lockstep:
                 total = plugin.pre_backward(total, original)  # scales it and calls the hooks
                 stack.enter_context(deferred_gradient_hooks(strategy.gradients.parameters))
             self.team.exchange()
-            if not self.is_joint():
+            if not self.joint:
                 if (scaler := getattr(plugin, "scaler", None)) is not None:
                     loss = scaler.scale(loss)
                 if loss.requires_grad or not any(part.requires_grad for part in losses):  # else the shard has no part

@@ -4,7 +4,6 @@ A replica has parameters and buffers of its own. What the original's hooks and c
 numbers, lists to append to, `requires_grad`) is given to it before every step.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,8 +22,7 @@ from lightning_mgpu.strategies.get_params import get_params
 from lightning_mgpu.strategies.twins import Twins
 from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in, version_of
 
-# A tensor, and how often it was changed in place; of one with a graph, which would be kept alive, a reference
-Version = tuple[Tensor | weakref.ref | None, int]
+Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
 
 
@@ -70,7 +68,6 @@ class Replicas:
         self._seen: dict[int, dict[str, Version]] = {id(owners[0]): {} for owners, _ in self._owners}
         self._seen |= {id(layers[0]): {} for layers in self.batch_norms}
         self._num_samples = [0] * len(self.devices)  # each has trained on since BatchNorm's statistics were combined
-        self.share_graph = False  # in this step: a hook has computed something that all of them go on with
 
     def broadcast(self, norms: bool = False) -> None:
         """Make every replica's parameters and buffers equal to the original's.
@@ -176,21 +173,19 @@ class Replicas:
 
     def give_tensors(self) -> None:
         """Give the replicas the buffers and other tensors that were set on the original since the last step."""
-        self.share_graph = any(attributes.twins.share_graph for attributes in self.attributes)
-        for owners, _ in self._owners:
-            seen, now = self._seen[id(owners[0])], _versions(owners[0])
-            for name, version in now.items():
-                if name in owners[0]._buffers:
-                    if not _is_same(version, seen.get(name, NEVER)):
-                        with torch.no_grad():
-                            self._copy_buffer(owners, name)
-                    continue
-                tensor = vars(owners[0])[name]
-                for owner, attributes in zip(owners[1:], self.attributes):
-                    if not _is_same(version, seen.get(name, NEVER)):
-                        vars(owner)[name] = copy_to(tensor, attributes.twins.elsewhere.place(tensor))
-                    self.share_graph |= not tensor.is_leaf and vars(owner).get(name) is tensor
-            self._seen[id(owners[0])] = now
+        with torch.no_grad():
+            for owners, _ in self._owners:
+                seen, now = self._seen[id(owners[0])], _versions(owners[0])
+                for name, version in now.items():
+                    if _is_same(version, seen.get(name, NEVER)):
+                        continue
+                    if name in owners[0]._buffers:
+                        self._copy_buffer(owners, name)
+                        continue
+                    for owner, attributes in zip(owners[1:], self.attributes):
+                        device = attributes.twins.elsewhere.place(version[0])  # type: ignore[arg-type]
+                        vars(owner)[name] = copy_to(version[0], device)  # type: ignore[arg-type]
+                self._seen[id(owners[0])] = now
 
     def _is_set(self, owner: nn.Module, name: str) -> bool:
         return not _is_same(_version(owner._buffers[name]), self._seen[id(owner)].get(name, NEVER))
@@ -259,8 +254,8 @@ def _structure(module: nn.Module, is_users: bool) -> list[Any]:
 
 
 def _versions(module: nn.Module) -> dict[str, Version]:
-    """Buffers, and tensors among a module's plain attributes: class weights, a temperature."""
-    attributes = [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor)]
+    """Buffers, and tensors without a graph among a module's plain attributes: class weights, a temperature."""
+    attributes = [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and v.is_leaf]
     # `_buffers` of TorchScript's is no dict
     return {
         name: _version(tensor)
@@ -270,7 +265,7 @@ def _versions(module: nn.Module) -> dict[str, Version]:
 
 
 def _version(tensor: Tensor | None) -> Version:
-    return (tensor, version_of(tensor)) if tensor is None or tensor.is_leaf else (weakref.ref(tensor), 0)
+    return tensor, version_of(tensor)
 
 
 def _is_same(now: Version, then: Version) -> bool:

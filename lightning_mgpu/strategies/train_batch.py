@@ -163,7 +163,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             self._own.follow()
             sizes = self._sizes(batch)
             weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
-            self._lockstep = Lockstep(self.team, weights, lambda: self._is_joint)
+            self._lockstep = Lockstep(self.team, weights, self._is_joint)
             meetings = self._stepped_together(self._lockstep, self._own.follow)
             for own in self._wrapped:
                 for wrapper in own:
@@ -196,12 +196,11 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def _is_joint(self) -> bool:
         """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
 
-        With synchronised BatchNorm the replicas' graphs are one, and where they go on with what a hook has computed; a
-        `backward` of the user's own looks at the gradients when it is over.
+        With synchronised BatchNorm the replicas' graphs are one; a `backward` of the user's own looks at the gradients
+        when it is over.
         """
         is_on_cpus = all(device.type == "cpu" for device in self.devices)
-        shares_graph = self._syncs_batch_norm or self._replicas.share_graph
-        return shares_graph or self.hooks.own_backward or not is_on_cpus
+        return self._syncs_batch_norm or self.hooks.own_backward or not is_on_cpus
 
     def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
         """The backward pass of every replica's loss from its gradient, in the replica's thread."""

@@ -62,7 +62,6 @@ class Twins:
         self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
         self._rebinding: set[int] = set()
         self._made: dict[int, tuple[Any, Any]] = {}  # an object a step has made, and the one it made of its shard
-        self.share_graph = False  # in this step: a hook has computed something that all replicas go on with
 
     def find(self, value: Any, copied: Any, visited: dict[int, bool]) -> bool:
         """Whether there are layers in a value; objects in which there are get a twin, the copy in the replica.
@@ -140,7 +139,6 @@ class Twins:
         Layers among them, an average of the weights say, are not registered with the module: nobody else does.
         """
         self.copied, self.ends = {}, {}
-        self.share_graph = False
         self.elsewhere.begin_step()
         for value, copied in self._objects:
             if isinstance(value, nn.Parameter):
@@ -169,7 +167,6 @@ class Twins:
                 own = self._stream(value, own)
             elif known is not value or version != version_of(value):
                 own = copy_to(value, self.elsewhere.place(value))
-                self.share_graph |= own is value
             self._kept[id(value)] = value, version_of(value), own  # it may be there under another name, too
             return own
         if isinstance(value, tuple) and is_looked_into(value):
@@ -234,13 +231,11 @@ class Twins:
         copied = deque(value) if type(value) is deque else copy.copy(value)  # one without `maxlen` forgets nothing
         then = _as_it_is(value) if isinstance(value, dict) else len(value)
         self.copied[id(value)] = value, copied, then
-        is_long, share_graph = not is_looked_into(value), self.share_graph
+        is_long = not is_looked_into(value)
         for key, item in self.elsewhere.items_in(value) if is_long else items_in(value):
             own = self.elsewhere.moved(item) if is_long and isinstance(item, Tensor) else self.own(item)
             if own is not item:
                 copied[key] = own
-        if id(value) in self.elsewhere.grown:  # what steps have collected, losses say, they do not go on with
-            self.share_graph = share_graph
         if isinstance(value, (list, deque)) and copied:
             self.ends[id(value)] = copied[0], copied[-1]
         return copied
