@@ -145,18 +145,19 @@ class Replicas:
                     self._seen[id(layers[0])][name] = _version(stats[0])
         self._num_samples = [0] * len(self.devices)
 
-    def mark_step(self, trained: dict[int, int] | None = None) -> None:
+    def mark_step(self, trained: dict[int, int] | None = None, is_evaluation: bool = False) -> None:
         """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two.
 
         Args:
             trained: After a step of training, the samples of every replica that had some.
+            is_evaluation: After one of validation, testing or prediction.
         """
         for i, size in (trained or {}).items():
             self._num_samples[i] += size
         self._combine_instance_norms(trained or {})
         for owners, is_norm in self._owners:
             now = _versions(owners[0])
-            if trained and not is_norm:  # its buffers are given to the replicas
+            if is_evaluation or (trained and not is_norm):  # its buffers are given to the replicas
                 seen = self._seen[id(owners[0])]
                 now |= {name: seen.get(name, NEVER) for name in owners[0]._buffers.keys()}  # noqa: SIM118
             self._seen[id(owners[0])] = now

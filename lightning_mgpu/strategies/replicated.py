@@ -122,6 +122,8 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
             self._is_stale = self._is_evaluated = False
         result = super().run_step(name, batch, *args, **kwargs)
         self._replicas.collect()
+        if name != "training_step":
+            self._replicas.mark_step(is_evaluation=True)
         return result
 
     @override

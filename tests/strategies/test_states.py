@@ -232,3 +232,44 @@ def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook,
     modules = assert_parity(Module, val=True, num_sanity_val_steps=0)
     losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
     torch.testing.assert_close(losses, losses[:1] * 3, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "object"])
+def test_states_kept_in_validation(Regression, trainer_on, make_loader, kind):
+    """Every replica goes on with that of its own samples, in an epoch of validation, too."""
+
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.state = KINDS[kind](torch.zeros(1, 3, dtype=torch.float64, device=self.device))
+
+        def validation_step(self, batch, batch_idx):
+            X, y = batch
+            Z = self.net(X) + 0.5 * tensor_in(self.state)
+            self.state = KINDS[kind](Z)
+            self.log("error", F.mse_loss(Z, y))
+
+    values = []
+    for k in (1, 2, 3):
+        torch.manual_seed(1)
+        trainer = trainer_on(k)
+        trainer.validate(Module(), make_loader(batch_size=12, num_samples=48), verbose=False)
+        values.append(float(trainer.callback_metrics["error"]))
+    assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-10)
+
+
+def test_a_buffer_that_validation_sets(Regression, trainer_on, make_loader):
+    """The first replica's counts."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def validation_step(self, batch, batch_idx):
+            self.log("before", self.seen)
+            self.seen = batch[0].sum()
+
+    trainer = trainer_on(2)
+    trainer.validate(Module(), make_loader(batch_size=12, num_samples=24), verbose=False)
+    X = next(iter(make_loader(batch_size=12)))[0]
+    assert float(trainer.callback_metrics["before"]) == pytest.approx(float(X[:6].sum()) / 2)
