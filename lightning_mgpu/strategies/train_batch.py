@@ -34,6 +34,7 @@ from lightning_mgpu.strategies.losses import (
     watch_backward,
     without_graph,
 )
+from lightning_mgpu.strategies.nesting import leaves
 from lightning_mgpu.strategies.optimizer_copies import settings_of
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
@@ -56,6 +57,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
         self._is_manual = False  # how they were used then
         self._trains = False  # between the start of training and the teardown
         self._lockstep = None
+        self._shares_graph = False  # the shards of this step's batch have one
         self._num_closures = 0
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
@@ -157,6 +159,7 @@ class TrainBatchStrategy(ReplicatedStrategy):
             return super().training_step(batch, *args, **kwargs)
         if self._replicas.has_new_structure():
             self.renew_replicas()
+        self._shares_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
         meetings: AbstractContextManager = nullcontext()
         if not self.original.automatic_optimization:
             assert self._own is not None
@@ -196,11 +199,11 @@ class TrainBatchStrategy(ReplicatedStrategy):
     def _is_joint(self) -> bool:
         """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
 
-        With synchronised BatchNorm the replicas' graphs are one; a `backward` of the user's own looks at the gradients
-        when it is over.
+        The replicas' graphs are one with synchronised BatchNorm, and where `on_after_batch_transfer` has computed the
+        batch with layers; a `backward` of the user's own looks at the gradients when it is over.
         """
         is_on_cpus = all(device.type == "cpu" for device in self.devices)
-        return self._syncs_batch_norm or self.hooks.own_backward or not is_on_cpus
+        return self._syncs_batch_norm or self._shares_graph or self.hooks.own_backward or not is_on_cpus
 
     def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
         """The backward pass of every replica's loss from its gradient, in the replica's thread."""
