@@ -80,8 +80,8 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 
 def test_nothing_is_left_out() -> None:
-    assert len(TESTS) == 3 and len(RUNS) == 4 and SUITE in COMMANDS and len(COMMANDS) == 8
-    assert {"my_model.py", "my_data.py", "my_strategy.py", "my_allreduce.py"} < set(FILES)
+    assert len(TESTS) == 3 and len(RUNS) == 5 and SUITE in COMMANDS and len(COMMANDS) == 9
+    assert {"my_model.py", "my_data.py", "my_strategy.py", "my_top_k.py", "my_allreduce.py"} < set(FILES)
 
 
 def test_their_tests_pass(project: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, main: Call
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 
-@pytest.mark.parametrize("part", ["my_strategy", "my_allreduce"])
+@pytest.mark.parametrize("part", ["my_strategy", "my_top_k", "my_allreduce"])
 def test_its_command_trains(part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
     [line] = [line for line in RUNS if part in line]
     assert main(*shlex.split(line)[3:], *SHORT, *LIMITS) == 0

@@ -30,12 +30,11 @@ class Gradients:
             self.flat.attach()
 
     @torch.no_grad()
-    def reduce(self, add_up: Callable[[list[list[Tensor]]], None]) -> list[list[Tensor]]:
+    def reduce(self, add_up: Callable[[list[list[Tensor]]], None]) -> None:
         """Leave the sum of the gradients where `add_up` does, which is given, for every parameter, its k gradients.
 
-        Returns what it was given: slices of the flat buffers, where there are any. A parameter no replica used keeps no
-        gradient; where some did not, theirs counts as zero. Sparse gradients are added up by torch, and left in every
-        replica.
+        Slices of the flat buffers, where there are any. A parameter no replica used keeps no gradient; where some did
+        not, theirs counts as zero. Sparse gradients are added up by torch, and left in every replica.
         """
         dense: list[list[Tensor]] = list(self.flat.buckets) if self.flat is not None else []
         for parameters in self.parameters if self.flat is None else self.flat.collect():
@@ -60,7 +59,6 @@ class Gradients:
             )
         add_up(dense)
         self.are_reduced = True
-        return dense
 
     def drop_copies(self) -> None:
         """Leave gradients in the original alone."""
@@ -91,12 +89,17 @@ class Gradients:
         return any(own is not None and own is not gradient for own, gradient in both)
 
 
-def check_equal(gradients: list[list[Tensor]], name: str) -> None:
-    """Hold an allreduce to its contract once more, on a model's gradients: their shapes may matter."""
-    for first, *others in gradients:
+def check_equal(parameters: Sequence[tuple[nn.Parameter, ...]], who: str) -> None:
+    """Hold an exchange to its contract on a model's gradients, whose shapes and values may matter: all equal.
+
+    Sparse ones are left out, torch has added them up.
+    """
+    for first, *others in parameters:
         for i, other in enumerate(others, start=1):
-            if not torch.allclose(other.to(first.device), first, rtol=0, atol=0, equal_nan=True):
+            if first.grad is None or other.grad is None or first.grad.is_sparse:
+                continue
+            if not torch.allclose(other.grad.to(first.device), first.grad, rtol=0, atol=0, equal_nan=True):
                 raise ValueError(
-                    f"allreduce {name} left device {i} ({other.device}) with another sum than device 0 for a "
-                    f"gradient of shape {tuple(first.shape)}: replicas must be bit-identical"
+                    f"{who} left device {i} ({other.device}) with another sum than device 0 for a gradient of shape "
+                    f"{tuple(first.shape)}: replicas must be bit-identical"
                 )

@@ -92,9 +92,21 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         if len(self.devices) == 1:
             return
         to_pack = 0 if self.gradient_as_bucket_view else self.bucket_bytes
-        gradients = self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=to_pack))
+        self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=to_pack))
+
+    @override
+    def exchange_gradients(self) -> None:
+        """Call `reduce_gradients`; once an epoch check that it has left every replica with the same gradients.
+
+        Raises:
+            ValueError: If it has not: replicas would drift apart.
+        """
+        super().exchange_gradients()
         if not self._is_checked:
-            check_equal(gradients, getattr(self.allreduce, "__qualname__", repr(self.allreduce)))
+            is_own = type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients
+            allreduce = getattr(self.allreduce, "__qualname__", repr(self.allreduce))
+            who = f"{type(self).__name__}.reduce_gradients" if is_own else f"allreduce {allreduce}"
+            check_equal(self.gradients.parameters, who)
             self._is_checked = True
 
     @override

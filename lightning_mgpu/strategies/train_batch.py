@@ -37,10 +37,11 @@ from lightning_mgpu.strategies.losses import (
 from lightning_mgpu.strategies.nesting import leaves
 from lightning_mgpu.strategies.optimizer_copies import settings_of
 from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
+from lightning_mgpu.strategies.own_state import OwnState
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
 
 
-class TrainBatchStrategy(ReplicatedStrategy):
+class TrainBatchStrategy(OwnState, ReplicatedStrategy):
     """Trains k replicas of the module side by side, each on its shard of the batch.
 
     Subclasses implement `reduce_gradients` and `update_replicas`, and say with `replicas_update` whether every replica

@@ -1,0 +1,48 @@
+"""What a strategy keeps from step to step goes into checkpoints: a resumed run goes on as if it had not stopped.
+
+Lightning saves the state of modules, optimizers, callbacks and precision plugins, but not of strategies.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+KEY = "strategy_state"
+
+
+class OwnState(Strategy):
+    """Saves `state_dict` with the optimizers' states and loads it with them, when a run goes on.
+
+    A run that goes on under another strategy leaves it out, with a warning where that is one of these.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to keep: tensors and plain values, as `weights_only=True` loads them. Nothing, unless
+        overridden; the residuals of an exchange with error feedback, say."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` has given, perhaps on another number of devices; tensors come on the CPU."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "optimizer_states" in checkpoint and (state := self.state_dict()):
+            checkpoint[KEY] = {"strategy": _name(self), "state": state}
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if (saved := checkpoint.get(KEY)) is None:
+            return
+        if saved["strategy"] == _name(self):
+            self.load_state_dict(saved["state"])
+        else:
+            rank_zero_warn(f"The checkpoint has a state of {saved['strategy']}, which {_name(self)} leaves out.")
+
+
+def _name(strategy: Strategy) -> str:
+    return f"{type(strategy).__module__}.{type(strategy).__qualname__}"
