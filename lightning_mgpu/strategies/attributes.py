@@ -89,15 +89,17 @@ class Attributes:
         """Whether an object that the replica shares, as it has none of its own, leads to the original's layers."""
         return any(self.twins.shares_layers(value, set()) for _, _, value in self._users())
 
-    def collect(self, device: torch.device, inserted: dict[int, int]) -> None:
+    def collect(self, device: torch.device, inserted: dict[int, int], is_active: bool) -> None:
         """Add to the original's lists and dicts what the replica added to its copies, in order.
 
         Args:
             device: The original's.
             inserted: How many items replicas before this one have put into a list ahead of this step's, by its id.
+            is_active: Whether the replica had samples; else it goes on with what the original has made of its.
         """
         bring = partial(bring_home, home=device, away=self.twins.device)
-        self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
+        if is_active:
+            self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
         given = self.twins.copied.values()
         copies = {id(copied) for _, copied, _ in given}
         begun = dict(self._find_begun(copies))

@@ -10,6 +10,7 @@ HOOKS_IN_STEP = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
 )
+HOOKS_ON_BATCHES = ("on_validation_batch_start", "on_test_batch_start", "on_predict_batch_start")
 HOOKS_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "lr_scheduler_step")
 
 
@@ -39,6 +40,11 @@ class UsersHooks:
         self.edit = self.edit_in_step or _overrides(module, HOOKS_BETWEEN_STEPS)
         seeing = ("on_before_backward", "on_after_backward", *HOOKS_BETWEEN_STEPS)
         self.see_gradients = self.own_backward or _overrides(module, seeing)
+
+
+def may_edit_batches(module: LightningModule) -> bool:
+    """Whether a hook may edit a batch of evaluation in place."""
+    return _overrides(module, HOOKS_ON_BATCHES)
 
 
 def is_own(hook: str, owner: LightningModule | LightningDataModule | Callback) -> bool:

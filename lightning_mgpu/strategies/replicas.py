@@ -4,7 +4,7 @@ A replica has parameters and buffers of its own. What the original's hooks and c
 numbers, lists to append to, `requires_grad`) is given to it before every step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_mgpu.strategies.get_params import get_params
 from lightning_mgpu.strategies.twins import Twins
 from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in, version_of
 
-Version = tuple[Tensor | None, int]  # a tensor, and how often it was changed in place
+Version = tuple[Tensor | None, Any]  # a tensor, and how often it was changed in place, or else what was in it
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
 
 
@@ -145,20 +145,25 @@ class Replicas:
                     self._seen[id(layers[0])][name] = _version(stats[0])
         self._num_samples = [0] * len(self.devices)
 
-    def mark_step(self, trained: dict[int, int] | None = None, is_evaluation: bool = False) -> None:
+    def mark_step(self, sizes: dict[int, int] | None = None, is_training: bool = False) -> None:
         """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two.
 
         Args:
-            trained: After a step of training, the samples of every replica that had some.
-            is_evaluation: After one of validation, testing or prediction.
+            sizes: The samples of every replica that had some in the step; it was none if left out. The others get what
+                the original has made of its shard.
+            is_training: Whether it was a step of training.
         """
-        for i, size in (trained or {}).items():
-            self._num_samples[i] += size
-        self._combine_instance_norms(trained or {})
+        if sizes and is_training:
+            for i, size in sizes.items():
+                self._num_samples[i] += size
+            self._combine_instance_norms(sizes)
+        idle = [i for i in range(len(self.devices)) if sizes and i not in sizes]
         for owners, is_norm in self._owners:
-            now = _versions(owners[0])
-            if is_evaluation or (trained and not is_norm):  # its buffers are given to the replicas
-                seen = self._seen[id(owners[0])]
+            seen, now = self._seen[id(owners[0])], _versions(owners[0])
+            for name, version in now.items() if idle else ():
+                if name not in owners[0]._buffers and not _is_same(version, seen.get(name, NEVER)):
+                    self._give_tensor(owners, name, idle)
+            if sizes and not (is_training and is_norm):  # its buffers are given to the replicas
                 now |= {name: seen.get(name, NEVER) for name in owners[0]._buffers.keys()}  # noqa: SIM118
             self._seen[id(owners[0])] = now
 
@@ -183,10 +188,13 @@ class Replicas:
                     if name in owners[0]._buffers:
                         self._copy_buffer(owners, name)
                         continue
-                    for owner, attributes in zip(owners[1:], self.attributes):
-                        device = attributes.twins.elsewhere.place(version[0])  # type: ignore[arg-type]
-                        vars(owner)[name] = copy_to(version[0], device)  # type: ignore[arg-type]
+                    self._give_tensor(owners, name, range(1, len(owners)))
                 self._seen[id(owners[0])] = now
+
+    def _give_tensor(self, owners: Sequence[nn.Module], name: str, replicas: Iterable[int]) -> None:
+        tensor = vars(owners[0])[name]
+        for i in replicas:
+            vars(owners[i])[name] = copy_to(tensor, self.attributes[i - 1].twins.elsewhere.place(tensor))
 
     def _is_set(self, owner: nn.Module, name: str) -> bool:
         return not _is_same(_version(owner._buffers[name]), self._seen[id(owner)].get(name, NEVER))
@@ -218,11 +226,11 @@ class Replicas:
                     )
         return changed_mode
 
-    def collect(self) -> None:
-        """Add to the original's lists and dicts what the replicas added to theirs during a step, in order."""
+    def collect(self, active: Sequence[int]) -> None:
+        """Add to the original's lists and dicts what the active replicas added to theirs during a step, in order."""
         inserted: dict[int, int] = {}
-        for attributes in self.attributes:
-            attributes.collect(self.devices[0], inserted)
+        for i, attributes in enumerate(self.attributes, start=1):
+            attributes.collect(self.devices[0], inserted, is_active=i in active)
 
 
 def _stateful_pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, bool]]:
@@ -266,8 +274,23 @@ def _versions(module: nn.Module) -> dict[str, Version]:
 
 
 def _version(tensor: Tensor | None) -> Version:
-    return tensor, version_of(tensor)
+    is_counted = tensor is None or not tensor.is_inference()
+    return tensor, version_of(tensor) if is_counted else _Contents(tensor)
 
 
 def _is_same(now: Version, then: Version) -> bool:
     return now[0] is then[0] and now[1] == then[1]
+
+
+class _Contents:
+    """Stands for the version of a tensor made in inference mode, whose changes in place torch does not count."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.clone()
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Contents) or self.tensor.shape != other.tensor.shape:
+            return False
+        return bool(
+            ((self.tensor == other.tensor) | ((self.tensor != self.tensor) & (other.tensor != other.tensor))).all()
+        )

@@ -120,11 +120,10 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         if self._is_evaluated or self._is_stale or self.hooks.edit or self._replicas.is_edited():
             self._replicas.broadcast(norms=self._is_evaluated or self._syncs_batch_norm)
             self._is_stale = self._is_evaluated = False
-        result = super().run_step(name, batch, *args, **kwargs)
-        self._replicas.collect()
-        if name != "training_step":
-            self._replicas.mark_step(is_evaluation=True)
-        return result
+        active, sizes, outputs = super().run_step(name, batch, *args, **kwargs)
+        self._replicas.collect(active)
+        self._replicas.mark_step(dict(zip(active, sizes)), is_training=name == "training_step")
+        return active, sizes, outputs
 
     @override
     def _sizes(self, batch: Any) -> list[int]:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
 from lightning_mgpu.strategies.device_module import device_module
-from lightning_mgpu.strategies.editing import is_own
+from lightning_mgpu.strategies.editing import is_own, may_edit_batches
 from lightning_mgpu.strategies.gather import bring_home, gather
 from lightning_mgpu.strategies.generators import (
     Streams,
@@ -184,8 +184,9 @@ class SingleProcessStrategy(OneRank):
             with recorders[0].alone(sizes[0]):
                 outputs = self._run(name, lambda _: getattr(modules[0], name)(batch, *args, **kwargs), active)
             return active, sizes[:1], outputs
-        if sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch)):
-            shards = sent[2]
+        is_same = sent is not None and sent[0] is batch and sent[1] == sizes and _is_same(sent[3], _versions(batch))
+        if is_same and not (torch.is_inference_mode_enabled() and may_edit_batches(modules[0])):  # without a trace
+            shards = sent[2]  # type: ignore[index]
         else:  # a hook has changed it since
             shards = split_batch(batch, sizes)  # what the user keeps on the CPU stays there
             shards = [bring_home(shard, device, self.devices[0]) for shard, device in zip(shards, self.devices)]

@@ -181,7 +181,6 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
             self._lockstep, self._settings = None, []
             for wrapper in chain(*self._wrapped[1:]):  # the original's are the Trainer's affair
                 wrapper._on_after_step = do_nothing_closure
-        self._replicas.mark_step(trained=dict(zip(active, sizes)))
         if self._is_stale or len(active) < len(self.devices):  # a replica without samples has missed something
             self._replicas.broadcast_parameters()
             self._is_stale = True  # buffers: not now, the backward pass may need them

@@ -234,8 +234,24 @@ def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook,
     torch.testing.assert_close(losses, losses[:1] * 3, rtol=1e-10, atol=0)
 
 
+@pytest.fixture
+def assert_same_when_validated(trainer_on):
+    """A logged value is one device's on two and three."""
+
+    def check(make, name, loaders):
+        values = []
+        for k in (1, 2, 3):
+            torch.manual_seed(1)
+            trainer = trainer_on(k)
+            trainer.validate(make(), loaders, verbose=False)
+            values.append(float(trainer.callback_metrics[name]))
+        assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-10)
+
+    return check
+
+
 @pytest.mark.parametrize("kind", ["tensor", "list", "object"])
-def test_states_kept_in_validation(Regression, trainer_on, make_loader, kind):
+def test_states_kept_in_validation(Regression, assert_same_when_validated, make_loader, kind):
     """Every replica goes on with that of its own samples, in an epoch of validation, too."""
 
     class Module(Regression):
@@ -248,13 +264,7 @@ def test_states_kept_in_validation(Regression, trainer_on, make_loader, kind):
             self.state = KINDS[kind](Z)
             self.log("error", F.mse_loss(Z, y))
 
-    values = []
-    for k in (1, 2, 3):
-        torch.manual_seed(1)
-        trainer = trainer_on(k)
-        trainer.validate(Module(), make_loader(batch_size=12, num_samples=48), verbose=False)
-        values.append(float(trainer.callback_metrics["error"]))
-    assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-10)
+    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
 
 
 def test_a_buffer_that_validation_sets(Regression, trainer_on, make_loader):
@@ -273,3 +283,79 @@ def test_a_buffer_that_validation_sets(Regression, trainer_on, make_loader):
     trainer.validate(Module(), make_loader(batch_size=12, num_samples=24), verbose=False)
     X = next(iter(make_loader(batch_size=12)))[0]
     assert float(trainer.callback_metrics["before"]) == pytest.approx(float(X[:6].sum()) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_a_batch_without_samples_for_all(Regression, assert_parity, make_loader, kind):
+    """A single sample sets it, in the first replica: all go on with that."""
+
+    class Module(Regression):
+        def on_fit_start(self):
+            self.state = KINDS[kind](torch.zeros(1, 3, dtype=torch.float64, device=self.device))
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            Z = self.net(X)
+            if len(X) == 1:
+                self.state = KINDS[kind](Z.detach())
+            h = tensor_in(self.state)
+            return F.mse_loss(Z + (h.to(X.device) if kind == "array" else h), y)
+
+    assert_parity(Module, loader=make_loader(batch_size=12, num_samples=25), max_epochs=3)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_support_set_of_one_sample(Regression, assert_same_when_validated, make_loader, is_there):
+    """In validation, from a loader of its own."""
+
+    class Module(Regression):
+        def on_validation_start(self):
+            self.prototype = torch.zeros(1, 3, dtype=torch.float64, device=self.device) if is_there else None
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            X, _ = batch
+            Z = self.net(X)
+            if dataloader_idx == 0:
+                self.prototype = Z
+            else:
+                self.log("distance", (Z - self.prototype).square().mean(), add_dataloader_idx=False)
+
+    loaders = [make_loader(batch_size=1, num_samples=1), make_loader(batch_size=12, num_samples=24)]
+    assert_same_when_validated(Module, "distance", loaders)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_hook_edits_a_state_of_validation_in_place(Regression, assert_same_when_validated, make_loader, every):
+    """Tensors made in inference mode count no changes."""
+
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
+
+        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+            if batch_idx % every == 0:
+                self.state.zero_()
+
+        def validation_step(self, batch, batch_idx):
+            X, y = batch
+            Z = self.net(X) + 0.5 * self.state
+            self.state = Z
+            self.log("error", F.mse_loss(Z, y))
+
+    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
+
+
+def test_nan_in_a_state_of_validation_is_no_edit(Regression, assert_same_when_validated, make_loader):
+    """Every replica keeps its own."""
+
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
+
+        def validation_step(self, batch, batch_idx):
+            X, y = batch
+            Z = self.net(X) + 0.5 * self.state.nan_to_num()
+            self.state = torch.where(y > 0, Z, torch.nan)
+            self.log("error", F.mse_loss(Z, y))
+
+    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
