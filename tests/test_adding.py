@@ -4,6 +4,7 @@ Only the limits of a short run are appended. The suite for strategies runs in te
 """
 
 import csv
+import importlib
 import os
 import re
 import shlex
@@ -12,8 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +111,50 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
     assert main(*shlex.split(line)[3:], *SHORT, *LIMITS) == 0
     out = capfd.readouterr().out
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
+
+
+def test_what_top_k_keeps(project: Path, make_trainer: Callable[..., Trainer]) -> None:
+    """A resumed run goes on bit for bit; on fewer devices it loses nothing of it; who diverges is seen to."""
+    make_strategy = importlib.import_module("my_top_k").TopKStrategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            seed_everything(1, verbose=False)
+            self.net = torch.nn.Linear(6, 3, dtype=torch.float64)
+            self.X = torch.randn(4, 8, 6, dtype=torch.float64)
+
+        def train_dataloader(self) -> Any:
+            return self.X
+
+        def training_step(self, X: Tensor) -> Tensor:
+            return (self.net(X) - X[:, :3].sin()).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def fit(devices: int = 2, ckpt_path: Path | None = None, X: Tensor | None = None) -> tuple[Any, Module]:
+        module = Module()
+        module.X = module.X if X is None else X
+        saving = ModelCheckpoint(project, "{epoch}", save_top_k=-1)
+        strategy = make_strategy(fraction=0.2)
+        trainer = make_trainer(
+            devices=devices, strategy=strategy, max_epochs=2, callbacks=[saving], enable_checkpointing=True
+        )
+        trainer.fit(module, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
+        return strategy, module
+
+    strategy, whole = fit()
+    assert any(rest.abs().max() > 0 for rest in strategy.kept.values())
+    _, resumed = fit(ckpt_path=project / "epoch=0.ckpt")
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    four, _ = fit(devices=4)
+    two = make_strategy(parallel_devices=["cpu", "cpu"])
+    two.load_state_dict(four.state_dict())
+    for n in range(2):
+        torch.testing.assert_close(*(sum(kept for key, kept in own.kept.items() if key[0] == n) for own in (four, two)))
+    _, diverged = fit(X=torch.full((1, 8, 6), torch.inf, dtype=torch.float64))
+    assert not any(parameter.isfinite().all() for parameter in diverged.parameters())
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:

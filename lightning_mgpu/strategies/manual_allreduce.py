@@ -93,6 +93,9 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
             return
         to_pack = 0 if self.gradient_as_bucket_view else self.bucket_bytes
         self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=to_pack))
+        if not self._is_checked:
+            allreduce = getattr(self.allreduce, "__qualname__", repr(self.allreduce))
+            check_equal(self.gradients.parameters, f"allreduce {allreduce}")
 
     @override
     def exchange_gradients(self) -> None:
@@ -102,12 +105,10 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
             ValueError: If it has not: replicas would drift apart.
         """
         super().exchange_gradients()
-        if not self._is_checked:
-            is_own = type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients
-            allreduce = getattr(self.allreduce, "__qualname__", repr(self.allreduce))
-            who = f"{type(self).__name__}.reduce_gradients" if is_own else f"allreduce {allreduce}"
-            check_equal(self.gradients.parameters, who)
-            self._is_checked = True
+        is_own = type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients
+        if not self._is_checked and is_own and self.replicas_update:
+            check_equal(self.gradients.parameters, f"{type(self).__name__}.reduce_gradients")
+        self._is_checked = True
 
     @override
     def update_replicas(self, n: int) -> None:

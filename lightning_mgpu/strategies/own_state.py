@@ -10,27 +10,32 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-KEY = "strategy_state"
+KEY = "lightning_mgpu_strategy"
 
 
 class OwnState(Strategy):
     """Saves `state_dict` with the optimizers' states and loads it with them, when a run goes on.
 
-    A run that goes on under another strategy leaves it out, with a warning where that is one of these.
+    Another strategy, told by its name, leaves it out, with a warning where it is one of these.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What there is to keep: tensors and plain values, as `weights_only=True` loads them. Nothing, unless
-        overridden; the residuals of an exchange with error feedback, say."""
+        """What there is to keep, the residuals of an exchange with error feedback, say; nothing, unless overridden.
+
+        Tensors and plain values: `weights_only=True` loads no others.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` has given, perhaps on another number of devices; tensors come on the CPU."""
+        """Take back what `state_dict` gave, if it was nothing, too; perhaps on another number of devices.
+
+        Tensors come on the CPU.
+        """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "optimizer_states" in checkpoint and (state := self.state_dict()):
-            checkpoint[KEY] = {"strategy": _name(self), "state": state}
+        if "optimizer_states" in checkpoint and type(self).state_dict is not OwnState.state_dict:
+            checkpoint[KEY] = {"strategy": _name(self), "state": self.state_dict()}
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
+from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy, manual_allreduce
 
 
 class HalfLater(ManualAllreduceStrategy):
@@ -99,8 +99,52 @@ def test_who_has_none(fit: Fit, tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
         trainer.save_checkpoint(tmp_path / f"{name}_weights.ckpt", weights_only=True)
     own, plain = ({path.stem: set(torch.load(path)) for path in tmp_path.glob(f"{name}*")} for name in ("own", "plain"))
-    assert own["own"] - plain["plain"] == {"strategy_state"}
+    assert own["own"] - plain["plain"] == {"lightning_mgpu_strategy"}
     assert own["own_weights"] == plain["plain_weights"]
+
+
+def test_after_the_learning_rate_finder(fit: Fit, tmp_path: Path) -> None:
+    """Its steps are forgotten, as those of the optimizer are."""
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    (_, plain), (_, found) = (fit(HalfLater(), callbacks=list(callbacks)) for callbacks in ((), (finder,)))
+    assert all(map(torch.equal, plain.parameters(), found.parameters()))
+
+
+class OneSum(ManualAllreduceStrategy):
+    """Adds up on the first device, which updates and sends the weights."""
+
+    replicas_update = False
+
+    def reduce_gradients(self) -> None:
+        def exchange(gradients: list[list[Tensor]]) -> None:
+            for tensors in gradients:
+                tensors[0].add_(tensors[1])
+
+        self.gradients.reduce(exchange)
+
+    def update_replicas(self, n: int) -> None:
+        self._replicas.broadcast_parameters()
+
+
+def test_an_exchange_for_one_update(fit: Fit) -> None:
+    (_, one), (_, two) = fit("auto", devices=1), fit(OneSum())
+    for expected, got in zip(one.parameters(), two.parameters()):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_a_wrong_allreduce_in_a_strategy_of_ones_own(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allreduce is blamed."""
+
+    class Timed(ManualAllreduceStrategy):
+        def reduce_gradients(self) -> None:
+            super().reduce_gradients()
+
+    def first_alone(tensors: list[Tensor]) -> None:
+        tensors[0].add_(tensors[1])
+
+    monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^allreduce .*first_alone left device 1"):
+        fit(Timed(first_alone))
 
 
 def test_an_exchange_that_leaves_replicas_with_others(fit: Fit) -> None:
