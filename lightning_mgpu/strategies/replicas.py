@@ -274,8 +274,7 @@ def _versions(module: nn.Module) -> dict[str, Version]:
 
 
 def _version(tensor: Tensor | None) -> Version:
-    is_counted = tensor is None or not tensor.is_inference()
-    return tensor, version_of(tensor) if is_counted else _Contents(tensor)
+    return tensor, _Contents(tensor) if tensor is not None and tensor.is_inference() else version_of(tensor)
 
 
 def _is_same(now: Version, then: Version) -> bool:
