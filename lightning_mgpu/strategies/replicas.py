@@ -274,7 +274,8 @@ def _versions(module: nn.Module) -> dict[str, Version]:
 
 
 def _version(tensor: Tensor | None) -> Version:
-    return tensor, _Contents(tensor) if tensor is not None and tensor.is_inference() else version_of(tensor)
+    is_uncounted = type(tensor) is Tensor and tensor.is_inference() and tensor.layout is torch.strided
+    return tensor, _Contents(tensor) if is_uncounted else version_of(tensor)  # type: ignore[arg-type]
 
 
 def _is_same(now: Version, then: Version) -> bool:

@@ -359,3 +359,17 @@ def test_nan_in_a_state_of_validation_is_no_edit(Regression, assert_same_when_va
             self.log("error", F.mse_loss(Z, y))
 
     assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
+
+
+def test_a_sparse_tensor_that_validation_sets(Regression, assert_same_when_validated, make_loader):
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.state = torch.zeros(3, 3, dtype=torch.float64, device=self.device).to_sparse()
+
+        def validation_step(self, batch, batch_idx):
+            X, y = batch
+            Z = self.net(X)
+            self.log("error", F.mse_loss(Z + Z @ self.state.to_dense(), y))
+            self.state = torch.eye(3, dtype=torch.float64, device=self.device).mul(batch_idx).to_sparse()
+
+    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
