@@ -98,20 +98,22 @@ class Attributes:
             is_active: Whether the replica had samples; else it goes on with what the original has made of its.
         """
         bring = partial(bring_home, home=device, away=self.twins.device)
+        given = self.twins.copied.values()
+        begun: dict[int, tuple[list, list]] = {}
         if is_active:
             self.twins.keep((value, vars(replica).get(name)) for replica, name, value in self._users())
-        given = self.twins.copied.values()
-        copies = {id(copied) for _, copied, _ in given}
-        begun = dict(self._find_begun(copies))
+            copies = {id(copied) for _, copied, _ in given}
+            begun = dict(self._find_begun(copies))
         for original, copied, then in given:
+            if not is_active:
+                if id(original) in self._begun and len(original) > then:
+                    self._add_begun(original, then, inserted, bring)
+                continue
             if isinstance(original, Counter):
                 original.update({key: bring(count) - then.get(key, 0) for key, count in copied.items()})
             elif id(original) not in begun and self._has_more(original, copied, then):
                 if id(original) in self._begun:  # so it collects: what it began with, too
-                    items = bring(self._begun.pop(id(original))[1])
-                    at = then + inserted.get(id(original), 0)
-                    original[at:at] = items
-                    inserted[id(original)] = at - then + len(items)
+                    self._add_begun(original, then, inserted, bring)
                 _add(original, copied, then, copies, bring)
         if (elsewhere := self.twins.elsewhere).is_there:
             elsewhere.grown = {
@@ -119,10 +121,20 @@ class Attributes:
                 for original, _, then in given
                 if id(original) in elsewhere.grown or len(original) > (then if isinstance(then, int) else len(then))
             }
-        self._names = self._names_now()
+        if is_active:
+            self._names = self._names_now()
+        else:
+            self.twins.catch_up(value for _, _, value in self._users())
         here = {id(value) for _, _, value in self._users()}
         self._begun = {key: value for key, value in (self._begun | begun).items() if key in here}
         self.twins.copied, self.twins.ends = {}, {}
+
+    def _add_begun(self, original: list, then: int, inserted: dict[int, int], bring: Callable[[Any], Any]) -> None:
+        """Add what the replica began a list with, behind the `then` items that were there, and those of others."""
+        items = bring(self._begun.pop(id(original))[1])
+        at = then + inserted.get(id(original), 0)
+        original[at:at] = items
+        inserted[id(original)] = at - then + len(items)
 
     def _find_begun(self, copies: set[int]) -> Iterator[tuple[int, tuple[list, list]]]:
         """Lists this step has begun, `if batch_idx == 0: self.outputs = []` say, and the items of the replica's.

@@ -11,7 +11,15 @@ HOOKS_IN_STEP = (
     *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
 )
 HOOKS_ON_BATCHES = ("on_validation_batch_start", "on_test_batch_start", "on_predict_batch_start")
+HOOKS_BETWEEN_EVALUATIONS = (
+    *HOOKS_ON_BATCHES,
+    *("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
 HOOKS_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "lr_scheduler_step")
+
+
+OURS = ("lightning.", "lightning_mgpu.")
 
 
 class UsersHooks:
@@ -47,6 +55,11 @@ def may_edit_batches(module: LightningModule) -> bool:
     return _overrides(module, HOOKS_ON_BATCHES)
 
 
+def may_edit_between(module: LightningModule) -> bool:
+    """Whether a hook may edit anything between two steps of evaluation."""
+    return _overrides(module, HOOKS_BETWEEN_EVALUATIONS)
+
+
 def is_own(hook: str, owner: LightningModule | LightningDataModule | Callback) -> bool:
     """Whether a hook is not Lightning's own; `is_overridden` takes one set on the instance for what it wraps."""
     base = next(base for base in (LightningModule, LightningDataModule, Callback) if isinstance(owner, base))
@@ -59,7 +72,9 @@ def _overrides(module: LightningModule, hooks: Sequence[str]) -> bool:
     callbacks = [
         callback
         for callback in module.trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, LambdaCallback)
-        or not type(callback).__module__.startswith(("lightning.", "lightning_mgpu."))
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(OURS)
     ]
-    return any(is_own(hook, owner) for hook in hooks for owner in (module, *callbacks))
+    if any(is_own(hook, module) for hook in hooks):
+        return True
+    own = (getattr(callback, hook) for callback in callbacks for hook in hooks if is_own(hook, callback))
+    return any(not str(getattr(hook, "__module__", "")).startswith(OURS) for hook in own)  # a progress bar's, inherited

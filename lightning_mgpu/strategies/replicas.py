@@ -5,7 +5,7 @@ numbers, lists to append to, `requires_grad`) is given to it before every step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,6 +24,10 @@ from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in, ve
 
 Version = tuple[Tensor | None, Any]  # a tensor, and how often it was changed in place, or else what was in it
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
+COMPARED = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 class Replicas:
@@ -145,13 +149,16 @@ class Replicas:
                     self._seen[id(layers[0])][name] = _version(stats[0])
         self._num_samples = [0] * len(self.devices)
 
-    def mark_step(self, sizes: dict[int, int] | None = None, is_training: bool = False) -> None:
+    def mark_step(
+        self, sizes: dict[int, int] | None = None, is_training: bool = False, are_watched: bool = False
+    ) -> None:
         """Remember the original's buffers and other tensors at the end of a step, to tell what is set between two.
 
         Args:
             sizes: The samples of every replica that had some in the step; it was none if left out. The others get what
                 the original has made of its shard.
             is_training: Whether it was a step of training.
+            are_watched: Whether hooks may edit tensors before the next step that count no changes.
         """
         if sizes and is_training:
             for i, size in sizes.items():
@@ -159,9 +166,10 @@ class Replicas:
             self._combine_instance_norms(sizes)
         idle = [i for i in range(len(self.devices)) if sizes and i not in sizes]
         for owners, is_norm in self._owners:
-            seen, now = self._seen[id(owners[0])], _versions(owners[0])
-            for name, version in now.items() if idle else ():
-                if name not in owners[0]._buffers and not _is_same(version, seen.get(name, NEVER)):
+            seen, now = self._seen[id(owners[0])], _versions(owners[0], are_watched)
+            for name, (tensor, _) in now.items() if idle else ():
+                is_same = not _is_uncounted(tensor) and _is_same(now[name], seen.get(name, NEVER))
+                if name not in owners[0]._buffers and not is_same:
                     self._give_tensor(owners, name, idle)
             if sizes and not (is_training and is_norm):  # its buffers are given to the replicas
                 now |= {name: seen.get(name, NEVER) for name in owners[0]._buffers.keys()}  # noqa: SIM118
@@ -177,13 +185,16 @@ class Replicas:
                     parts = [stats[i].to(stats[0].device) * size for i, size in sizes.items()]  # type: ignore[union-attr]
                     stats[0].copy_(sum(parts) / sum(sizes.values()))
 
-    def give_tensors(self) -> None:
-        """Give the replicas the buffers and other tensors that were set on the original since the last step."""
+    def give_tensors(self, uncounted: bool = False) -> None:
+        """Give the replicas the buffers and other tensors that were set on the original since the last step.
+
+        With `uncounted` also those that count no changes, as they may have some.
+        """
         with torch.no_grad():
             for owners, _ in self._owners:
                 seen, now = self._seen[id(owners[0])], _versions(owners[0])
                 for name, version in now.items():
-                    if _is_same(version, seen.get(name, NEVER)):
+                    if _is_same(version, seen.get(name, NEVER)) and not (uncounted and _is_uncounted(version[0])):
                         continue
                     if name in owners[0]._buffers:
                         self._copy_buffer(owners, name)
@@ -262,35 +273,47 @@ def _structure(module: nn.Module, is_users: bool) -> list[Any]:
     return [*(() if is_users else module._buffers.keys()), *parameters, *layers]
 
 
-def _versions(module: nn.Module) -> dict[str, Version]:
-    """Buffers, and tensors without a graph among a module's plain attributes: class weights, a temperature."""
+def _versions(module: nn.Module, are_watched: bool = False) -> dict[str, Version]:
+    """Buffers, and tensors without a graph among a module's plain attributes: class weights, a temperature.
+
+    If they are watched, the contents of those that count no changes.
+    """
     attributes = [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and v.is_leaf]
     # `_buffers` of TorchScript's is no dict
     return {
-        name: _version(tensor)
+        name: (tensor, _Contents(tensor)) if are_watched and _is_uncounted(tensor) else _version(tensor)
         for name, tensor in (*module._buffers.items(), *attributes)
         if type(tensor) is not nn.Parameter
     }
 
 
 def _version(tensor: Tensor | None) -> Version:
-    is_uncounted = type(tensor) is Tensor and tensor.is_inference() and tensor.layout is torch.strided
-    return tensor, _Contents(tensor) if is_uncounted else version_of(tensor)  # type: ignore[arg-type]
+    return tensor, version_of(tensor)
+
+
+def _is_uncounted(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.is_inference()
 
 
 def _is_same(now: Version, then: Version) -> bool:
-    return now[0] is then[0] and now[1] == then[1]
+    if now[0] is not then[0]:
+        return False
+    return then[1].are_in(now[0]) if isinstance(then[1], _Contents) else now[1] == then[1]
 
 
 class _Contents:
-    """Stands for the version of a tensor made in inference mode, whose changes in place torch does not count."""
+    """What was in a tensor made in inference mode, whose changes in place torch does not count."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.clone()
+        # else it is taken for unchanged: torch may not even know how to compare
+        self.is_known = type(tensor) is Tensor and not tensor.is_nested and tensor.dtype in COMPARED
+        self.is_known &= tensor.layout is torch.strided
+        self.tensor = tensor.clone() if self.is_known else tensor
 
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, _Contents) or self.tensor.shape != other.tensor.shape:
+    def are_in(self, tensor: Tensor | None) -> bool:
+        assert tensor is not None
+        if not self.is_known:
+            return True
+        if tensor.shape != self.tensor.shape:
             return False
-        return bool(
-            ((self.tensor == other.tensor) | ((self.tensor != self.tensor) & (other.tensor != other.tensor))).all()
-        )
+        return bool(((tensor == self.tensor) | ((tensor != tensor) & (self.tensor != self.tensor))).all())

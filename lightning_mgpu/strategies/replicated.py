@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
-from lightning_mgpu.strategies.editing import UsersHooks
+from lightning_mgpu.strategies.editing import UsersHooks, may_edit_between
 from lightning_mgpu.strategies.embeddings import synchronize_embedding
 from lightning_mgpu.strategies.own_forward import give_back
 from lightning_mgpu.strategies.per_replica import PerReplica
@@ -116,13 +117,14 @@ class ReplicatedStrategy(PerReplica, SingleProcessStrategy):
         if self._replicas.refresh():
             self._draws.clear()
             self.synchronize()
-        self._replicas.give_tensors()
+        self._replicas.give_tensors(uncounted=self._is_evaluated)
         if self._is_evaluated or self._is_stale or self.hooks.edit or self._replicas.is_edited():
             self._replicas.broadcast(norms=self._is_evaluated or self._syncs_batch_norm)
             self._is_stale = self._is_evaluated = False
         active, sizes, outputs = super().run_step(name, batch, *args, **kwargs)
         self._replicas.collect(active)
-        self._replicas.mark_step(dict(zip(active, sizes)), is_training=name == "training_step")
+        are_watched = torch.is_inference_mode_enabled() and may_edit_between(self.original)
+        self._replicas.mark_step(dict(zip(active, sizes)), name == "training_step", are_watched)
         return active, sizes, outputs
 
     @override

@@ -16,10 +16,11 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.elsewhere import Elsewhere, follow_tensor
+from lightning_mgpu.strategies.elsewhere import NEVER_COPIED, Elsewhere, follow_tensor
 from lightning_mgpu.strategies.values import (
     CONTAINERS,
     FOLLOWED,
@@ -59,9 +60,17 @@ class Twins:
         self.copied: dict[int, tuple[Any, Any, Any]] = {}
         self.ends: dict[int, tuple[Any, Any]] = {}  # by the id of an original list: its copy's first and last item then
         self._objects: list[tuple[Any, Any]] = []  # others, held here: an `id` may become another's
-        self._kept: dict[int, tuple[Any, int, Any]] = {}  # a tensor or generator, its version, the replica's own
+        # A tensor or generator, its version, the replica's own; in this step, and in the one before
+        self._kept: dict[int, tuple[Any, int, Any]] = {}
+        self._kept_before: dict[int, tuple[Any, int, Any]] = {}
         self._rebinding: set[int] = set()
-        self._made: dict[int, tuple[Any, Any]] = {}  # an object a step has made, and the one it made of its shard
+        # An object a step has made, and the one it made of the replica's shard
+        self._made: dict[int, tuple[Any, Any]] = {}
+        self._made_before: dict[int, tuple[Any, Any]] = {}
+        # When this step began, by id: objects that both had, and what was in those that a step had made
+        self._shared: dict[int, Any] = {}
+        self._then: dict[int, dict[str, tuple[Any, int]]] = {}
+        self._catches_up = False
 
     def find(self, value: Any, copied: Any, visited: dict[int, bool]) -> bool:
         """Whether there are layers in a value; objects in which there are get a twin, the copy in the replica.
@@ -138,7 +147,9 @@ class Twins:
 
         Layers among them, an average of the weights say, are not registered with the module: nobody else does.
         """
-        self.copied, self.ends = {}, {}
+        self.copied, self.ends, self._shared, self._then = {}, {}, {}, {}
+        self._kept, self._kept_before = {}, self._kept
+        self._made, self._made_before = {}, self._made
         self.elsewhere.begin_step()
         for value, copied in self._objects:
             if isinstance(value, nn.Parameter):
@@ -157,12 +168,16 @@ class Twins:
             return value
         if id(value) in self.of:
             return self.of[id(value)]
-        if id(value) in self._made:
-            return self._made[id(value)][1]
+        if (made := self._made.get(id(value)) or self._made_before.get(id(value))) is not None:
+            self._made[id(value)] = made
+            if not self._catches_up:
+                self._then[id(value)] = {name: (part, version_of(part)) for name, part in contents_of(value)}
+            return made[1]
         if isinstance(value, CONTAINERS):
             return self._copy(value)
         if isinstance(value, (Tensor, torch.Generator)):
-            known, version, own = self._kept.get(id(value), (None, 0, None))
+            nothing = None, 0, None
+            known, version, own = self._kept.get(id(value)) or self._kept_before.get(id(value), nothing)
             if isinstance(value, torch.Generator):
                 own = self._stream(value, own)
             elif known is not value or version != version_of(value):
@@ -188,6 +203,9 @@ class Twins:
             return partial(function, *args, **keywords)
         if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             return self._rebound(value)
+        if self._catches_up and id(value) not in self._shared:
+            return self._copied_object(value)
+        self._shared[id(value)] = value
         return self.elsewhere.brought(value)
 
     def keep(self, places: Iterable[tuple[Any, Any]]) -> None:
@@ -224,6 +242,37 @@ class Twins:
                 and not isinstance(value, (*PLAIN, *CONTAINERS, tuple, *REBUILT))
             ):
                 self._made[id(value)] = value, own
+
+    def catch_up(self, values: Iterable[Any]) -> None:
+        """Copy objects and arrays which the original has made or changed in a step that the replica had no part in.
+
+        New ones would be shared like those of hooks, and the next step change them in two threads.
+        """
+        self.copied, self._catches_up = {}, True
+        try:
+            for value in [*values, *(part for known, _ in self._objects for _, part in contents_of(known))]:
+                self.own(value)
+            for key, then in self._then.items():
+                value, own = self._made.get(key, (None, None))
+                for name, part in contents_of(value):
+                    if name not in then or then[name][0] is not part or then[name][1] != version_of(part):
+                        set_attribute(own, name, self.own(part))
+        finally:
+            self._catches_up = False
+
+    def _copied_object(self, value: Any) -> Any:
+        is_array = isinstance(value, np.ndarray)
+        if isinstance(value, (*NEVER_COPIED, nn.Module)) or not (is_array or is_object(value)):
+            return value
+        try:
+            own = copy.copy(value)
+        except Exception:  # what cannot be copied is shared
+            return value
+        if own is not value:
+            self._made[id(value)] = value, own
+            for name, part in contents_of(value):
+                set_attribute(own, name, self.own(part))
+        return own
 
     def _copy(self, value: Any) -> Any:
         if id(value) in self.copied:  # under two names

@@ -37,7 +37,7 @@ UNLIKE_GPUS = {
     "test_a_fit_gives_the_cores_back": "replicas do not share the CPU's cores",
     "test_weights_without_an_optimizer": "nobody moves tensors in a list",
     "test_shared_storage": "devices share no storage",
-    "test_a_sparse_tensor_that_validation_sets": "no sparse tensors on them",
+    "test_odd_tensors_that_validation_sets": "none on them",
 }
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")

@@ -123,5 +123,5 @@ def test_tensors_in_lists_come_to_the_replicas_device() -> None:
         replica: Any = replicas.modules[1]
         tensors = [replica.anchors[0], replica.pair[0], replica.by_name["boxes"][0]]
         assert [tensor.device.type for tensor in tensors] == ["meta"] * 3
-        replicas.collect()
+        replicas.collect([0, 1])
     assert module.anchors[0].device == CPU  # type: ignore[index]
