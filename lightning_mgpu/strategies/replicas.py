@@ -5,7 +5,7 @@ numbers, lists to append to, `requires_grad`) is given to it before every step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,14 +20,8 @@ from lightning_mgpu.strategies.attributes import Attributes
 from lightning_mgpu.strategies.embeddings import KINDS
 from lightning_mgpu.strategies.get_params import get_params
 from lightning_mgpu.strategies.twins import Twins
-from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in, version_of
-
-Version = tuple[Tensor | None, Any]  # a tensor, and how often it was changed in place, or else what was in it
-NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's
-COMPARED = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
+from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in
+from lightning_mgpu.strategies.versions import NEVER, Version, is_same_version, is_uncounted, versioned, versions_in
 
 
 class Replicas:
@@ -146,7 +140,7 @@ class Replicas:
                         parts = [stat.to(stats[0].device) * share for stat, share in zip(stats, shares)]  # type: ignore[union-attr]
                         stats[0].copy_(sum(parts) / sum(shares))
                     self._copy_buffer(layers, name)
-                    self._seen[id(layers[0])][name] = _version(stats[0])
+                    self._seen[id(layers[0])][name] = versioned(stats[0])
         self._num_samples = [0] * len(self.devices)
 
     def mark_step(
@@ -166,9 +160,9 @@ class Replicas:
             self._combine_instance_norms(sizes)
         idle = [i for i in range(len(self.devices)) if sizes and i not in sizes]
         for owners, is_norm in self._owners:
-            seen, now = self._seen[id(owners[0])], _versions(owners[0], are_watched)
+            seen, now = self._seen[id(owners[0])], versions_in(owners[0], are_watched)
             for name, (tensor, _) in now.items() if idle else ():
-                is_same = not _is_uncounted(tensor) and _is_same(now[name], seen.get(name, NEVER))
+                is_same = not is_uncounted(tensor) and is_same_version(now[name], seen.get(name, NEVER))
                 if name not in owners[0]._buffers and not is_same:
                     self._give_tensor(owners, name, idle)
             if sizes and not (is_training and is_norm):  # its buffers are given to the replicas
@@ -192,9 +186,9 @@ class Replicas:
         """
         with torch.no_grad():
             for owners, _ in self._owners:
-                seen, now = self._seen[id(owners[0])], _versions(owners[0])
+                seen, now = self._seen[id(owners[0])], versions_in(owners[0])
                 for name, version in now.items():
-                    if _is_same(version, seen.get(name, NEVER)) and not (uncounted and _is_uncounted(version[0])):
+                    if is_same_version(version, seen.get(name, NEVER)) and not (uncounted and is_uncounted(version[0])):
                         continue
                     if name in owners[0]._buffers:
                         self._copy_buffer(owners, name)
@@ -208,7 +202,7 @@ class Replicas:
             vars(owners[i])[name] = copy_to(tensor, self.attributes[i - 1].twins.elsewhere.place(tensor))
 
     def _is_set(self, owner: nn.Module, name: str) -> bool:
-        return not _is_same(_version(owner._buffers[name]), self._seen[id(owner)].get(name, NEVER))
+        return not is_same_version(versioned(owner._buffers[name]), self._seen[id(owner)].get(name, NEVER))
 
     def _copy_buffer(self, owners: Sequence[nn.Module], name: str) -> None:
         original = owners[0]._buffers[name]  # looked up, as `self.steps = self.steps + 1` makes a new one
@@ -271,49 +265,3 @@ def _structure(module: nn.Module, is_users: bool) -> list[Any]:
     parameters = [(name, id(part), getattr(part, "shape", None)) for name, part in module._parameters.items()]
     layers = [(name, id(part)) for name, part in module._modules.items()]
     return [*(() if is_users else module._buffers.keys()), *parameters, *layers]
-
-
-def _versions(module: nn.Module, are_watched: bool = False) -> dict[str, Version]:
-    """Buffers, and tensors without a graph among a module's plain attributes: class weights, a temperature.
-
-    If they are watched, the contents of those that count no changes.
-    """
-    attributes = [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and v.is_leaf]
-    # `_buffers` of TorchScript's is no dict
-    return {
-        name: (tensor, _Contents(tensor)) if are_watched and _is_uncounted(tensor) else _version(tensor)
-        for name, tensor in (*module._buffers.items(), *attributes)
-        if type(tensor) is not nn.Parameter
-    }
-
-
-def _version(tensor: Tensor | None) -> Version:
-    return tensor, version_of(tensor)
-
-
-def _is_uncounted(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    return tensor is not None and tensor.is_inference()
-
-
-def _is_same(now: Version, then: Version) -> bool:
-    if now[0] is not then[0]:
-        return False
-    return then[1].are_in(now[0]) if isinstance(then[1], _Contents) else now[1] == then[1]
-
-
-class _Contents:
-    """What was in a tensor made in inference mode, whose changes in place torch does not count."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        # else it is taken for unchanged: torch may not even know how to compare
-        self.is_known = type(tensor) is Tensor and not tensor.is_nested and tensor.dtype in COMPARED
-        self.is_known &= tensor.layout is torch.strided
-        self.tensor = tensor.clone() if self.is_known else tensor
-
-    def are_in(self, tensor: Tensor | None) -> bool:
-        assert tensor is not None
-        if not self.is_known:
-            return True
-        if tensor.shape != self.tensor.shape:
-            return False
-        return bool(((tensor == self.tensor) | ((tensor != tensor) & (self.tensor != self.tensor))).all())
