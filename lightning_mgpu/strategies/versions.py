@@ -56,6 +56,4 @@ class _Contents:
         assert tensor is not None
         if not self.is_known:
             return True
-        if tensor.shape != self.tensor.shape:
-            return False
-        return bool(((tensor == self.tensor) | ((tensor != tensor) & (self.tensor != self.tensor))).all())
+        return tensor.shape == self.tensor.shape and torch.allclose(tensor, self.tensor, rtol=0, atol=0, equal_nan=True)

@@ -167,6 +167,22 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
 
 
 @pytest.fixture
+def assert_same_when_validated(trainer_on: Callable[..., Trainer]) -> Callable[..., None]:
+    """A logged value is one device's on two and three."""
+
+    def check(make: Make, name: str, loaders: list[DataLoader]) -> None:
+        values = []
+        for k in (1, 2, 3):
+            torch.manual_seed(1)
+            trainer = trainer_on(k)
+            trainer.validate(make(), loaders, verbose=False)
+            values.append(float(trainer.callback_metrics[name]))
+        assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-10)
+
+    return check
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Replicas are threads themselves."""
     before = torch.get_num_threads()

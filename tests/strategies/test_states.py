@@ -2,16 +2,14 @@
 
 import contextlib
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +29,6 @@ KINDS = {
     "object in a list": lambda h: [State(h)],
     "array": lambda h: h.cpu().numpy(),
 }
-
-
-def batches_of(make_loader: Any, sizes: tuple[int, ...]) -> DataLoader:
-    batches = [batch for size in sizes for batch in make_loader(batch_size=size, num_samples=size)]
-    return DataLoader(batches, batch_size=None)
 
 
 def tensor_in(state: Any) -> torch.Tensor:
@@ -241,22 +234,6 @@ def test_an_average_that_swaps_weights_in_steps(Regression, assert_parity, hook,
     torch.testing.assert_close(losses, losses[:1] * 3, rtol=1e-10, atol=0)
 
 
-@pytest.fixture
-def assert_same_when_validated(trainer_on):
-    """A logged value is one device's on two and three."""
-
-    def check(make, name, loaders):
-        values = []
-        for k in (1, 2, 3):
-            torch.manual_seed(1)
-            trainer = trainer_on(k)
-            trainer.validate(make(), loaders, verbose=False)
-            values.append(float(trainer.callback_metrics[name]))
-        assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-10)
-
-    return check
-
-
 @pytest.mark.parametrize("kind", ["tensor", "list", "object"])
 def test_states_kept_in_validation(Regression, assert_same_when_validated, make_loader, kind):
     """Every replica goes on with that of its own samples, in an epoch of validation, too."""
@@ -272,24 +249,6 @@ def test_states_kept_in_validation(Regression, assert_same_when_validated, make_
             self.log("error", F.mse_loss(Z, y))
 
     assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
-
-
-def test_a_buffer_that_validation_sets(Regression, trainer_on, make_loader):
-    """The first replica's counts."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-
-        def validation_step(self, batch, batch_idx):
-            self.log("before", self.seen)
-            self.seen = batch[0].sum()
-
-    trainer = trainer_on(2)
-    trainer.validate(Module(), make_loader(batch_size=12, num_samples=24), verbose=False)
-    X = next(iter(make_loader(batch_size=12)))[0]
-    assert float(trainer.callback_metrics["before"]) == pytest.approx(float(X[:6].sum()) / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -309,171 +268,3 @@ def test_a_state_of_a_batch_without_samples_for_all(Regression, assert_parity, m
             return F.mse_loss(Z + (h.to(X.device) if kind == "array" else h), y)
 
     assert_parity(Module, loader=make_loader(batch_size=12, num_samples=25), max_epochs=3)
-
-
-def test_an_object_changed_by_a_batch_without_samples_for_all(Regression, assert_parity, make_loader):
-    """Made by the first step, written in every one."""
-
-    class Module(Regression):
-        state = None
-
-        def training_step(self, batch, batch_idx):
-            X, y = batch
-            Z = self.net(X)
-            if self.state is None:
-                self.state = State(torch.zeros(1, 3, dtype=torch.float64, device=X.device))
-            h = self.state.h if len(self.state.h) in (1, len(X)) else self.state.h[:1] * 0
-            self.state.h = Z.detach()
-            return F.mse_loss(Z + h, y)
-
-    assert_parity(Module, loader=make_loader(batch_size=12, num_samples=25), max_epochs=3)
-
-
-@dataclass
-class Head:
-    net: nn.Module
-    h: Any = None
-
-
-def test_an_object_made_by_a_batch_without_samples_for_all(Regression, assert_parity, make_loader):
-    """Every replica goes on with one of its own, and the layers in it are its own."""
-    agree = []
-
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            X, y = batch
-            if batch_idx == 0 or len(X) == 1:
-                self.head, self.steps = Head(self.net), np.zeros(1)
-            self.steps += 1
-            self.head.h = self.head.net(X)
-            agree.append(self.head.net is self.net)
-            return F.mse_loss(self.head.h * self.steps[0], y)
-
-        def on_train_epoch_end(self):
-            self.head.h = None
-
-    assert_parity(Module, loader=batches_of(make_loader, (12, 1, 12, 12)))
-    assert all(agree)
-
-
-@pytest.mark.parametrize("sizes", [(12, 1), (12, 1, 12), (1, 12, 12), (12, 1, 1, 12)], ids=str)
-def test_what_is_collected_around_a_batch_without_samples_for_all(Regression, trainer_on, make_loader, sizes):
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 0:
-                self.begun, self.names, self.counts = [], set(), Counter()
-            if len(batch[0]) == 1:
-                self.names.clear(), self.counts.clear()
-            self.begun += batch[0][:, 0].tolist()
-            self.names.add(batch_idx)
-            self.counts[batch_idx] += len(batch[0])
-            return self.loss(batch)
-
-        def on_train_epoch_end(self):
-            self.end = self.begun, self.names, dict(self.counts)
-
-    ends = []
-    for k in (1, 2, 3):
-        module = Module()
-        trainer_on(k, max_epochs=1, limit_val_batches=0).fit(module, batches_of(make_loader, sizes))
-        ends.append(module.end)
-    assert ends[1:] == ends[:1] * 2
-
-
-def test_what_is_kept_for_a_replica_without_samples_does_not_pile_up(Regression, trainer_on, make_loader):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.seen = {}
-
-        def predict_step(self, batch, batch_idx):
-            self.seen["last"], self.seen["object"] = batch[0] + 1, State(batch[0] + 2)
-            twins = self.trainer.strategy._replicas.attributes[0].twins
-            held = twins._kept, twins._kept_before, twins._made, twins._made_before, twins._shared, twins._then
-            kept.append(sum(map(len, held)))
-
-    kept: list[int] = []
-    trainer_on(2).predict(Module(), make_loader(batch_size=1))
-    assert kept[5] == kept[-1]
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_support_set_of_one_sample(Regression, assert_same_when_validated, make_loader, is_there):
-    """In validation, from a loader of its own."""
-
-    class Module(Regression):
-        def on_validation_start(self):
-            self.prototype = torch.zeros(1, 3, dtype=torch.float64, device=self.device) if is_there else None
-
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            X, _ = batch
-            Z = self.net(X)
-            if dataloader_idx == 0:
-                self.prototype = Z
-            else:
-                self.log("distance", (Z - self.prototype).square().mean(), add_dataloader_idx=False)
-
-    loaders = [make_loader(batch_size=1, num_samples=1), make_loader(batch_size=12, num_samples=24)]
-    assert_same_when_validated(Module, "distance", loaders)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_hook_edits_a_state_of_validation_in_place(Regression, assert_same_when_validated, make_loader, every):
-    """Tensors made in inference mode count no changes."""
-
-    class Module(Regression):
-        def on_validation_epoch_start(self):
-            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
-
-        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
-            if batch_idx % every == 0:
-                self.state.zero_()
-
-        def validation_step(self, batch, batch_idx):
-            X, y = batch
-            Z = self.net(X) + 0.5 * self.state
-            self.state = Z
-            self.log("error", F.mse_loss(Z, y))
-
-    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
-
-
-def test_nan_in_a_state_of_validation_is_no_edit(Regression, assert_same_when_validated, make_loader):
-    """Every replica keeps its own."""
-
-    class Module(Regression):
-        def on_validation_epoch_start(self):
-            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
-
-        def validation_step(self, batch, batch_idx):
-            X, y = batch
-            Z = self.net(X) + 0.5 * self.state.nan_to_num()
-            self.state = torch.where(y > 0, Z, torch.nan)
-            self.log("error", F.mse_loss(Z, y))
-
-    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
-
-
-ODD = {
-    "sparse": lambda h: h.to_sparse(),
-    "nested": lambda h: torch.nested.nested_tensor([h, h]),
-    "quantized": lambda h: torch.quantize_per_channel(h.float(), torch.ones(3), torch.zeros(3), 0, torch.quint8),
-}
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_odd_tensors_that_validation_sets(Regression, assert_same_when_validated, make_loader, kind):
-    """Kept, though nobody can compare them."""
-
-    class Module(Regression):
-        state = None
-
-        def on_validation_batch_start(self, batch, batch_idx):
-            pass
-
-        def validation_step(self, batch, batch_idx):
-            X, y = batch
-            self.state = ODD[kind](torch.eye(3, dtype=torch.float64))
-            self.log("error", F.mse_loss(self.net(X), y))
-
-    assert_same_when_validated(Module, "error", [make_loader(batch_size=12, num_samples=48)])
