@@ -274,9 +274,10 @@ def test_mistake_ends_in_one_line(
 
 
 @pytest.mark.slow
-def test_all_of_it_under_ddp(command: Any, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["--model.optimizer.fused=true", "--fast.compile_optimizer=true"])
+def test_all_of_it_under_ddp(update: str, command: Any, root: Path, tmp_path: Path) -> None:
     fast = ("--fast.memory_format=channels_last", "--fast.compile=default", "--data.device_resident=true")
-    other = ("--model.optimizer.fused=true", "--trainer.precision=bf16-mixed", "--data.augment=true", "--malloc=keep")
+    other = (update, "--trainer.precision=bf16-mixed", "--data.augment=true", "--malloc=keep")
     limits = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
     run = ("--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_epochs=1")
     images = ("--data.source=synthetic", "--data.batch_size=8", "--run_dir=run")
@@ -289,7 +290,8 @@ def test_all_of_it_under_ddp(command: Any, root: Path, tmp_path: Path) -> None:
 def test_recipes_train(main: Callable[..., int], root: Path, tmp_path: Path) -> None:
     small = ("--no-wandb", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--data.batch_size=4")
     limits = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
-    for recipe, flags in (("lenet_fast", ()), ("resnet18_2dev", ()), ("resnet18_fast", ("--fast.compile=null",))):
+    not_compiled = ("--fast.compile=null", "--fast.compile_optimizer=false")
+    for recipe, flags in (("lenet_fast", ()), ("resnet18_2dev", ()), ("resnet18_fast", not_compiled)):
         args = (f"--config=experiment/{recipe}.yaml", f"--data.root={root}", f"--run_dir={recipe}")
         assert main("fit", *args, *small, *limits, *flags) == 0
         assert (tmp_path / recipe / "checkpoints" / "last.ckpt").exists()

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mgpu.compiled_step import compile_step, is_compiled
 from lightning_mgpu.strategies.device_module import current_device
 from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
 from lightning_mgpu.strategies.optimizer_copies import Settings, copy_optimizer, follow, settings_of
@@ -129,14 +130,18 @@ class ReplicaOptimizers:
     def _copy(self, n: int, mapping: dict[int, nn.Parameter]) -> Optimizer:
         originals = [original for original, *_ in self.replicas.parameters]
         try:
-            return copy_optimizer(self.originals[n], originals, list(mapping.values()))
+            copied = copy_optimizer(self.originals[n], originals, list(mapping.values()))
         except Exception as error:
             self._give_up(n, error)
-            return copy_optimizer(self.originals[n], originals, list(mapping.values()), share=True)
+            copied = copy_optimizer(self.originals[n], originals, list(mapping.values()), share=True)
+        if is_compiled(self.originals[n]):
+            compile_step(copied)
+        return copied
 
     def _copy_again(self, n: int) -> None:
         for copies, mapping in zip(self.copies, self._mappings):
-            vars(copies[n]).update(vars(self._copy(n, mapping)))
+            own = vars(self._copy(n, mapping))
+            vars(copies[n]).update({name: own[name] for name in own if name != "step"})
 
     def _give_up(self, n: int, error: Exception) -> None:
         self.repeats[n] = False

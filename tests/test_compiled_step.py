@@ -1,0 +1,241 @@
+"""An optimizer's update compiled: the same weights, whatever a scheduler does, and nobody notices but the clock."""
+
+import copy
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from timm.optim import Muon
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from lightning_mgpu import compiled_step
+from lightning_mgpu.callbacks import FastModel
+from lightning_mgpu.compiled_step import MOST_SETTINGS, compile_step, is_compiled
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.models import LeNet
+
+OPTIMIZERS = {
+    "SGD": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": Adam,
+    "Adam(foreach=False)": partial(Adam, foreach=False),
+    "AdamW(amsgrad=True)": partial(AdamW, amsgrad=True),
+    "Muon": partial(Muon, ns_steps=3, nesterov=True),
+}
+DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Counts the graphs that are compiled; for speed they are not made into kernels."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiled_step.torch, "compile", partial(torch.compile, backend=counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+
+def steps(net: nn.Module, optimizer: Optimizer, scheduler: Any, count: int, seed: int = 0) -> list[Any]:
+    """`count` steps, each of its own batch and learning rate; what `optimizer.step` returned."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(count):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.randn(4, 6, generator=generator)).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure))
+        scheduler.step()
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_update_is_the_update(name: str, compiler: CompileCounterWithBackend) -> None:
+    plain = make_net()
+    fast = copy.deepcopy(plain)
+    rates = []
+    for net in (plain, fast):
+        optimizer = OPTIMIZERS[name](net.parameters(), lr=0.1)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if net is fast:
+            compile_step(optimizer)
+        losses = steps(net, optimizer, scheduler, 12)
+        assert all(isinstance(loss, Tensor) and loss.requires_grad for loss in losses)
+        assert type(optimizer.param_groups[0]["lr"]) is float  # for schedulers, loggers and checkpoints
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] == pytest.approx(0.1 / 13)
+    for a, b in zip(plain.parameters(), fast.parameters()):
+        # Muon multiplies in bfloat16
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-2 if name == "Muon" else 1e-5)
+    assert 1 <= compiler.frame_count <= 6  # not one for each of twelve rates
+
+
+def test_kernels_are_the_update() -> None:
+    plain = make_net()
+    fast = copy.deepcopy(plain)
+    for net in (plain, fast):
+        optimizer = Adam(net.parameters(), lr=0.1)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if net is fast:
+            compile_step(optimizer)
+        steps(net, optimizer, scheduler, 4)
+    for a, b in zip(plain.parameters(), fast.parameters()):
+        torch.testing.assert_close(b, a)
+    torch._dynamo.reset()
+
+
+def test_hooks_and_schedulers_are_told(compiler: CompileCounterWithBackend) -> None:
+    net, calls = make_net(), []
+    optimizer = SGD(net.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    compile_step(optimizer)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns of steps that it did not see
+        steps(net, optimizer, scheduler, 2)
+        steps(net, optimizer, LambdaLR(optimizer, lambda step: 1.0), 2)  # one made afterwards
+    assert calls == ["before", "after"] * 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_go_on_elsewhere(name: str, compiler: CompileCounterWithBackend) -> None:
+    """In a checkpoint is what the optimizer keeps without the compiler: either goes on with the other's."""
+    nets = [make_net() for _ in range(3)]
+    for i, net in enumerate(nets):
+        optimizer = OPTIMIZERS[name](net.parameters(), lr=0.1)
+        if i != 1:
+            compile_step(optimizer)
+        steps(net, optimizer, LambdaLR(optimizer, lambda step: 1.0), 3)
+        other = OPTIMIZERS[name](net.parameters(), lr=0.3)
+        if i != 0:
+            compile_step(other)  # before the state is there, as a run that is resumed does
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps(net, other, LambdaLR(other, lambda step: 1.0), 3, seed=1)
+        assert other.param_groups[0]["lr"] == 0.1
+    for parameters in zip(*(net.parameters() for net in nets)):
+        for parameter in parameters[1:]:
+            torch.testing.assert_close(parameter, parameters[0], rtol=1e-4, atol=1e-2 if name == "Muon" else 1e-5)
+
+
+def test_double_precision_has_a_rate_in_double_precision(compiler: CompileCounterWithBackend) -> None:
+    net = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.fill_(0.0)
+    net.weight.grad = torch.ones_like(net.weight)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    compile_step(optimizer)
+    optimizer.step()
+    assert net.weight.item() == -0.1
+
+
+def test_an_update_may_set_its_own_rate(compiler: CompileCounterWithBackend) -> None:
+    class Halving(SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"] = group["lr"] / 2
+
+    optimizer = Halving(make_net().parameters(), lr=1.0)
+    compile_step(optimizer)
+    optimizer.step()
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+
+
+@pytest.mark.parametrize("strategy", DEVICES)
+def test_it_trains_the_same_under_every_strategy(
+    strategy: str, make_trainer: Callable, root: Path, compiler: CompileCounterWithBackend
+) -> None:
+    class Copies(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            own = getattr(trainer.strategy, "_own", None)
+            found.extend(is_compiled(optimizer) for optimizer in trainer.optimizers)
+            found.extend(is_compiled(copies[0]) and own.repeats[0] for copies in (own.copies if own else ()))
+
+    def train(fast: bool, **options: Any) -> LeNet:
+        torch.manual_seed(0)
+        model = LeNet(partial(SGD, lr=0.1, momentum=0.9), partial(OneCycleLR, max_lr=0.1, cycle_momentum=False))
+        images = FashionMNIST(root=str(root), batch_size=64, val_size=101)
+        trainer = make_trainer(
+            max_steps=8, callbacks=[FastModel(compile_optimizer=fast), *([Copies()] * fast)], **options
+        )
+        trainer.fit(model, images)
+        return model
+
+    found: list[bool] = []
+    fast = train(True, strategy=strategy, devices=DEVICES[strategy])
+    assert found == [True] * (2 if strategy == "manual_allreduce" else 1)  # every replica makes the compiled update
+    for a, b in zip(train(False).parameters(), fast.parameters()):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    assert compiler.frame_count >= 1
+
+
+def test_settings_that_keep_changing_are_refused(compiler: CompileCounterWithBackend) -> None:
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=20)  # cycles momentum, too
+    compile_step(optimizer)
+    with pytest.raises(UsageError, match="every value of momentum, which keeps changing"):
+        steps(net, optimizer, scheduler, MOST_SETTINGS + 1)
+
+
+def test_settings_may_change_now_and_then(compiler: CompileCounterWithBackend) -> None:
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    compile_step(optimizer)
+    for decay in (0.0, 0.1, 0.0, 0.1, 0.0, 0.1):
+        optimizer.param_groups[0]["weight_decay"] = decay
+        steps(net, optimizer, scheduler, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (partial(Adam, fused=True), "Adam with fused=true is one kernel already"),
+        (partial(Adam, foreach=True), "leave foreach=true out"),
+        (LBFGS, "LBFGS evaluates the loss"),
+    ],
+)
+def test_nothing_to_compile_is_refused(optimizer: Callable, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        compile_step(optimizer(make_net().parameters()))
+
+
+def test_what_the_compiler_cannot_take_ends_in_one_line() -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("no such instruction\nand many lines more")
+
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_step.torch, "compile", partial(torch.compile, backend=broken))
+        compile_step(optimizer)
+    with pytest.raises(UsageError, match=r"torch\.compile fails for SGD .*no such instruction.*leave the option out"):
+        steps(net, optimizer, LambdaLR(optimizer, lambda step: 1.0), 1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_it_needs_a_compiler(make_trainer: Callable, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    trainer = make_trainer(callbacks=[FastModel(compile_optimizer=True)])
+    with pytest.raises(UsageError, match=r"compile_optimizer=true needs a C\+\+ compiler"):
+        trainer.fit(LeNet(), FashionMNIST(root=str(root), batch_size=64, val_size=101))
