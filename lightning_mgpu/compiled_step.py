@@ -1,4 +1,4 @@
-"""An optimizer's update compiled: some dozen kernels instead of an operation for every tensor and every formula.
+"""An optimizer's update compiled: fewer kernels than an operation for every tensor and every formula.
 
     python -m lightning_mgpu fit --fast.compile_optimizer=true
 
@@ -12,61 +12,96 @@ from types import MethodType
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch._dynamo import config as dynamo
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.errors import UsageError
 
 OPTION = "--fast.compile_optimizer=true"
-MOST_SETTINGS = 4  # that are compiled: a weight decay that changes once or twice, say
+MOST_COMPILATIONS = 5  # a setting may change now and then, and layers may be unfrozen
+HOOKED = Optimizer.profile_hook_step(
+    lambda: None
+).__code__  # torch's wrapper of a class's `step`, which calls the hooks
 
 
-def compile_step(optimizer: Optimizer) -> None:
+class CompiledStep:
+    """How an optimizer and its copies are stepped: both compiled, or neither, or they would be rounded differently.
+
+    Attributes:
+        is_on: Whether the last step was compiled. The first with a closure is not: it finds out what the optimizer does
+            with it.
+        is_new: Whether something was compiled in it.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = self.is_new = self.is_probed = False
+        self.num_compilations = 0
+
+    def choose(self, has_closure: bool) -> None:
+        self.is_on = (self.is_probed or not has_closure) and self.num_compilations < MOST_COMPILATIONS
+        self.is_probed = self.is_probed or has_closure
+
+    def count(self, name: str, is_new: bool) -> None:
+        self.is_new = is_new
+        self.num_compilations += is_new
+        if is_new and self.num_compilations == MOST_COMPILATIONS:
+            rank_zero_warn(
+                f"{OPTION}: {name} was compiled {MOST_COMPILATIONS} times, for something in its settings or states "
+                "keeps changing (OneCycleLR's momentum, without cycle_momentum: false?), as TORCH_LOGS=recompiles "
+                "tells. It goes on without being compiled."
+            )
+
+
+def compile_step(optimizer: Optimizer, like: Optimizer | None = None) -> None:
     """Compile what an optimizer does in `step`, in place. Its hooks, its closure and its schedulers are not compiled.
 
     The update gets the learning rate as a tensor, for numbers are compiled in; everybody else keeps seeing a number.
 
     Args:
-        optimizer: Any of torch's, timm's or one's own. Compiled in its first step, and once more with the state it has
-            by then.
+        optimizer: Any of torch's, timm's or one's own that has its gradients before it does anything.
+        like: The compiled one it is a copy of, which is stepped first.
 
     Raises:
-        UsageError: If there is nothing to compile; from `step`, if settings other than the rate keep changing, or the
-            compiler fails.
+        UsageError: If there is nothing to compile; from `step`, if it does more with its closure than call it first, or
+            the compiler fails.
     """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise UsageError(f"{OPTION}: {name} evaluates the loss several times within an update: leave the option out")
-    if any(group.get("fused") for group in optimizer.param_groups):
-        raise UsageError(f"{OPTION}: {name} with fused=true is one kernel already: leave one of the two out")
-    if any(group.get("foreach") and not group.get("capturable") for group in optimizer.param_groups):
-        raise UsageError(f"{OPTION} joins the tensors of {name} by itself: leave foreach=true out")
     if is_compiled(optimizer):
         return
-    update = _without_hooks(type(optimizer).step)
-    compiled = torch.compile(lambda optimizer: update(optimizer))
-    dynamo.recompile_limit += 2 * MOST_SETTINGS  # the function above is one for all optimizers
-    seen: list[list[dict[str, Any]]] = []
+    name = type(optimizer).__name__
+    _check(optimizer, name)
+    plan = (plan_of(like) if like is not None else None) or CompiledStep()
+    update = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
 
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        update(optimizer, *args, **kwargs)
+
+    compiled = torch.compile(call)
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if like is None:
+            plan.choose(closure is not None)
+        if not plan.is_on:
+            plan.is_new = False
+            given = () if closure is None else (_called_first(closure, optimizer, name),)
+            return update(optimizer, *given, **kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        if (settings := _settings(optimizer)) not in seen:
-            seen.append(settings)
-        if len(seen) > MOST_SETTINGS:
-            changed = {key for old, new in zip(seen[-2], settings) for key in new if new[key] != old.get(key)}
-            raise UsageError(
-                f"{OPTION} compiles {name} anew for every value of {', '.join(sorted(changed))}, which keeps changing: "
-                "leave the option out, or the change (cycle_momentum: false, say)"
-            )
+        given = () if closure is None else (_called_once(loss, name),)
+        before = counters["stats"]["unique_graphs"]
+        _move_counters(optimizer)
         try:
-            with _rates_as_tensors(optimizer):
-                compiled(optimizer)
+            # the function above is one for all optimizers, and the plan is what limits how often it is compiled
+            with _rates_as_tensors(optimizer), dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+                compiled(optimizer, *given, **kwargs)
         except TorchDynamoException as error:
             reason = " ".join(str(error).split("\n")[:2])  # by whom, and what
             raise UsageError(f"{OPTION}: torch.compile fails for {name} ({reason}): leave the option out") from error
+        if like is None:
+            plan.count(name, counters["stats"]["unique_graphs"] > before)
         return loss
 
     step_with_hooks = Optimizer.profile_hook_step(step)
@@ -76,25 +111,73 @@ def compile_step(optimizer: Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's own would tell it
         return step_with_hooks(optimizer, *args, **kwargs)
 
-    hooked_step.is_compiled = True  # type: ignore[attr-defined]
+    hooked_step.plan = plan  # type: ignore[attr-defined]
     optimizer.step = MethodType(hooked_step, optimizer)  # type: ignore[method-assign]
 
 
+def plan_of(optimizer: Optimizer) -> CompiledStep | None:
+    plan = getattr(optimizer.step, "plan", None)
+    return plan if isinstance(plan, CompiledStep) else None  # a mocked step has every attribute
+
+
 def is_compiled(optimizer: Optimizer) -> bool:
-    return getattr(optimizer.step, "is_compiled", False) is True  # a mocked step has every attribute
+    return plan_of(optimizer) is not None
 
 
-def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's `step` as it was written: torch puts the hooks, and a mark for the profiler, around it."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+def _check(optimizer: Optimizer, name: str) -> None:
+    leave = "leave the option out"
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"{OPTION}: {name} is no torch.optim.Optimizer: {leave}")
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(f"{OPTION}: {name} evaluates the loss several times in a step: {leave}")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UsageError(f"{OPTION}: {name} with fused=true is one kernel already: leave one of the two out")
+    if any(group.get("foreach") and not group.get("capturable") for group in optimizer.param_groups):
+        raise UsageError(f"{OPTION} joins the tensors of {name} by itself: leave foreach=true out")
+    own = vars(optimizer).get("step")
+    is_replaced = own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step  # not a scheduler's
+    if is_replaced or getattr(type(optimizer).step, "__code__", None) is not HOOKED:
+        raise UsageError(f"{OPTION}: the step of {name} was replaced by another: {leave}")
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What is compiled in: all that is neither a tensor nor the learning rate."""
-    return [
-        {key: value for key, value in group.items() if key not in ("params", "lr") and not isinstance(value, Tensor)}
-        for group in optimizer.param_groups
-    ]
+def _called_first(closure: Callable[[], Any], optimizer: Optimizer, name: str) -> Callable[[], Any]:
+    """A closure that an update has to call before it changes a parameter, and once."""
+    begun, calls = _versions(optimizer), 0
+
+    def watched() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1 or _versions(optimizer) != begun:
+            raise UsageError(f"{OPTION}: {name} evaluates the loss within its update: leave the option out")
+        return closure()
+
+    return watched
+
+
+def _called_once(loss: Any, name: str) -> Callable[[], Any]:
+    """A closure for an update whose gradients are there."""
+    value, calls = loss.detach() if isinstance(loss, Tensor) else loss, 0
+
+    def known() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise UsageError(f"{OPTION}: {name} evaluates the loss within its update: leave the option out")
+        return value
+
+    return known
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _move_counters(optimizer: Optimizer) -> None:
+    """Step counters of updates that were not compiled lie on the CPU; with them there, kernels are made for it, too."""
+    for parameter, state in optimizer.state.items():
+        count = state.get("step") if isinstance(state, dict) else None
+        if isinstance(count, Tensor) and count.is_cpu and not parameter.is_cpu:
+            state["step"] = count.to(parameter.device)
 
 
 @contextmanager
@@ -108,8 +191,10 @@ def _rates_as_tensors(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for group, tensor, rate in zip(groups, tensors, rates):
-            if group["lr"] is tensor:  # else the update has set another
+            if group["lr"] is tensor:
                 group["lr"] = rate
+            elif isinstance(group["lr"], Tensor):  # the update has set another: this waits for the device
+                group["lr"] = group["lr"].item()
 
 
 def _filled(rate: float, parameters: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mgpu.compiled_step import compile_step, is_compiled
+from lightning_mgpu.compiled_step import compile_step, is_compiled, plan_of
 from lightning_mgpu.strategies.device_module import current_device
 from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
 from lightning_mgpu.strategies.optimizer_copies import Settings, copy_optimizer, follow, settings_of
@@ -95,7 +95,8 @@ class ReplicaOptimizers:
             self._copy_again(n)
             self.replicas.broadcast_parameters()
             return
-        is_first = self.repeats[n] is None
+        plan = plan_of(self.originals[n])
+        is_first = self.repeats[n] is None or (plan is not None and plan.is_new)
         with same_generator_states(self.replicas.devices) if is_first else contextlib.nullcontext():
             if n in self._begun:  # else the copies were made since
                 self._follow(n, self._begun[n])
@@ -108,7 +109,7 @@ class ReplicaOptimizers:
                     raise
                 self._give_up(n, error)
         if is_first:
-            self.repeats[n] = self.repeats[n] is None and self.replicas.agree()
+            self.repeats[n] = self.repeats[n] is not False and self.replicas.agree()
             if not self.repeats[n]:
                 self.replicas.broadcast_parameters()
         self.replicas.mark_equal()
@@ -135,7 +136,7 @@ class ReplicaOptimizers:
             self._give_up(n, error)
             copied = copy_optimizer(self.originals[n], originals, list(mapping.values()), share=True)
         if is_compiled(self.originals[n]):
-            compile_step(copied)
+            compile_step(copied, like=self.originals[n])
         return copied
 
     def _copy_again(self, n: int) -> None:
