@@ -23,9 +23,8 @@ from lightning_mgpu.errors import UsageError
 
 OPTION = "--fast.compile_optimizer=true"
 MOST_COMPILATIONS = 5  # a setting may change now and then, and layers may be unfrozen
-HOOKED = Optimizer.profile_hook_step(
-    lambda: None
-).__code__  # torch's wrapper of a class's `step`, which calls the hooks
+HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of torch's wrapper of every class's `step`, which calls the hooks."""
 
 
 class CompiledStep:
