@@ -42,7 +42,6 @@ class CompiledStep:
 
     def choose(self, has_closure: bool) -> None:
         self.is_on = (self.is_probed or not has_closure) and self.num_compilations < MOST_COMPILATIONS
-        self.is_probed = self.is_probed or has_closure
 
     def count(self, name: str, is_new: bool) -> None:
         self.is_new = is_new
@@ -50,8 +49,8 @@ class CompiledStep:
         if is_new and self.num_compilations == MOST_COMPILATIONS:
             rank_zero_warn(
                 f"{OPTION}: {name} was compiled {MOST_COMPILATIONS} times, for something in its settings or states "
-                "keeps changing (OneCycleLR's momentum, without cycle_momentum: false?), as TORCH_LOGS=recompiles "
-                "tells. It goes on without being compiled."
+                "keeps changing: TORCH_LOGS=recompiles says what (a momentum that OneCycleLR cycles, say: "
+                "cycle_momentum: false). It goes on without being compiled."
             )
 
 
@@ -80,25 +79,32 @@ def compile_step(optimizer: Optimizer, like: Optimizer | None = None) -> None:
 
     compiled = torch.compile(call)
 
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         if like is None:
             plan.choose(closure is not None)
         if not plan.is_on:
             plan.is_new = False
-            given = () if closure is None else (_called_first(closure, optimizer, name),)
-            return update(optimizer, *given, **kwargs)
+            if closure is None:
+                return update(optimizer, *((None, *args) if args else ()), **kwargs)
+            watched = closure if plan.is_probed else _called_first(closure, optimizer, name)
+            result = update(optimizer, watched, *args, **kwargs)
+            plan.is_probed = True
+            return result
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        given = () if closure is None else (_called_once(loss, name),)
+        if closure is not None:
+            args = (_called_once(loss, name), *args)
+        elif args:
+            args = (None, *args)
         before = counters["stats"]["unique_graphs"]
         _move_counters(optimizer)
         try:
             # the function above is one for all optimizers, and the plan is what limits how often it is compiled
             with _rates_as_tensors(optimizer), dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-                compiled(optimizer, *given, **kwargs)
+                compiled(optimizer, *args, **kwargs)
         except TorchDynamoException as error:
-            reason = " ".join(str(error).split("\n")[:2])  # by whom, and what
-            raise UsageError(f"{OPTION}: torch.compile fails for {name} ({reason}): leave the option out") from error
+            reason = " ".join(str(error).split("\n")[:2]).strip()  # by whom, and what
+            raise UsageError(f"{OPTION}: {name} fails while it is compiled ({reason}): leave the option out") from error
         if like is None:
             plan.count(name, counters["stats"]["unique_graphs"] > before)
         return loss
@@ -136,17 +142,17 @@ def _check(optimizer: Optimizer, name: str) -> None:
     own = vars(optimizer).get("step")
     is_replaced = own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step  # not a scheduler's
     if is_replaced or getattr(type(optimizer).step, "__code__", None) is not HOOKED:
-        raise UsageError(f"{OPTION}: the step of {name} was replaced by another: {leave}")
+        raise UsageError(f"{OPTION}: the step of {name} was replaced by another, or torch has no hooks in it: {leave}")
 
 
 def _called_first(closure: Callable[[], Any], optimizer: Optimizer, name: str) -> Callable[[], Any]:
     """A closure that an update has to call before it changes a parameter, and once."""
-    begun, calls = _versions(optimizer), 0
+    begun, calls = _seen(optimizer), 0
 
     def watched() -> Any:
         nonlocal calls
         calls += 1
-        if calls > 1 or _versions(optimizer) != begun:
+        if calls > 1 or _seen(optimizer) != begun:
             raise UsageError(f"{OPTION}: {name} evaluates the loss within its update: leave the option out")
         return closure()
 
@@ -167,8 +173,10 @@ def _called_once(loss: Any, name: str) -> Callable[[], Any]:
     return known
 
 
-def _versions(optimizer: Optimizer) -> list[int]:
-    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+def _seen(optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Every parameter's count of changes, and its norm, for changes of `.data` are not counted; NaN is equal to NaN."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter._version, str(parameter.detach().norm().item())) for parameter in parameters]
 
 
 def _move_counters(optimizer: Optimizer) -> None:
@@ -181,24 +189,29 @@ def _move_counters(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _rates_as_tensors(optimizer: Optimizer) -> Iterator[None]:
-    groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), (int, float))]
-    rates = [group["lr"] for group in groups]
-    tensors = [_filled(group["lr"], group["params"]) for group in groups]
-    for group, tensor in zip(groups, tensors):
-        group["lr"] = tensor
+    """Within, rates that are numbers are tensors; afterwards, none of an optimizer's numbers has become one."""
+    groups = optimizer.param_groups
+    numbers = [{key for key, value in group.items() if isinstance(value, (int, float))} for group in groups]
+    given: dict[int, tuple[Tensor, int, float]] = {}
+    for group in groups:
+        if isinstance(rate := group.get("lr"), (int, float)):
+            group["lr"] = tensor = _filled(rate, group["params"])
+            given[id(tensor)] = (tensor, tensor._version, rate)
     try:
         yield
     finally:
-        for group, tensor, rate in zip(groups, tensors, rates):
-            if group["lr"] is tensor:
-                group["lr"] = rate
-            elif isinstance(group["lr"], Tensor):  # the update has set another: this waits for the device
-                group["lr"] = group["lr"].item()
+        for group, keys in zip(optimizer.param_groups, [*numbers, *[set()] * len(optimizer.param_groups)]):
+            for key, value in group.items():
+                if id(value) in given:
+                    tensor, version, rate = given[id(value)]
+                    group[key] = rate if tensor._version == version else tensor.item()  # which waits for the device
+                elif key in keys and isinstance(value, Tensor):
+                    group[key] = value.item()
 
 
 def _filled(rate: float, parameters: list[Tensor]) -> Tensor:
     """A rate on the parameters' device, filled in there: a copy from the host would wait for the device."""
     devices = {parameter.device for parameter in parameters}
-    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     return torch.full((), rate, dtype=torch.float64 if is_double else torch.float32, device=device)
