@@ -80,28 +80,27 @@ def compile_step(optimizer: Optimizer, like: Optimizer | None = None) -> None:
     compiled = torch.compile(call)
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def with_closure(closure: Callable[[], Any] | None) -> tuple[Any, ...]:
+            return () if closure is None and not args else (closure, *args)  # an update may take none at all
+
         if like is None:
             plan.choose(closure is not None)
         if not plan.is_on:
             plan.is_new = False
-            if closure is None:
-                return update(optimizer, *((None, *args) if args else ()), **kwargs)
-            watched = closure if plan.is_probed else _called_first(closure, optimizer, name)
-            result = update(optimizer, watched, *args, **kwargs)
+            if closure is None or plan.is_probed:
+                return update(optimizer, *with_closure(closure), **kwargs)
+            loss = update(optimizer, *with_closure(_called_first(closure, optimizer, name)), **kwargs)
             plan.is_probed = True
-            return result
+            return loss
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        if closure is not None:
-            args = (_called_once(loss, name), *args)
-        elif args:
-            args = (None, *args)
+        known = None if closure is None else _called_once(loss, name)
         before = counters["stats"]["unique_graphs"]
         _move_counters(optimizer)
         try:
             # the function above is one for all optimizers, and the plan is what limits how often it is compiled
             with _rates_as_tensors(optimizer), dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-                compiled(optimizer, *args, **kwargs)
+                compiled(optimizer, *with_closure(known), **kwargs)
         except TorchDynamoException as error:
             reason = " ".join(str(error).split("\n")[:2]).strip()  # by whom, and what
             raise UsageError(f"{OPTION}: {name} fails while it is compiled ({reason}): leave the option out") from error

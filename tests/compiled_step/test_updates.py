@@ -1,10 +1,8 @@
 """An optimizer's update compiled: the same weights, whatever a scheduler does, and nobody notices but the clock."""
 
 import copy
-import functools
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,12 @@ from lightning.pytorch import Callback
 from timm.optim import Muon
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_mgpu import compiled_step
 from lightning_mgpu.callbacks import FastModel
 from lightning_mgpu.compiled_step import MOST_COMPILATIONS, compile_step, is_compiled, plan_of
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 
 OPTIMIZERS = {
@@ -35,40 +31,10 @@ OPTIMIZERS = {
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts the graphs that are compiled; for speed they are not made into kernels."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled_step.torch, "compile", partial(torch.compile, backend=counter))
-    yield counter
-    torch._dynamo.reset()
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-
-
-def steps(net: nn.Module, optimizer: Optimizer, scheduler: Any, count: int, seed: int = 0) -> list[Any]:
-    """`count` steps, each of its own batch and learning rate; what `optimizer.step` returned."""
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(count):
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = net(torch.randn(4, 6, generator=generator)).square().mean()
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure))
-        scheduler.step()
-    return losses
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_compiled_update_is_the_update(name: str, compiler: CompileCounterWithBackend) -> None:
+def test_compiled_update_is_the_update(
+    name: str, compiler: CompileCounterWithBackend, make_net: Callable, steps: Callable
+) -> None:
     plain = make_net()
     fast = copy.deepcopy(plain)
     rates = []
@@ -88,7 +54,7 @@ def test_compiled_update_is_the_update(name: str, compiler: CompileCounterWithBa
     assert 1 <= compiler.frame_count <= 3  # not one for each of twelve rates
 
 
-def test_kernels_are_the_update() -> None:
+def test_kernels_are_the_update(make_net: Callable, steps: Callable) -> None:
     plain = make_net()
     fast = copy.deepcopy(plain)
     for net in (plain, fast):
@@ -102,7 +68,9 @@ def test_kernels_are_the_update() -> None:
     torch._dynamo.reset()
 
 
-def test_hooks_and_schedulers_are_told(compiler: CompileCounterWithBackend) -> None:
+def test_hooks_and_schedulers_are_told(
+    compiler: CompileCounterWithBackend, make_net: Callable, steps: Callable
+) -> None:
     net, calls = make_net(), []
     optimizer = SGD(net.parameters(), lr=0.1)
     scheduler = LambdaLR(optimizer, lambda step: 1.0)
@@ -117,7 +85,9 @@ def test_hooks_and_schedulers_are_told(compiler: CompileCounterWithBackend) -> N
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_go_on_elsewhere(name: str, compiler: CompileCounterWithBackend) -> None:
+def test_states_go_on_elsewhere(
+    name: str, compiler: CompileCounterWithBackend, make_net: Callable, steps: Callable
+) -> None:
     """In a checkpoint is what the optimizer keeps without the compiler: either goes on with the other's."""
     nets = [make_net() for _ in range(3)]
     for i, net in enumerate(nets):
@@ -161,7 +131,9 @@ def halve_and_keep(group: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [halve, halve_in_place, halve_and_keep])
-def test_an_update_may_set_its_own_rate(change: Callable, compiler: CompileCounterWithBackend) -> None:
+def test_an_update_may_set_its_own_rate(
+    change: Callable, compiler: CompileCounterWithBackend, make_net: Callable
+) -> None:
     class Halving(SGD):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)
@@ -229,7 +201,9 @@ def test_replicas_stay_equal_when_it_is_given_up(
     assert on == [False] + [True] * MOST_COMPILATIONS + [False] * (11 - MOST_COMPILATIONS)
 
 
-def test_settings_that_keep_changing_are_not_compiled_for_ever(compiler: CompileCounterWithBackend) -> None:
+def test_settings_that_keep_changing_are_not_compiled_for_ever(
+    compiler: CompileCounterWithBackend, make_net: Callable, steps: Callable
+) -> None:
     plain = make_net()
     fast = copy.deepcopy(plain)
     for net in (plain, fast):
@@ -246,7 +220,9 @@ def test_settings_that_keep_changing_are_not_compiled_for_ever(compiler: Compile
         torch.testing.assert_close(b, a)
 
 
-def test_settings_may_change_now_and_then(compiler: CompileCounterWithBackend) -> None:
+def test_settings_may_change_now_and_then(
+    compiler: CompileCounterWithBackend, make_net: Callable, steps: Callable
+) -> None:
     net = make_net()
     optimizer = SGD(net.parameters(), lr=0.1)
     compile_step(optimizer)
@@ -256,129 +232,3 @@ def test_settings_may_change_now_and_then(compiler: CompileCounterWithBackend) -
             optimizer.param_groups[0]["weight_decay"] = decay
             steps(net, optimizer, LambdaLR(optimizer, lambda step: 1.0), 1)
     assert plan_of(optimizer).is_on
-
-
-class Polyak(SGD):
-    """Its steps are as long as the loss it gets from the closure."""
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(self.param_groups[0]["lr"] * loss * parameter.grad)
-        return loss
-
-
-class Twice(SGD):
-    def step(self, closure: Any) -> Any:
-        super().step(closure)
-        return super().step(closure)
-
-
-class Ahead(SGD):
-    """Moves before it asks for gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(0.9)
-        return super().step(closure)
-
-
-class AheadUnseen(SGD):
-    """The same, uncounted by autograd."""
-
-    def step(self, closure: Any) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.mul_(0.9)
-        return super().step(closure)
-
-
-def test_an_update_may_look_at_the_loss(compiler: CompileCounterWithBackend) -> None:
-    plain = make_net()
-    fast = copy.deepcopy(plain)
-    for net in (plain, fast):
-        optimizer = Polyak(net.parameters(), lr=0.1)
-        scheduler = LambdaLR(optimizer, lambda step: 1.0)
-        if net is fast:
-            compile_step(optimizer)
-        steps(net, optimizer, scheduler, 6)
-    for a, b in zip(plain.parameters(), fast.parameters()):
-        torch.testing.assert_close(b, a)
-    assert compiler.frame_count == 1
-
-
-@pytest.mark.parametrize("optimizer", [Twice, Ahead, AheadUnseen])
-def test_an_update_that_evaluates_the_loss_is_refused(optimizer: type[Optimizer]) -> None:
-    net = make_net()
-    own = optimizer(net.parameters(), lr=0.1)
-    scheduler = LambdaLR(own, lambda step: 1.0)
-    compile_step(own)
-    for _ in range(2):  # somebody may have caught the first
-        with pytest.raises(UsageError, match=f"{optimizer.__name__} evaluates the loss within its update"):
-            steps(net, own, scheduler, 1)
-
-
-def test_a_step_of_somebody_elses_is_refused() -> None:
-    SGD(make_net().parameters())  # from now on torch's hooks are around the step of the class
-
-    class Decorated(SGD):
-        step = functools.wraps(SGD.step)(lambda self, closure=None: SGD.step(self, closure))
-
-    patched = SGD(make_net().parameters(), lr=0.1)
-    patched.step = lambda closure=None: None
-    for optimizer in (patched, Decorated(make_net().parameters(), lr=0.1)):
-        with pytest.raises(UsageError, match=f"the step of {type(optimizer).__name__} was replaced by another"):
-            compile_step(optimizer)
-    LambdaLR(patched := SGD(make_net().parameters(), lr=0.1), lambda step: 1.0)
-    compile_step(patched)  # by a scheduler
-
-
-def test_other_arguments_reach_the_update(compiler: CompileCounterWithBackend) -> None:
-    class Scaled(SGD):
-        def step(self, closure: Any = None, scale: float = 0.0) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                parameter.data.add_(scale)
-
-    net = make_net()
-    optimizer = Scaled(net.parameters(), lr=0.1)
-    compile_step(optimizer)
-    before = net[0].bias.detach().clone()
-    optimizer.step(scale=2.0)
-    optimizer.step(None, 2.0)
-    torch.testing.assert_close(net[0].bias, before + 4.0)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [
-        (partial(Adam, fused=True), "Adam with fused=true is one kernel already"),
-        (partial(Adam, foreach=True), "leave foreach=true out"),
-        (LBFGS, "LBFGS evaluates the loss"),
-    ],
-)
-def test_nothing_to_compile_is_refused(optimizer: Callable, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        compile_step(optimizer(make_net().parameters()))
-
-
-def test_what_the_compiler_cannot_take_ends_in_one_line() -> None:
-    def broken(*_: Any) -> None:
-        raise ValueError("no such instruction\nand many lines more")
-
-    net = make_net()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_step.torch, "compile", partial(torch.compile, backend=broken))
-        compile_step(optimizer)
-    with pytest.raises(UsageError, match=r"SGD fails while it is compiled .*no such instruction.*leave the option out"):
-        steps(net, optimizer, LambdaLR(optimizer, lambda step: 1.0), 2)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_it_needs_a_compiler(make_trainer: Callable, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    trainer = make_trainer(callbacks=[FastModel(compile_optimizer=True)])
-    with pytest.raises(UsageError, match=r"compile_optimizer=true needs a C\+\+ compiler"):
-        trainer.fit(LeNet(), FashionMNIST(root=str(root), batch_size=64, val_size=101))
