@@ -13,9 +13,11 @@ from lightning.pytorch import Callback
 from timm.optim import Muon
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.optim import SGD, Adam, AdamW
+from torch._dynamo.utils import counters
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from lightning_mgpu import compiled_step
 from lightning_mgpu.callbacks import FastModel
 from lightning_mgpu.compiled_step import MOST_COMPILATIONS, compile_step, is_compiled, plan_of
 from lightning_mgpu.data import FashionMNIST
@@ -199,6 +201,48 @@ def test_replicas_stay_equal_when_it_is_given_up(
         trainer.fit(model, FashionMNIST(root=str(root), batch_size=32, val_size=101))
     assert found == [True] * 12
     assert on == [False] + [True] * MOST_COMPILATIONS + [False] * (11 - MOST_COMPILATIONS)
+
+
+def test_replicas_are_compared_when_something_was_compiled(
+    make_trainer: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Callable] = []
+
+    def compiles(update: Callable) -> Callable:
+        is_copy, ran = bool(compiled), []
+
+        def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            update(optimizer, *args, **kwargs)
+            counters["stats"]["unique_graphs"] += not ran
+            ran.append(True)
+            if is_copy:  # its kernels round differently
+                optimizer.param_groups[0]["params"][0].data.add_(1e-6)
+
+        compiled.append(run)
+        return run
+
+    class Equal(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            first, second = trainer.strategy.replicas()
+            found.append(all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters())))
+            repeats.append(trainer.strategy._own.repeats[0])
+
+    found: list[bool] = []
+    repeats: list[bool | None] = []
+    monkeypatch.setattr(compiled_step.torch, "compile", compiles)
+    callbacks = [FastModel(compile_optimizer=True), Equal()]
+    trainer = make_trainer(max_steps=3, callbacks=callbacks, strategy="manual_allreduce", devices=2)
+    trainer.fit(LeNet(partial(SGD, lr=0.1)), FashionMNIST(root=str(root), batch_size=64, val_size=101))
+    assert found == [True] * 3
+    assert repeats == [True, False, False]  # the first step is not compiled, of the second the copy gets the result
+
+
+def test_step_counters_follow_their_parameters() -> None:
+    parameter = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = Adam([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2, device="meta")}
+    compiled_step._move_counters(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == "meta"
 
 
 def test_settings_that_keep_changing_are_not_compiled_for_ever(
