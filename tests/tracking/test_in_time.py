@@ -14,7 +14,7 @@ def test_what_succeeds_says_nothing(capsys: pytest.CaptureFixture) -> None:
 
 def test_what_waits_is_left_behind(capsys: pytest.CaptureFixture) -> None:
     start = time.monotonic()
-    assert not in_time("it", lambda: time.sleep(5), 0.1) and time.monotonic() - start < 2
+    assert not in_time("it", lambda: time.sleep(60), 0.1) and time.monotonic() - start < 20
     assert capsys.readouterr().out == "wandb:    it was not uploaded: the server does not answer within 0.1 s\n"
 
 

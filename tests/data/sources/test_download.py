@@ -64,7 +64,7 @@ def test_silent_mirror_is_given_up_within_seconds(
         start = time.monotonic()
         with pytest.raises(DataSourceError, match=r"torchvision \(.*(timed out|no answer)"):
             ensure(root, "torchvision")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 class _StallingHandler(SimpleHTTPRequestHandler):
@@ -73,7 +73,7 @@ class _StallingHandler(SimpleHTTPRequestHandler):
         self.send_header("Content-Length", "1000")
         self.end_headers()
         self.wfile.write(b"the first bytes")
-        time.sleep(3)
+        time.sleep(60)
 
 
 def test_mirror_that_stalls_midway_is_given_up_within_seconds(
@@ -85,7 +85,7 @@ def test_mirror_that_stalls_midway_is_given_up_within_seconds(
         start = time.monotonic()
         with pytest.raises(DataSourceError, match=r"torchvision \(.*timed out"):
             ensure(root, "torchvision")
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
 
 
 def test_silent_name_server_is_given_up_within_seconds(
@@ -94,11 +94,11 @@ def test_silent_name_server_is_given_up_within_seconds(
     monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.2)
 
     def resolve(*_: object, **__: object) -> None:
-        time.sleep(3)
+        time.sleep(60)
         raise socket.gaierror("at last")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     start = time.monotonic()
     with pytest.raises(DataSourceError, match=r"no answer in 0\.2 s"):
         ensure(root, "torchvision")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
