@@ -62,6 +62,16 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
     )
 
 
+def part_of(gathered: Any, own: Any) -> Any:
+    """What a replica sees of the whole batch's: single values are that; what has an item a sample stays its own."""
+    if isinstance(own, Mapping):
+        return with_items(own, {key: part_of(gathered[key], own[key]) for key in own.keys()})  # noqa: SIM118
+    if isinstance(own, (list, tuple)) and len(gathered) == len(own):
+        return like(own, [part_of(whole, item) for whole, item in zip(gathered, own)])
+    is_single = isinstance(own, (int, float)) or (isinstance(own, Tensor) and not own.ndim)
+    return gathered if is_single else own
+
+
 def bring_home(data: Any, home: torch.device, away: torch.device) -> Any:
     """What a replica on device `away` has made, on device `home`; what it has put on the CPU beside a GPU stays there.
 

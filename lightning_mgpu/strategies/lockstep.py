@@ -13,7 +13,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_mgpu.strategies.gather import weighted_mean
+from lightning_mgpu.strategies.gather import gather, part_of, weighted_mean
 from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
 from lightning_mgpu.strategies.losses import without_graph
 from lightning_mgpu.strategies.team import Team
@@ -24,12 +24,13 @@ class Lockstep:
 
     Args:
         team: Runs the replicas.
-        weights: Each replica's share of the samples in the step.
+        sizes: Each replica's samples in the step.
         joint: Whether one backward pass runs over the losses of all replicas, else each runs its own.
     """
 
-    def __init__(self, team: Team, weights: dict[int, float], joint: bool) -> None:
-        self.team, self.weights, self.joint = team, weights, joint
+    def __init__(self, team: Team, sizes: dict[int, int], joint: bool) -> None:
+        self.team, self.sizes, self.joint = team, sizes, joint
+        self.weights = {i: size / sum(sizes.values()) for i, size in sizes.items()}
         self.num_backwards = 0
 
     def backward(
@@ -81,21 +82,28 @@ class Lockstep:
             before: Called before every closure, when no replica runs.
         """
         self._meet(f"step of optimizer {n}")
+        own, of_all = [], []  # what each call of the closure returned: here, and put together
         if self.team.index != 0:
             while (order := self.team.exchange()[0])[0] == "closure":
-                self.team.exchange(closure())
-            return move_data_to_device(order[1], self.team.devices[self.team.index])
+                own.append(closure())
+                self.team.exchange(own[-1])
+            _, result, call = order
+            result = move_data_to_device(result, self.team.devices[self.team.index])
+            return result if call is None else part_of(result, without_graph(own[call]))
 
         def all_closures() -> Any:
             before()
             self.team.exchange(("closure", None))
-            # line searches look at the one of the whole batch
-            losses = move_data_to_device(self.team.exchange(closure()), self.team.devices[0])
-            return losses[0] if losses[0] is None else weighted_mean(losses, list(self.weights.values()))
+            # line searches look at the loss of the whole batch
+            outputs = move_data_to_device(self.team.exchange(closure()), self.team.devices[0])
+            own.append(outputs[0])
+            of_all.append(gather(outputs, list(self.sizes.values()), self.team.devices[0]))
+            return of_all[-1]
 
         result = run(all_closures)
-        self.team.exchange(("done", without_graph(result)))
-        return result
+        call = next((n for n, output in enumerate(of_all) if output is result), None)
+        self.team.exchange(("done", without_graph(result), call))
+        return result if call is None else part_of(result, own[call])
 
     def schedule(self, name: str, step: Callable, follow: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
         """`step` of a learning-rate scheduler in one replica: made once, with the whole batch's loss if it wants one.

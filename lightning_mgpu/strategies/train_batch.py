@@ -165,9 +165,8 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         if not self.original.automatic_optimization:
             assert self._own is not None
             self._own.follow()
-            sizes = self._sizes(batch)
-            weights = {i: size / sum(sizes) for i, size in enumerate(sizes) if size}
-            self._lockstep = Lockstep(self.team, weights, self._is_joint)
+            samples = {i: size for i, size in enumerate(self._sizes(batch)) if size}
+            self._lockstep = Lockstep(self.team, samples, self._is_joint)
             meetings = self._stepped_together(self._lockstep, self._own.follow)
             for own in self._wrapped:
                 for wrapper in own:

@@ -64,7 +64,7 @@ class Alone:
 @pytest.mark.usefixtures("gpus")
 def test_losses_of_closures_meet_on_the_first_device() -> None:
     team: Any = Alone(0, [torch.empty((), device=SECOND)])
-    loss = Lockstep(team, {0: 0.5, 1: 0.5}, joint=True).step(
+    loss = Lockstep(team, {0: 1, 1: 1}, joint=True).step(
         0, lambda closure: closure(), lambda: torch.empty((), device=FIRST), lambda: None
     )
     assert loss.device == FIRST

@@ -167,3 +167,42 @@ def test_every_replica_is_given_the_result_of_a_step(Manual, train):
 
     one, several = (train(Module, k).trainer.callback_metrics["loss_epoch"] for k in (1, 3))
     torch.testing.assert_close(several, one, rtol=1e-5, atol=0)
+
+
+def test_closures_that_return_more_than_a_loss(Manual, assert_parity):
+    """The optimizer sees the whole batch's; the step what came of its own samples, and the whole batch's loss."""
+
+    class Careful(optim.SGD):
+        def step(self, closure=None):
+            outputs = closure()
+            self.seen = outputs["pairs"][0].cpu()
+            if outputs["loss"] < 1e9:
+                super().step()
+            return outputs
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return {"loss": loss, "pairs": (batch[0] * 2, loss.detach() * 3, None)}
+
+            outputs = optimizer.step(closure)
+            assert torch.equal(outputs["pairs"][0], batch[0] * 2)
+            torch.testing.assert_close(outputs["pairs"][1], outputs["loss"].detach() * 3)
+            assert outputs["pairs"][2] is None
+            self.log("squared", outputs["loss"].detach() ** 2, on_epoch=True)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert torch.equal(self.trainer.optimizers[0].seen, batch[0].cpu() * 2)
+
+        def configure_optimizers(self):
+            return Careful(self.parameters(), 0.1)
+
+    one, *others = assert_parity(Module)
+    for other in others:
+        found, expected = (module.trainer.callback_metrics["squared_epoch"] for module in (other, one))
+        torch.testing.assert_close(found, expected)
