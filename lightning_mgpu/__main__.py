@@ -7,7 +7,13 @@ import sys
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.arguments import check_configs, check_values, with_shipped_configs, with_strategy_class
+from lightning_mgpu.arguments import (
+    check_configs,
+    check_values,
+    with_shipped_configs,
+    with_strategy_class,
+    with_subcommand_first,
+)
 from lightning_mgpu.cli import CLI, SUBCOMMANDS
 from lightning_mgpu.clusters import set_rank
 from lightning_mgpu.console import quieten
@@ -31,7 +37,8 @@ def main() -> None:
             tool = importlib.import_module(TOOLS[sys.argv[1]])  # needs matplotlib, and more
             tool.main([argument for argument in sys.argv[2:] if argument != SWITCH])
             return
-        sys.argv[1:] = with_resumed_run(with_requeued_job(check_values(sys.argv[1:])))
+        sys.argv[1:] = with_subcommand_first(check_values(sys.argv[1:]), SUBCOMMANDS)
+        sys.argv[1:] = with_resumed_run(with_requeued_job(sys.argv[1:]))
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
         sys.argv[1:] = with_checkpoint_config(sys.argv[1:], SUBCOMMANDS)
         if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":

@@ -1,5 +1,6 @@
 """Conveniences of the command line that become plain LightningCLI arguments before anything is parsed."""
 
+import json
 import os
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,6 +34,48 @@ def check_values(args: list[str]) -> list[str]:
         if value == "--":
             raise UsageError(f"{arg}: a value is missing")
     return args
+
+
+def with_subcommand_first(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
+    """The arguments with every `--config` before the subcommand behind it, where everything else looks for it.
+
+    Such a file holds options of subcommands, each under its name (`fit: {trainer: {max_epochs: 3}}`), of which this
+    one's are taken, and it may be what names the subcommand; or options alone, as a file behind the subcommand does.
+
+    Raises:
+        UsageError: If no subcommand is named, a file holds both, or is not good (see `config_file.py`).
+    """
+    names, rest = [], list(args)
+    while rest and (rest[0].startswith("--config=") or rest[0] in ("--config", "-c")):
+        arg = rest.pop(0)
+        names.append(arg.removeprefix("--config=") if "=" in arg else rest.pop(0) if rest else "")
+    if not names:
+        return args
+    if rest and rest[0] in subcommands:
+        subcommand = rest.pop(0)
+    else:
+        named = list(dict.fromkeys(key for name in names for key in _content(name) if key in subcommands))
+        if len(named) != 1:
+            raise UsageError(f"--config={names[0]}: name a subcommand first, one of {', '.join(named or subcommands)}")
+        subcommand = named[0]
+    return [subcommand, *(f"--config={_of_subcommand(subcommand, name, subcommands)}" for name in names), *rest]
+
+
+def _of_subcommand(subcommand: str, name: str, subcommands: tuple[str, ...]) -> str:
+    """The config of this name, or what it has for the subcommand as JSON."""
+    content = _content(name)
+    sections = [key for key in content if key in subcommands]
+    if not sections:
+        return name
+    if others := [str(key) for key in content if key not in subcommands]:
+        raise UsageError(
+            f"--config={name} holds options of {' and '.join(sections)}, and {', '.join(others)}: put all under the "
+            "subcommands' names, or none"
+        )
+    section = content.get(subcommand, {})
+    if not isinstance(section, dict):
+        raise UsageError(f"--config={name}: {subcommand} is no mapping of options by name, but {section}")
+    return json.dumps(section)
 
 
 def with_strategy_class(args: list[str]) -> list[str]:
@@ -121,5 +164,9 @@ def given_options(args: list[str]) -> dict[str, Any]:
 
 def _options_in(name: str) -> dict[str, Any]:
     """What a `--config` gives, by name."""
+    return flatten(_content(name))
+
+
+def _content(name: str) -> dict[str, Any]:
     config = find_config(name)
-    return flatten(read_config(name, None if config.startswith("{") else Path(config)))
+    return read_config(name, None if config.startswith("{") else Path(config))

@@ -9,7 +9,8 @@
     python -m lightning_mgpu benchmark --quick
 
 Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and all of them over
-`configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`.
+`configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`. Before the subcommand
+it may hold options of several, each under the subcommand's name.
 """
 
 import importlib
@@ -189,18 +190,20 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see from_checkpoint.py)."""
 
-    def options(self) -> list[str]:
-        """The names of all options, for 'did you mean': also those of the default model, its optimizer and the data."""
+    def options(self) -> dict[str, list[str]]:
+        """The names of all options by subcommand, those of the default model, its optimizer and the data by ''."""
         names = {
-            name.lstrip("-") for parser in self._subcommand_parsers.values() for name in parser._option_string_actions
+            subcommand: sorted(name.lstrip("-") for name in parser._option_string_actions)
+            for subcommand, parser in self._subcommand_parsers.items()
         }
+        names[""] = []
         for key, class_path in (
             ("model", "lightning_mgpu.models.LeNet"),
             ("model.optimizer", "torch.optim.SGD"),
             ("data", "lightning_mgpu.data.FashionMNIST"),
         ):
-            names.update(f"{key}.{name}" for name in parameters(class_path))
-        return sorted(names)
+            names[""] += [f"{key}.{name}" for name in parameters(class_path)]
+        return names
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
@@ -58,18 +58,18 @@ NO_CLASS = (
 )
 
 
-def explain(message: str, options: Iterable[str]) -> str:
+def explain(message: str, options_of: Mapping[str, Sequence[str]]) -> str:
     """The sentence for a message of the argument parser.
 
     Args:
         message: As jsonargparse or argparse wrote it.
-        options: The names of all options, without dashes: `trainer.devices`.
+        options_of: The names of each subcommand's options, without dashes: `trainer.devices`.
     """
-    options = list(options)
+    options = list(dict.fromkeys(name for names in options_of.values() for name in names))
     if match := re.search(r"unrecognized arguments: (\S+)", message):
-        return _unrecognized(match[1], options)
+        return _unrecognized(match[1], options_of)
     if match := re.search(r"does not accept option '(\S+)'", message):
-        return f"{match[1]} in the configuration: no such option{did_you_mean(match[1], options)}"
+        return f"{match[1]} in the configuration: {_no_option(match[1], options_of)}"
     if match := re.search(r"argument subcommand: invalid choice: '(\S+)' \(choose from (.*)\)", message):
         choices = [*re.findall(r"\w+", match[2]), *TOOLS]
         return f"no subcommand {match[1]!r}{did_you_mean(match[1], choices)}; choose one of {', '.join(choices)}"
@@ -107,7 +107,7 @@ def explain(message: str, options: Iterable[str]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """' (did you mean X?)' where a known word is, or ends in, nearly this one, else nothing."""
-    known = [name for name in known if name != word]  # an option of another subcommand
+    known = list(known)
     same_end = [name for name in known if name.rpartition(".")[2] == word]
     close = same_end or difflib.get_close_matches(word, known, n=1)
     if not close:  # `Adm`, `devcies`: compare last parts
@@ -138,11 +138,18 @@ def class_names(base: type) -> list[str]:
     return sorted(name for name in found if not name.startswith("_") and name not in ABSTRACT)
 
 
-def _unrecognized(argument: str, options: list[str]) -> str:
+def _unrecognized(argument: str, options_of: Mapping[str, Sequence[str]]) -> str:
     if not argument.startswith("-"):
         return f"{argument}: not expected here; options are written --trainer.devices=2"
-    word = argument.lstrip("-").partition("=")[0]
-    return f"{argument}: no such option{did_you_mean(word, options, '--')}"
+    return f"{argument}: {_no_option(argument.lstrip('-').partition('=')[0], options_of, '--')}"
+
+
+def _no_option(name: str, options_of: Mapping[str, Sequence[str]], prefix: str = "") -> str:
+    """That a subcommand has no such option, and which one has."""
+    if owners := [subcommand for subcommand, names in options_of.items() if subcommand and name in names]:
+        return f"an option of {' and '.join(owners)} alone: leave it out here"
+    options = {option for names in options_of.values() for option in names}
+    return f"no such option{did_you_mean(name, sorted(options), prefix)}"
 
 
 def _not_accepted(key: str, given: str, option: str, class_path: str, options: list[str]) -> str:

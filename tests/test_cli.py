@@ -209,7 +209,7 @@ def test_a_name_of_two_classes() -> None:
       - Expected a <class 'NoneType'>
       Given value: Mine"""
     assert (
-        explain(message, []) == "--trainer.callbacks=Mine: more than one class has this name: say one.Mine or two.Mine"
+        explain(message, {}) == "--trainer.callbacks=Mine: more than one class has this name: say one.Mine or two.Mine"
     )
 
 
