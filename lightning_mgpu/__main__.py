@@ -20,7 +20,7 @@ from lightning_mgpu.console import quieten
 from lightning_mgpu.errors import SWITCH, UsageError, one_line_errors
 from lightning_mgpu.explain import TOOLS
 from lightning_mgpu.from_checkpoint import with_checkpoint_config
-from lightning_mgpu.processes import exit_on_sigterm
+from lightning_mgpu.processes import exit_on_sigterm, leave_group
 from lightning_mgpu.resume import with_resumed_run
 from lightning_mgpu.slurm import with_requeued_job
 
@@ -45,6 +45,7 @@ def main() -> None:
             raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
         check_configs()
         CLI()
+        leave_group()
 
 
 if __name__ == "__main__":

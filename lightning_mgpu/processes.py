@@ -1,4 +1,4 @@
-"""Processes that this package starts in a group of their own, so that they end together."""
+"""Processes end together: those that this package starts in a group of their own, and those that train together."""
 
 import contextlib
 import os
@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NoReturn
+
+import torch.distributed as dist
 
 STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
 
@@ -69,6 +71,16 @@ def _deferred_signals() -> Iterator[None]:
                 signal.signal(signum, handler)
         for late in arrived:
             signal.raise_signal(late)
+
+
+def leave_group() -> None:
+    """Leave the group of processes, at the end of a run where all is well.
+
+    Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange while Python ends,
+    which now and then ends a process that has done everything with SIGABRT (pytorch/pytorch#179291).
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def exit_on_sigterm() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_mgpu.files import replacing
+from lightning_mgpu.processes import leave_group
 from lightning_mgpu.testing.cases import CASES, Kind
 
 
@@ -42,6 +43,7 @@ def main() -> None:
             os._exit(3)  # not waiting for processes that wait for this one
         if _rank() == 0:
             write(args.results / str(number), seen)
+    leave_group()
 
 
 def _rank() -> int:
