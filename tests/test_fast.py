@@ -21,7 +21,7 @@ from lightning_mgpu.callbacks.fast_model import networks
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet, ResNet18
-from lightning_mgpu.strategies.team import _Modes
+from lightning_mgpu.strategies.threads.team import _Modes
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 

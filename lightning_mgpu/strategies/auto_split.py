@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_mgpu.strategies.device_module import device_module
+from lightning_mgpu.strategies.threads.device_module import device_module
 
 
 class AutoSplit:

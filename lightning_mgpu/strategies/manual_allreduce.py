@@ -22,9 +22,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
-from lightning_mgpu.strategies.buckets import reduce_in_buckets
-from lightning_mgpu.strategies.flat_gradients import FlatGradients
-from lightning_mgpu.strategies.gradients import check_equal
+from lightning_mgpu.strategies.gradients.buckets import reduce_in_buckets
+from lightning_mgpu.strategies.gradients.flat_gradients import FlatGradients
+from lightning_mgpu.strategies.gradients.gradients import check_equal
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 

@@ -9,15 +9,15 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.batch.shards import shard_sizes
 from lightning_mgpu.strategies.editing import UsersHooks, may_edit_between
-from lightning_mgpu.strategies.embeddings import synchronize_embedding
-from lightning_mgpu.strategies.own_forward import give_back
-from lightning_mgpu.strategies.per_replica import PerReplica
-from lightning_mgpu.strategies.recording import Recorder, record_replicas
-from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.shards import shard_sizes
+from lightning_mgpu.strategies.layers.embeddings import synchronize_embedding
+from lightning_mgpu.strategies.layers.own_forward import give_back
+from lightning_mgpu.strategies.layers.sync_batchnorm import synchronize_batch_norm
+from lightning_mgpu.strategies.optimizers.per_replica import PerReplica
+from lightning_mgpu.strategies.recording.recording import Recorder, record_replicas
+from lightning_mgpu.strategies.replicas.replicas import Replicas
 from lightning_mgpu.strategies.single_process import SingleProcessStrategy
-from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
 
 
 class ReplicatedStrategy(PerReplica, SingleProcessStrategy):

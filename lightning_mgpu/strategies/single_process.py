@@ -12,10 +12,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
-from lightning_mgpu.strategies.device_module import device_module
+from lightning_mgpu.strategies.batch.gather import bring_home, gather
+from lightning_mgpu.strategies.batch.nesting import leaves
+from lightning_mgpu.strategies.batch.shards import find_batch_size, may_be_one_sample, shard_sizes, split_batch
 from lightning_mgpu.strategies.editing import is_own, may_edit_batches
-from lightning_mgpu.strategies.gather import bring_home, gather
-from lightning_mgpu.strategies.generators import (
+from lightning_mgpu.strategies.one_rank import OneRank
+from lightning_mgpu.strategies.optimizers.per_replica import profiled_once
+from lightning_mgpu.strategies.recording.log_calls import intercepted
+from lightning_mgpu.strategies.recording.recording import Recorder
+from lightning_mgpu.strategies.recording.replay import replay
+from lightning_mgpu.strategies.replicas.values import PLAIN, version_of
+from lightning_mgpu.strategies.threads.device_module import device_module
+from lightning_mgpu.strategies.threads.generators import (
     Streams,
     are_equal,
     generator_states,
@@ -23,15 +31,7 @@ from lightning_mgpu.strategies.generators import (
     set_generator_states,
     watch_forks,
 )
-from lightning_mgpu.strategies.log_calls import intercepted
-from lightning_mgpu.strategies.nesting import leaves
-from lightning_mgpu.strategies.one_rank import OneRank
-from lightning_mgpu.strategies.per_replica import profiled_once
-from lightning_mgpu.strategies.recording import Recorder
-from lightning_mgpu.strategies.replay import replay
-from lightning_mgpu.strategies.shards import find_batch_size, may_be_one_sample, shard_sizes, split_batch
-from lightning_mgpu.strategies.team import Team
-from lightning_mgpu.strategies.values import PLAIN, version_of
+from lightning_mgpu.strategies.threads.team import Team
 
 Versions = list[tuple[Any, int]]
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mgpu.strategies.batch.gather import gather
+from lightning_mgpu.strategies.batch.nesting import leaves
 from lightning_mgpu.strategies.editing import UsersHooks
-from lightning_mgpu.strategies.gather import gather
-from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
-from lightning_mgpu.strategies.gradients import Gradients
-from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.losses import (
+from lightning_mgpu.strategies.gradients.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
+from lightning_mgpu.strategies.gradients.gradients import Gradients
+from lightning_mgpu.strategies.gradients.losses import (
     InputsOfAll,
     combine_outputs,
     find_loss,
@@ -34,9 +34,9 @@ from lightning_mgpu.strategies.losses import (
     watch_backward,
     without_graph,
 )
-from lightning_mgpu.strategies.nesting import leaves
-from lightning_mgpu.strategies.optimizer_copies import settings_of
-from lightning_mgpu.strategies.optimizers import ReplicaOptimizers, check_parameters
+from lightning_mgpu.strategies.optimizers.lockstep import Lockstep
+from lightning_mgpu.strategies.optimizers.optimizer_copies import settings_of
+from lightning_mgpu.strategies.optimizers.optimizers import ReplicaOptimizers, check_parameters
 from lightning_mgpu.strategies.own_state import OwnState
 from lightning_mgpu.strategies.replicated import ReplicatedStrategy
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from lightning_mgpu.strategies.gather import gather
-from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
-from lightning_mgpu.strategies.recording import Record, Recorder, find_metrics
-from lightning_mgpu.strategies.replay import replay
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.batch.gather import gather
+from lightning_mgpu.strategies.optimizers.lockstep import Lockstep
+from lightning_mgpu.strategies.optimizers.optimizer_copies import copy_optimizer
+from lightning_mgpu.strategies.recording.recording import Record, Recorder, find_metrics
+from lightning_mgpu.strategies.recording.replay import replay
+from lightning_mgpu.strategies.replicas.replicas import Replicas
 
 CPU, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 
@@ -83,7 +83,7 @@ def test_what_one_replica_logs_alone_comes_to_the_first_device(monkeypatch: pyte
     module = LightningModule()
     vars(module)["_device"] = FIRST
     logged = []
-    log = "lightning_mgpu.strategies.recording.LOG"
+    log = "lightning_mgpu.strategies.recording.recording.LOG"
     monkeypatch.setattr(log, lambda module, name, value, **kwargs: logged.append(value))
     records = [Record(), Record(logged=[("rare", torch.empty((), device=SECOND), {})])]
     replay(Recorder(module, find_metrics(module)), records, [2, 2])

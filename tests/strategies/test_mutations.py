@@ -4,15 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies import (
-    ManualAllreduceStrategy,
-    losses,
-    manual_allreduce,
-    replicas,
-    replicated,
-    train_batch,
-)
-from lightning_mgpu.strategies.optimizers import ReplicaOptimizers
+from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce, replicated, train_batch
+from lightning_mgpu.strategies.gradients import losses
+from lightning_mgpu.strategies.optimizers.optimizers import ReplicaOptimizers
+from lightning_mgpu.strategies.replicas import replicas
 
 
 def rebinding_allreduce(tensors: list[Tensor]) -> None:

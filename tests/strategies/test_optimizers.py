@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from timm.optim import Muon
 from torch import optim
 
-from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
+from lightning_mgpu.strategies.optimizers.optimizer_copies import copy_optimizer
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import optim
 
-from lightning_mgpu.strategies.optimizer_copies import copy_optimizer
+from lightning_mgpu.strategies.optimizers.optimizer_copies import copy_optimizer
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_copies_make_the_update(Regression, assert_parity, make):
 @pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
 def test_what_cannot_be_copied_is_given_the_result(Regression, assert_parity, monkeypatch):
     said = []
-    monkeypatch.setattr("lightning_mgpu.strategies.optimizers.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_mgpu.strategies.optimizers.optimizers.rank_zero_info", said.append)
     assert_parity(lambda: Regression(optimizer=lambda m: Locked(m.parameters())), (2,))
     assert len(said) == 1 and "updates of Locked, which cannot be copied (TypeError: cannot pickle" in said[0]
 

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricTracker
 
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas.replicas import Replicas
 
 
 class Replace(Callback):

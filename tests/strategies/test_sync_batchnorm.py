@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mgpu.strategies.sync_batchnorm import synchronize_batch_norm
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.layers.sync_batchnorm import synchronize_batch_norm
+from lightning_mgpu.strategies.threads.team import Team
 
 LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = [(7, 5), (7, 5, 9), (7, 5, 4, 3), (7, 5, 2, 3, 2)]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._dynamo import config as dynamo
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
-from lightning_mgpu.strategies.generators import generator_states, new_generator_states
-from lightning_mgpu.strategies.team import Team, _Meeting
+from lightning_mgpu.strategies.threads.generators import generator_states, new_generator_states
+from lightning_mgpu.strategies.threads.team import Team, _Meeting
 
 CPU = torch.device("cpu")
 

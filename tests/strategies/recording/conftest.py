@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
-from lightning_mgpu.strategies.recording import find_metrics
+from lightning_mgpu.strategies.recording.recording import find_metrics
 
 NUM_CLASSES = 4
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.batch_sizes import BatchSizes
+from lightning_mgpu.strategies.recording.batch_sizes import BatchSizes
 
 # Of every step: what the replicas with samples give, the sizes of their shards; up to a factor that stays, the weight
 STEPS = {

@@ -266,7 +266,7 @@ def test_an_error_in_a_copy_is_shown(Regression: Any, train: Callable, monkeypat
     def refuse(*args: Any) -> None:
         raise LookupError("no copy")
 
-    monkeypatch.setattr("lightning_mgpu.strategies.recording.copy_with_care", refuse)
+    monkeypatch.setattr("lightning_mgpu.strategies.recording.recording.copy_with_care", refuse)
     with pytest.raises(LookupError, match="no copy"):
         train(Module, 2)
 

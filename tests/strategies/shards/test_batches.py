@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_mgpu.strategies.gather import gather
-from lightning_mgpu.strategies.shards import find_batch_size, shard_sizes, split_batch
+from lightning_mgpu.strategies.batch.gather import gather
+from lightning_mgpu.strategies.batch.shards import find_batch_size, shard_sizes, split_batch
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "X y")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.gather import gather
-from lightning_mgpu.strategies.shards import find_batch_size, split_batch
+from lightning_mgpu.strategies.batch.gather import gather
+from lightning_mgpu.strategies.batch.shards import find_batch_size, split_batch
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.strategies.device_module import current_device, device_module
-from lightning_mgpu.strategies.forward_mode import is_inside, one_at_a_time
-from lightning_mgpu.strategies.generators import Streams, generator_states, set_generator_states
+from lightning_mgpu.strategies.threads.device_module import current_device, device_module
+from lightning_mgpu.strategies.threads.forward_mode import is_inside, one_at_a_time
+from lightning_mgpu.strategies.threads.generators import Streams, generator_states, set_generator_states
 
 
 class Team:

@@ -5,7 +5,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.values import version_of
+from lightning_mgpu.strategies.replicas.values import version_of
 
 Version = tuple[Tensor | None, Any]  # a tensor, and how often it was changed in place, or else what was in it
 NEVER: Version = (torch.empty(0), 0)  # no tensor of anybody's

@@ -12,9 +12,9 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_mgpu.strategies.gather import are_samples, gather, place_of, weighted_mean
-from lightning_mgpu.strategies.nesting import leaves, like
-from lightning_mgpu.strategies.recording import Logged, Record, Recorder, Returned, copy_metric, inner_metric
+from lightning_mgpu.strategies.batch.gather import are_samples, gather, place_of, weighted_mean
+from lightning_mgpu.strategies.batch.nesting import leaves, like
+from lightning_mgpu.strategies.recording.recording import Logged, Record, Recorder, Returned, copy_metric, inner_metric
 
 
 def replay(recorder: Recorder, records: Sequence[Record], sizes: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_mgpu.strategies.nesting import is_dataclass_instance
+from lightning_mgpu.strategies.batch.nesting import is_dataclass_instance
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 CONTAINERS = (list, dict, set, deque)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.own_forward import OwnForward
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.layers.own_forward import OwnForward
+from lightning_mgpu.strategies.threads.team import Team
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from lightning_mgpu.strategies.own_forward import OwnForward
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.layers.own_forward import OwnForward
+from lightning_mgpu.strategies.threads.team import Team
 
 
 def synchronize_batch_norm(layers: Sequence[_BatchNorm], team: Team) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.gradient_hooks import has_gradient_hooks
+from lightning_mgpu.strategies.gradients.gradient_hooks import has_gradient_hooks
 
 
 class FlatGradients:

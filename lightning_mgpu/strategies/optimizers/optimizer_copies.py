@@ -10,8 +10,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mgpu.strategies.nesting import leaves
-from lightning_mgpu.strategies.values import CONTAINERS, PLAIN
+from lightning_mgpu.strategies.batch.nesting import leaves
+from lightning_mgpu.strategies.replicas.values import CONTAINERS, PLAIN
 
 Settings = list[dict[str, Any]]
 """An optimizer's parameter groups, and after them its own numbers."""

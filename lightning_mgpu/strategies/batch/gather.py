@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from lightning_mgpu.strategies.nesting import (
+from lightning_mgpu.strategies.batch.nesting import (
     is_dataclass_instance,
     is_tensordict,
     leaves,
@@ -20,7 +20,7 @@ from lightning_mgpu.strategies.nesting import (
     with_fields,
     with_items,
 )
-from lightning_mgpu.strategies.shards import Array
+from lightning_mgpu.strategies.batch.shards import Array
 
 
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.get_params import SHARED
-from lightning_mgpu.strategies.values import (
+from lightning_mgpu.strategies.replicas.get_params import SHARED
+from lightning_mgpu.strategies.replicas.values import (
     CONTAINERS,
     FOLLOWED,
     PLAIN,

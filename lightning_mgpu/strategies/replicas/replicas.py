@@ -16,12 +16,19 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_mgpu.strategies.attributes import Attributes
-from lightning_mgpu.strategies.embeddings import KINDS
-from lightning_mgpu.strategies.get_params import get_params
-from lightning_mgpu.strategies.twins import Twins
-from lightning_mgpu.strategies.values import CONTAINERS, copy_to, tensors_in
-from lightning_mgpu.strategies.versions import NEVER, Version, is_same_version, is_uncounted, versioned, versions_in
+from lightning_mgpu.strategies.layers.embeddings import KINDS
+from lightning_mgpu.strategies.replicas.attributes import Attributes
+from lightning_mgpu.strategies.replicas.get_params import get_params
+from lightning_mgpu.strategies.replicas.twins import Twins
+from lightning_mgpu.strategies.replicas.values import CONTAINERS, copy_to, tensors_in
+from lightning_mgpu.strategies.replicas.versions import (
+    NEVER,
+    Version,
+    is_same_version,
+    is_uncounted,
+    versioned,
+    versions_in,
+)
 
 
 class Replicas:

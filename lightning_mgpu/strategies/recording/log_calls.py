@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_mgpu.strategies.patches import Patch
+from lightning_mgpu.strategies.threads.patches import Patch
 
 _HERE = threading.local()  # `log`: what the replica this thread runs does instead
 _MARK = "_lightning_mgpu_replica"  # an attribute of the original and its replicas while they run
@@ -62,7 +62,7 @@ def called(module: LightningModule, *args: Any, **kwargs: Any) -> None:
 
 
 def _calls_ours(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-    from lightning_mgpu.strategies.log_calls import called  # it runs among the globals of Lightning's function
+    from lightning_mgpu.strategies.recording.log_calls import called  # it runs among Lightning's globals
 
     called(self, *args, **kwargs)
 

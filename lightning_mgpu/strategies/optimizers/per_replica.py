@@ -12,10 +12,10 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.optimizer_copies import Settings, settings_of, view_of
-from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.optimizers.lockstep import Lockstep
+from lightning_mgpu.strategies.optimizers.optimizer_copies import Settings, settings_of, view_of
+from lightning_mgpu.strategies.replicas.replicas import Replicas
+from lightning_mgpu.strategies.threads.team import Team
 
 
 class PerReplica(ParallelStrategy):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.compiled_step import compile_step, is_compiled, plan_of
-from lightning_mgpu.strategies.device_module import current_device
-from lightning_mgpu.strategies.generators import are_equal, generator_states, same_generator_states
-from lightning_mgpu.strategies.optimizer_copies import Settings, copy_optimizer, follow, settings_of
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.optimizers.optimizer_copies import Settings, copy_optimizer, follow, settings_of
+from lightning_mgpu.strategies.replicas.replicas import Replicas
+from lightning_mgpu.strategies.threads.device_module import current_device
+from lightning_mgpu.strategies.threads.generators import are_equal, generator_states, same_generator_states
 
 
 class ReplicaOptimizers:

@@ -12,7 +12,7 @@ from typing import Any
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from lightning_mgpu.strategies.patches import Patch
+from lightning_mgpu.strategies.threads.patches import Patch
 
 _TURN = threading.RLock()
 _INSIDE = threading.local()  # `depth`: how often the thread has entered

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_mgpu.strategies.nesting import children, is_dataclass_instance, is_tensordict, leaves, map_items
+from lightning_mgpu.strategies.batch.nesting import children, is_dataclass_instance, is_tensordict, leaves, map_items
 
 Array = (Tensor, np.ndarray)
 

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.flat_gradients import FlatGradients
-from lightning_mgpu.strategies.gradient_hooks import has_gradient_hooks
+from lightning_mgpu.strategies.gradients.flat_gradients import FlatGradients
+from lightning_mgpu.strategies.gradients.gradient_hooks import has_gradient_hooks
 
 
 class Gradients:

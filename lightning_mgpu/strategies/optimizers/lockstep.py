@@ -13,10 +13,10 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_mgpu.strategies.gather import gather, part_of, weighted_mean
-from lightning_mgpu.strategies.gradient_hooks import deferred_gradient_hooks
-from lightning_mgpu.strategies.losses import without_graph
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.batch.gather import gather, part_of, weighted_mean
+from lightning_mgpu.strategies.gradients.gradient_hooks import deferred_gradient_hooks
+from lightning_mgpu.strategies.gradients.losses import without_graph
+from lightning_mgpu.strategies.threads.team import Team
 
 
 class Lockstep:

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_mgpu.strategies.gather import gather, weighted_mean
+from lightning_mgpu.strategies.batch.gather import gather, weighted_mean
 
 
 def find_loss(output: Any) -> Tensor | None:

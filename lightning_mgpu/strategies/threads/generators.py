@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.random import set_rng_state
 
-from lightning_mgpu.strategies.device_module import device_module
+from lightning_mgpu.strategies.threads.device_module import device_module
 
 Streams = list[list[Tensor]]
 """Generator states of every replica: the CPU's, and its device's if that is another."""

@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.gather import bring_home
-from lightning_mgpu.strategies.own_forward import OwnForward
-from lightning_mgpu.strategies.twins import Twins
-from lightning_mgpu.strategies.values import CONTAINERS, PLAIN
+from lightning_mgpu.strategies.batch.gather import bring_home
+from lightning_mgpu.strategies.layers.own_forward import OwnForward
+from lightning_mgpu.strategies.replicas.twins import Twins
+from lightning_mgpu.strategies.replicas.values import CONTAINERS, PLAIN
 
 BUILT_IN = frozenset((*vars(LightningModule()), "_compiled_call_impl"))  # what torch and Lightning keep there
 NEVER_GIVEN = (Tensor, OwnForward)  # seen to elsewhere; every replica's own

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mgpu.strategies.team import Team
+from lightning_mgpu.strategies.threads.team import Team
 
 
 class OwnForward:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker, Running
 
-from lightning_mgpu.strategies.attributes import BUILT_IN, HOOKS
-from lightning_mgpu.strategies.batch_sizes import BatchSizes
-from lightning_mgpu.strategies.get_params import SHARED, copy_with_care
-from lightning_mgpu.strategies.log_calls import LOG, instead_of_log, intercepted
-from lightning_mgpu.strategies.nesting import leaves
-from lightning_mgpu.strategies.values import CONTAINERS, MAX_ITEMS
+from lightning_mgpu.strategies.batch.nesting import leaves
+from lightning_mgpu.strategies.recording.batch_sizes import BatchSizes
+from lightning_mgpu.strategies.recording.log_calls import LOG, instead_of_log, intercepted
+from lightning_mgpu.strategies.replicas.attributes import BUILT_IN, HOOKS
+from lightning_mgpu.strategies.replicas.get_params import SHARED, copy_with_care
+from lightning_mgpu.strategies.replicas.values import CONTAINERS, MAX_ITEMS
 
 METHODS = ("forward", "update", "compute", "reset")
 LOG_SIGNATURE = inspect.signature(LOG)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.elsewhere import NEVER_COPIED, Elsewhere, follow_tensor
-from lightning_mgpu.strategies.values import (
+from lightning_mgpu.strategies.replicas.elsewhere import NEVER_COPIED, Elsewhere, follow_tensor
+from lightning_mgpu.strategies.replicas.values import (
     CONTAINERS,
     FOLLOWED,
     MAX_ITEMS,
