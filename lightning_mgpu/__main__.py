@@ -14,8 +14,9 @@ from lightning_mgpu.arguments import (
     with_strategy_class,
     with_subcommand_first,
 )
-from lightning_mgpu.cli import CLI, SUBCOMMANDS
+from lightning_mgpu.cli import CLI
 from lightning_mgpu.clusters import set_rank
+from lightning_mgpu.config_file import SUBCOMMANDS
 from lightning_mgpu.console import quieten
 from lightning_mgpu.errors import SWITCH, UsageError, one_line_errors
 from lightning_mgpu.explain import TOOLS
@@ -37,11 +38,11 @@ def main() -> None:
             tool = importlib.import_module(TOOLS[sys.argv[1]])  # needs matplotlib, and more
             tool.main([argument for argument in sys.argv[2:] if argument != SWITCH])
             return
-        sys.argv[1:] = with_subcommand_first(check_values(sys.argv[1:]), SUBCOMMANDS)
+        sys.argv[1:] = with_subcommand_first(check_values(sys.argv[1:]))
         sys.argv[1:] = with_resumed_run(with_requeued_job(sys.argv[1:]))
         sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:])) or ["--help"]
-        sys.argv[1:] = with_checkpoint_config(sys.argv[1:], SUBCOMMANDS)
-        if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version", "--config", "-c") and sys.argv[1][:1] == "-":
+        sys.argv[1:] = with_checkpoint_config(sys.argv[1:])
+        if sys.argv[1] not in (*SUBCOMMANDS, "-h", "--help", "--version") and sys.argv[1][:1] == "-":
             raise UsageError(f"{sys.argv[1]}: name a subcommand first, one of {', '.join((*SUBCOMMANDS, *TOOLS))}")
         check_configs()
         CLI()

@@ -1,6 +1,5 @@
 """Conveniences of the command line that become plain LightningCLI arguments before anything is parsed."""
 
-import json
 import os
 from difflib import get_close_matches
 from pathlib import Path
@@ -8,15 +7,16 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.config_file import read_config
+from lightning_mgpu.config_file import OF_THE_SUBCOMMAND, SUBCOMMANDS, read_config, sections_of
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.explain import TOOLS, no_subcommand
 from lightning_mgpu.flatten import flatten
 
 PACKAGE = Path(__file__).parent
 PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
 CONFIGS = next((path for path in PLACES if path.is_dir()), PLACES[0])
 STRATEGY = "--trainer.strategy"
-MAX_NESTED = 200  # brackets in one value; libyaml overflows the stack at some ten thousands
+MAX_NESTED = 200  # brackets open at once in a value; libyaml overflows the stack at some ten thousands
 
 
 def check_values(args: list[str]) -> list[str]:
@@ -29,53 +29,53 @@ def check_values(args: list[str]) -> list[str]:
         value = arg.partition("=")[2] if arg.startswith("--") else arg
         if value.lstrip().startswith("!!"):
             raise UsageError(f"{arg}: YAML tags are not taken")
-        if max(value.count("["), value.count("{")) > MAX_NESTED:
+        if _depth(value) > MAX_NESTED:
             raise UsageError(f"{arg[:40]}...: nested too deeply")
         if value == "--":
             raise UsageError(f"{arg}: a value is missing")
     return args
 
 
-def with_subcommand_first(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
+def _depth(value: str) -> int:
+    depth = deepest = 0
+    for character in value:
+        depth = max(depth + (character in "[{") - (character in "]}"), 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def with_subcommand_first(args: list[str]) -> list[str]:
     """The arguments with every `--config` before the subcommand behind it, where everything else looks for it.
 
-    Such a file holds options of subcommands, each under its name (`fit: {trainer: {max_epochs: 3}}`), of which this
-    one's are taken, and it may be what names the subcommand; or options alone, as a file behind the subcommand does.
+    A file with sections may be what names the subcommand.
 
     Raises:
-        UsageError: If no subcommand is named, a file holds both, or is not good (see `config_file.py`).
+        UsageError: If no subcommand is named, or a file is not good (see `config_file.py`).
     """
     names, rest = [], list(args)
     while rest and (rest[0].startswith("--config=") or rest[0] in ("--config", "-c")):
         arg = rest.pop(0)
-        names.append(arg.removeprefix("--config=") if "=" in arg else rest.pop(0) if rest else "")
-    if not names:
-        return args
-    if rest and rest[0] in subcommands:
-        subcommand = rest.pop(0)
-    else:
-        named = list(dict.fromkeys(key for name in names for key in _content(name) if key in subcommands))
-        if len(named) != 1:
-            raise UsageError(f"--config={names[0]}: name a subcommand first, one of {', '.join(named or subcommands)}")
-        subcommand = named[0]
-    return [subcommand, *(f"--config={_of_subcommand(subcommand, name, subcommands)}" for name in names), *rest]
+        if "=" not in arg and not rest:
+            raise UsageError(f"{arg}: expected one argument")
+        names.append(arg.removeprefix("--config=") if "=" in arg else rest.pop(0))
+    if not names or rest[:1] in (["-h"], ["--help"], ["--version"]):
+        return rest
+    subcommand = rest.pop(0) if rest and not rest[0].startswith("-") else _named_in(names)
+    if subcommand in TOOLS:
+        raise UsageError(f"{subcommand}: name it first, and what it takes behind it")
+    if subcommand not in SUBCOMMANDS:
+        raise UsageError(no_subcommand(subcommand, (*SUBCOMMANDS, *TOOLS)))
+    return [subcommand, *(f"--config={name}" for name in names), *rest]
 
 
-def _of_subcommand(subcommand: str, name: str, subcommands: tuple[str, ...]) -> str:
-    """The config of this name, or what it has for the subcommand as JSON."""
-    content = _content(name)
-    sections = [key for key in content if key in subcommands]
-    if not sections:
-        return name
-    if others := [str(key) for key in content if key not in subcommands]:
-        raise UsageError(
-            f"--config={name} holds options of {' and '.join(sections)}, and {', '.join(others)}: put all under the "
-            "subcommands' names, or none"
-        )
-    section = content.get(subcommand, {})
-    if not isinstance(section, dict):
-        raise UsageError(f"--config={name}: {subcommand} is no mapping of options by name, but {section}")
-    return json.dumps(section)
+def _named_in(names: list[str]) -> str:
+    """The one subcommand that configurations name, or have a section for."""
+    contents = [_content(name) for name in names]
+    asked = [str(content[OF_THE_SUBCOMMAND]) for content in contents if OF_THE_SUBCOMMAND in content]
+    named = asked[-1:] or list(dict.fromkeys(key for content in contents for key in sections_of(content)))
+    if len(named) != 1:
+        raise UsageError(f"--config={names[0]}: name a subcommand first, one of {', '.join(named or SUBCOMMANDS)}")
+    return named[0]
 
 
 def with_strategy_class(args: list[str]) -> list[str]:
@@ -91,7 +91,7 @@ def with_strategy_class(args: list[str]) -> list[str]:
         found.append(arg)
         name: Any = None
         if before in ("--config", "-c") or arg.startswith("--config="):
-            name = _options_in(arg.removeprefix("--config=")).get(STRATEGY.removeprefix("--"))
+            name = _options_in(arg.removeprefix("--config="), args[0]).get(STRATEGY.removeprefix("--"))
         elif before == STRATEGY or arg.startswith(f"{STRATEGY}="):
             name = arg.removeprefix(f"{STRATEGY}=")
         if isinstance(name, str) and name.lower() in StrategyRegistry:
@@ -156,15 +156,16 @@ def given_options(args: list[str]) -> dict[str, Any]:
         if not has_value:
             value = args[i + 1] if i + 1 < len(args) else ""
         if name in ("--config", "-c"):
-            given |= _options_in(value) if value else {}
+            given |= _options_in(value, args[0]) if value else {}
         else:
             given[name.removeprefix("--")] = value
     return given
 
 
-def _options_in(name: str) -> dict[str, Any]:
-    """What a `--config` gives, by name."""
-    return flatten(_content(name))
+def _options_in(name: str, subcommand: str) -> dict[str, Any]:
+    """What a `--config` gives a subcommand, by name."""
+    content = _content(name)
+    return flatten(content.get(subcommand) or {} if sections_of(content) else content)
 
 
 def _content(name: str) -> dict[str, Any]:

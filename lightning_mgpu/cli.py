@@ -9,8 +9,8 @@
     python -m lightning_mgpu benchmark --quick
 
 Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and all of them over
-`configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`. Before the subcommand
-it may hold options of several, each under the subcommand's name.
+`configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`. It may hold options
+of several subcommands, each under the subcommand's name.
 """
 
 import importlib
@@ -62,6 +62,7 @@ from lightning_mgpu.checks import (
 )
 from lightning_mgpu.closing_line import closing_line
 from lightning_mgpu.clusters import follow_launcher
+from lightning_mgpu.config_file import SUBCOMMANDS
 from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.explain import explain, parameters
@@ -84,7 +85,6 @@ RESUME_HELP = "Go on with this run in its directory, as if it had never stopped;
 MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
 SCALE_HELP = "Multiply global batch and learning rate by the number of devices."
 VALIDATION = ("validation_step", "on_validation_epoch_end")  # where a Classifier logs val_acc
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 class CLI(LightningCLI):
@@ -177,6 +177,8 @@ class CLI(LightningCLI):
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        assert isinstance(parser, Parser)
+        parser.subcommand = subcommand
         if subcommand == "fit":
             parser.add_argument("--resume", type=str, default=SUPPRESS, help=RESUME_HELP)
         return parser

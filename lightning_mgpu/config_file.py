@@ -2,6 +2,9 @@
 
 YAML 1.1 makes 90 of `1:30` and 8 of `010`, PyYAML keeps the last of two equal keys, and a few lines of aliases can
 stand for billions of values.
+
+A file holds options by name, or sections of them, `fit: {trainer: {max_epochs: 3}}`, of which a subcommand takes its
+own.
 """
 
 import re
@@ -13,6 +16,8 @@ import yaml
 
 from lightning_mgpu.errors import UsageError
 
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+OF_THE_SUBCOMMAND = "subcommand"  # a key beside the sections, which names one: as jsonargparse has it
 MAX_VALUES = 100_000  # of a file with its aliases written out
 OTHER_NUMBER = ("!other-number", re.compile(r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$"))
 
@@ -48,7 +53,8 @@ def read_config(name: str, path: Path | None = None) -> dict[str, Any]:
     """What a `--config` gives: a file or, without a path, a mapping on the command line itself.
 
     Raises:
-        UsageError: If it cannot be read, holds no mapping of options by name, gives one twice, or grows without end.
+        UsageError: If it cannot be read, holds no mapping of options by name, or both options and sections, gives one
+            twice, or grows without end.
     """
     try:
         content = yaml.load(name if path is None else path.read_text(encoding="utf-8"), _StrictLoader)
@@ -63,7 +69,36 @@ def read_config(name: str, path: Path | None = None) -> dict[str, Any]:
         raise UsageError(f"--config={name} {holds}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
     if _num_values(content, {}) > MAX_VALUES:
         raise UsageError(f"--config={name} holds more than {MAX_VALUES} values: an alias repeats or contains itself")
+    if sections := sections_of(content):
+        if others := [str(key) for key in content if key not in (*sections, OF_THE_SUBCOMMAND)]:
+            raise UsageError(
+                f"--config={name} holds options of {' and '.join(sections)}, and {', '.join(others)}: put all under "
+                "the subcommands' names, or none"
+            )
+        for key in sections:
+            if not isinstance(content[key], dict | None):
+                raise UsageError(f"--config={name}: {key} is no mapping of options by name, but {content[key]}")
     return content
+
+
+def sections_of(content: dict[str, Any]) -> list[str]:
+    """The subcommands that a configuration has sections for; none if it holds options alone."""
+    return [key for key in content if key in SUBCOMMANDS]
+
+
+def section(text: str, subcommand: str) -> str:
+    """What a configuration has for a subcommand, as YAML again; the text itself where it holds options alone."""
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:  # the parser tells
+        return text
+    items = node.value if isinstance(node, yaml.MappingNode) else []
+    parts = {key.value: value for key, value in items if isinstance(key, yaml.ScalarNode)}
+    if not sections_of(parts):
+        return text
+    found = parts.get(subcommand)
+    is_empty = not isinstance(found, yaml.MappingNode)  # `fit:`, with nothing behind it
+    return "{}" if is_empty else yaml.serialize(found, Dumper=yaml.SafeDumper, allow_unicode=True)
 
 
 def misread(text: str) -> str | None:

@@ -71,8 +71,7 @@ def explain(message: str, options_of: Mapping[str, Sequence[str]]) -> str:
     if match := re.search(r"does not accept option '(\S+)'", message):
         return f"{match[1]} in the configuration: {_no_option(match[1], options_of)}"
     if match := re.search(r"argument subcommand: invalid choice: '(\S+)' \(choose from (.*)\)", message):
-        choices = [*re.findall(r"\w+", match[2]), *TOOLS]
-        return f"no subcommand {match[1]!r}{did_you_mean(match[1], choices)}; choose one of {', '.join(choices)}"
+        return no_subcommand(match[1], (*re.findall(r"\w+", match[2]), *TOOLS))
     if match := re.search(r'expected "subcommand" to be one of \{(\S+)\}', message):
         return f"no subcommand given: name one of {', '.join((*match[1].split(','), *TOOLS))}"
     key = ".".join(dict.fromkeys(re.findall(KEY, message)))
@@ -103,6 +102,11 @@ def explain(message: str, options_of: Mapping[str, Sequence[str]]) -> str:
         return f"{given}: expected {wanted}"
     message = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", message)
     return re.sub(r"\s+", " ", re.sub(r"^argument ", "", message)).strip()
+
+
+def no_subcommand(word: str, choices: Sequence[str]) -> str:
+    """That there is none of this name."""
+    return f"no subcommand {word!r}{did_you_mean(word, choices)}; choose one of {', '.join(choices)}"
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -139,9 +143,12 @@ def class_names(base: type) -> list[str]:
 
 
 def _unrecognized(argument: str, options_of: Mapping[str, Sequence[str]]) -> str:
-    if not argument.startswith("-"):
+    name = argument.lstrip("-").partition("=")[0]
+    if argument in options_of:
+        return f"{argument}: a subcommand comes first"
+    if not argument.startswith("--") and (argument[:1] != "-" or any(name in names for names in options_of.values())):
         return f"{argument}: not expected here; options are written --trainer.devices=2"
-    return f"{argument}: {_no_option(argument.lstrip('-').partition('=')[0], options_of, '--')}"
+    return f"{argument}: {_no_option(name, options_of, '--')}"
 
 
 def _no_option(name: str, options_of: Mapping[str, Sequence[str]], prefix: str = "") -> str:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_mgpu.arguments import given_options
 from lightning_mgpu.checkpoint_io import KEY
+from lightning_mgpu.config_file import SUBCOMMANDS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.flatten import flatten
 
@@ -23,9 +24,9 @@ OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes
 OF_EVALUATION = ("model.init_args.flip_tta", "model.init_args.shift_tta")  # not of the weights: how they are used
 
 
-def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> list[str]:
+def with_checkpoint_config(args: list[str]) -> list[str]:
     """The arguments with the checkpoint's configuration before all others, so that what is given goes before it."""
-    if args[0] not in subcommands:
+    if args[0] not in SUBCOMMANDS:
         return args
     given = given_options(args)
     path = Path(os.path.expanduser(str(given.get("ckpt_path"))))
@@ -34,7 +35,7 @@ def with_checkpoint_config(args: list[str], subcommands: tuple[str, ...]) -> lis
     config = saved_config(path)
     if args[0] == "fit" and (scaled_by(path) or 1) > 1:
         config["scale_by_devices"] = True
-    return [args[0], f"--config={json.dumps(config)}", *args[1:]] if config else args
+    return [args[0], f"--config={json.dumps(config, ensure_ascii=False)}", *args[1:]] if config else args
 
 
 def saved_config(path: Path) -> dict[str, Any]:

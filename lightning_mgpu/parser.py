@@ -12,6 +12,7 @@ from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from lightning_mgpu.config_file import section
 from lightning_mgpu.explain import SEVERAL_CLASSES
 
 # StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
@@ -29,10 +30,16 @@ class Parser(LightningArgumentParser):
     `weight_decay: 0` for an AdamW. What a file or a flag says is kept so, too: it was said.
     """
 
+    subcommand: str = ""  # whose arguments these are
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # else __main__.py in `--model.help`
+
+    @override
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Called for every `--config`: of one with sections it takes the subcommand's own."""
+        return super().parse_string(section(content, self.subcommand) if self.subcommand else content, *args, **kwargs)
 
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:

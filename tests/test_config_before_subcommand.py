@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from lightning_mgpu.arguments import with_subcommand_first
-from lightning_mgpu.cli import SUBCOMMANDS
 
 FIT = {
     "trainer": {"max_epochs": 3},
@@ -21,7 +20,8 @@ TEST = {"trainer": {"devices": 1}}
 def config_of(tmp_path: Path, main: Callable, capfd: pytest.CaptureFixture) -> Callable[..., dict[str, Any]]:
     """The configuration that a command line comes to."""
     more = {"fit": {"seed_everything": 5}}
-    files = {"both": {"fit": FIT, "test": TEST}, "one": {"fit": FIT}, "flat": FIT, "more": more}
+    files: dict[str, Any] = {"both": {"fit": FIT, "test": TEST}, "one": {"fit": FIT}, "flat": FIT, "more": more}
+    files["named"] = {"subcommand": "fit", **files["both"]}
     for name, content in files.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
 
@@ -38,10 +38,56 @@ def test_it_comes_to_the_same_as_one_behind(config_of: Callable) -> None:
     for before in ("--config both.yaml fit", "-c one.yaml fit", "--config=flat.yaml fit", "--config=one.yaml"):
         args = before.split()
         assert config_of(*args, "--trainer.max_epochs=7") == expected, args
+    for either in ("fit --config both.yaml", "--config=named.yaml"):
+        args = either.split()
+        assert config_of(*args, "--trainer.max_epochs=7") == expected, args
     assert config_of("--config=both.yaml", "test")["trainer"]["devices"] == 1
     assert config_of("--config=both.yaml", "predict")["trainer"]["max_epochs"] == 10
     found = config_of("--config=both.yaml", "--config", "more.yaml", "fit", "--trainer.max_epochs=7")
     assert found == {**expected, "seed_everything": 5}
+
+
+SAID = """
+fit:
+  trainer: parts/trainer.yaml
+  model: {class_path: plain.Model, init_args: {note: "run 🚀", options: {3: .inf, x: 1e-3}, items: &many
+    [[1], [2]]}}
+  wandb: {mode: disabled}
+  checkpoint:
+test: {model: {class_path: plain.Model, init_args: {items: *many}}}
+validate:
+"""
+PLAIN = """
+from typing import Any
+from lightning.pytorch import LightningModule
+
+class Model(LightningModule):
+    def __init__(self, note: str = "", options: dict[Any, Any] | None = None, items: list[Any] | None = None):
+        super().__init__()
+"""
+
+
+def test_a_section_says_what_its_file_says(
+    main: Callable, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "here" / "parts").mkdir(parents=True)
+    (tmp_path / "here" / "parts" / "trainer.yaml").write_text("max_epochs: 3\n")
+    (tmp_path / "here" / "said.yaml").write_text(SAID)
+    lines = SAID[: SAID.index("test:")].replace("&many", "").splitlines()[2:]
+    (tmp_path / "here" / "flat.yaml").write_text("\n".join(line.removeprefix("  ") for line in lines))
+    found = []
+    for args in (("--config=here/said.yaml", "fit"), ("fit", "--config=here/flat.yaml")):
+        assert main(*args, "--print_config") == 0
+        found.append(yaml.safe_load(capfd.readouterr().out))
+    assert found[0] == found[1]
+    model = found[0]["model"]["init_args"]
+    assert (model["note"], model["options"], model["items"]) == ("run 🚀", {3: float("inf"), "x": 0.001}, [[1], [2]])
+    assert found[0]["trainer"]["max_epochs"] == 3
+    assert main("--config=here/said.yaml", "test", "--print_config") == 0
+    assert yaml.safe_load(capfd.readouterr().out)["model"]["init_args"]["items"] == [[1], [2]]
+    assert main("--config=here/said.yaml", "validate", "--print_config") == 0
 
 
 def test_checkpoints_and_runs_bring_their_configuration(
@@ -66,4 +112,4 @@ def test_checkpoints_and_runs_bring_their_configuration(
 
 def test_what_has_no_config_first_is_left_alone() -> None:
     for args in ([], ["fit"], ["fit", "--config", "x.yaml"], ["--help"], ["--trainer.devices=2", "fit"], ["sweep"]):
-        assert with_subcommand_first(args, SUBCOMMANDS) == args
+        assert with_subcommand_first(args) == args
