@@ -101,9 +101,9 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
     def _attach(self) -> None:
         """What is made of the replicas for training: their gradients and optimizers."""
         self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
-        self._attached, self._is_manual = list(self._optimizers), not self.original.automatic_optimization
+        self._attached, self._is_manual = self._stepped_optimizers, not self.original.automatic_optimization
         if len(self.devices) > 1:
-            check_parameters(self._optimizers, self._replicas, self._is_manual, self.name)
+            check_parameters(self._attached, self._replicas, self._is_manual, self.name)
         self.gradients = Gradients(self._replicas.parameters)
         self._replicas.broadcast(norms=True)
         self._replicas.give_tensors()
@@ -111,9 +111,9 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         if len(self.devices) == 1:
             return
         if self.replicas_update or self._is_manual:
-            self._own = ReplicaOptimizers(self._replicas, self._optimizers, self._give_gradients)
+            self._own = ReplicaOptimizers(self._replicas, self._attached, self._give_gradients)
             self._wrap_copies(self._own.copies if self._is_manual else [])
-        for n, optimizer in enumerate(self._optimizers):
+        for n, optimizer in enumerate(self._attached):
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
             if self._own is not None:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._own.watch, n)))
@@ -143,7 +143,7 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         self._look_for_hooks()
         self._is_stale |= batch_idx == 0  # hooks around an epoch
         is_manual = not self.original.automatic_optimization
-        if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._optimizers)]:
+        if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._stepped_optimizers)]:
             self.renew_replicas()  # they were set up again
         if self._own is not None and (batch_idx == 0 or self._is_evaluated or (self.hooks.edit and is_manual)):
             self._own.try_again()  # a hook may have edited a state
@@ -172,7 +172,7 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
                 for wrapper in own:
                     wrapper._on_after_step = self._lockstep.after_step(wrapper._on_after_step)
         else:
-            self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
+            self._settings = [settings_of(optimizer) for optimizer in self._attached]
         try:
             with self.precision_plugin.train_step_context(), meetings:
                 active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)
@@ -284,7 +284,13 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         if len(self.devices) == 1:
             return step(closure=closure)
-        n = next(n for n, own in enumerate(self.optimizers) if own is optimizer)
+        known = [wrapper._optimizer for wrapper in self._lightning_optimizers]  # of the replica
+        n = next((n for n, own in enumerate(known) if own is optimizer), None)
+        if n is None:
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__} is not among the optimizers of configure_optimizers: {self.name} has no "
+                "copies of it for the replicas."
+            )
         if self._lockstep is None or not self.team.is_running:
             return run(closure)
         return self._lockstep.step(n, run, closure, before_closure)
@@ -299,7 +305,7 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
     def _on_step(self, n: int) -> None:
         """Called by torch when the original's optimizer `n` has made an update, also one that is part of another."""
         is_ours = self._stepped is not None
-        if self._own is not None and (not is_ours or getattr(self._optimizers[n], "grad_scale", None) is not None):
+        if self._own is not None and (not is_ours or getattr(self._attached[n], "grad_scale", None) is not None):
             self._own.repeats[n] = False  # a GradScaler leaves unscaling to some optimizers
         if is_ours:
             self._stepped = True

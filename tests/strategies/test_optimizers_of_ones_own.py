@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import optim
 
 from lightning_mgpu.strategies.optimizers.optimizer_copies import copy_optimizer
@@ -177,3 +178,34 @@ def test_one_that_is_none_of_torchs(Regression, train):
     train(make)
     with pytest.raises(MisconfigurationException, match=r"^NotTorchs is no torch\.optim\.Optimizer: derive it"):
         train(make, 2)
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_one_that_the_module_has_wrapped_itself(Regression, Manual, assert_parity, is_manual):
+    class Module(Manual if is_manual else Regression):
+        def configure_optimizers(self):
+            return LightningOptimizer(super().configure_optimizers())
+
+    for module in assert_parity(Module):
+        assert module.trainer.global_step == 8
+
+
+def test_one_put_into_the_trainers_list_is_not_the_one_that_steps(Regression, assert_parity):
+    class Module(Regression):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.trainer.optimizers[0] = optim.Adam(self.parameters(), 0.1)
+
+    for module in assert_parity(Module):
+        assert module.trainer.global_step == 8
+
+
+def test_one_that_nobody_has_configured(Regression, train):
+    """Lightning's loop took the StopIteration of ours for the end of the data."""
+
+    class Module(Regression):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            self.trainer.strategy.optimizer_step(optim.Adam(self.parameters()), closure)
+
+    with pytest.raises(MisconfigurationException, match="Adam is not among the optimizers of configure_optimizers"):
+        train(Module, 2)

@@ -138,3 +138,32 @@ def test_weights_edited_where_nobody_would_look(Regression, train, tmp_path, whe
     one, two = (train(Module, k, callbacks=lambda: [Save()], check=False) for k in (1, 2))
     for a, b in zip(one.parameters(), two.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Advanced:
+    """Lightning takes any object where the module steps it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def advance(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+def test_one_without_a_step(Regression, assert_parity):
+    class Module(with_scheduler(Regression, Advanced)):
+        def training_step(self, batch, batch_idx):
+            self.update(self.loss(batch))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.lr_schedulers().advance()
+
+    for module in assert_parity(Module):
+        assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)

@@ -85,6 +85,11 @@ class PerReplica(ParallelStrategy):
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     @property
+    def _stepped_optimizers(self) -> list[Optimizer]:
+        """What the Trainer steps, also where a module has wrapped its optimizers itself or their list was edited."""
+        return [wrapper._optimizer for wrapper in self._wrapped[0]]
+
+    @property
     def _lightning_optimizers(self) -> list[LightningOptimizer]:
         if self._index and not self._whose:
             return self._views()
@@ -98,8 +103,9 @@ class PerReplica(ParallelStrategy):
         """What a replica above 0 sees of the optimizers that update the original: what it changes of them is lost."""
         if self._index not in self._seen_by:
             originals, copies = (list(self._replicas.modules[i].parameters()) for i in (0, self._index))
-            settings = self._settings or map(settings_of, self._optimizers)
-            views = [view_of(opt, then, originals, copies) for opt, then in zip(self._optimizers, settings)]
+            optimizers = self._stepped_optimizers
+            settings = self._settings or map(settings_of, optimizers)
+            views = [view_of(opt, then, originals, copies) for opt, then in zip(optimizers, settings)]
             self._seen_by[self._index] = [LightningOptimizer._to_lightning_optimizer(view, self) for view in views]
         return self._seen_by[self._index]
 
@@ -108,6 +114,8 @@ class PerReplica(ParallelStrategy):
         """Let replicas meet where they step a learning-rate scheduler, which they have in common."""
         own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes; `step`, if it is one
         for scheduler in (config.scheduler for config in self.lr_scheduler_configs):
+            if not callable(getattr(scheduler, "step", None)):
+                continue  # an object of the user's, who steps it by another name
             attributes: dict[str, Any] = vars(scheduler)
             own.append((attributes, {"step": attributes["step"]} if "step" in attributes else {}))
             attributes["step"] = partial(lockstep.schedule, type(scheduler).__name__, scheduler.step, follow)
