@@ -285,8 +285,8 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         if len(self.devices) == 1:
             return step(closure=closure)
         known = [wrapper._optimizer for wrapper in self._lightning_optimizers]  # of the replica
-        n = next((n for n, own in enumerate(known) if own is optimizer), None)
-        if n is None:
+        n = next((n for n, own in enumerate(known) if own is optimizer), -1)
+        if n < 0:
             raise MisconfigurationException(
                 f"{type(optimizer).__name__} is not among the optimizers of configure_optimizers: {self.name} has no "
                 "copies of it for the replicas."

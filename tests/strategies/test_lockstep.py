@@ -1,9 +1,14 @@
 """Manual optimization with one optimizer: steps, closures, accumulation, batches without a loss, errors."""
 
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
@@ -169,6 +174,12 @@ def test_every_replica_is_given_the_result_of_a_step(Manual, train):
     torch.testing.assert_close(several, one, rtol=1e-5, atol=0)
 
 
+class Pairs(NamedTuple):
+    samples: torch.Tensor
+    mean: torch.Tensor
+    nothing: None
+
+
 def test_closures_that_return_more_than_a_loss(Manual, assert_parity):
     """The optimizer sees the whole batch's; the step what came of its own samples, and the whole batch's loss."""
 
@@ -178,6 +189,9 @@ def test_closures_that_return_more_than_a_loss(Manual, assert_parity):
             self.seen = outputs["pairs"][0].cpu()
             if outputs["loss"] < 1e9:
                 super().step()
+            outputs["added"] = outputs["pairs"][1] + 1
+            del outputs["left out"]
+            assert closure().keys() == {"loss", "classes", "pairs", "left out"}  # another's, which is not returned
             return outputs
 
     class Module(Manual):
@@ -188,13 +202,19 @@ def test_closures_that_return_more_than_a_loss(Manual, assert_parity):
                 optimizer.zero_grad()
                 loss = self.loss(batch)
                 self.manual_backward(loss)
-                return {"loss": loss, "pairs": (batch[0] * 2, loss.detach() * 3, None)}
+                calls.append(loss)
+                pairs = Pairs(batch[0] * 2 * len(calls), loss.detach() * 3, None)
+                return {"loss": loss.view(1), "classes": loss.expand(101) / 2, "pairs": pairs, "left out": 1}
 
+            calls = []
             outputs = optimizer.step(closure)
-            assert torch.equal(outputs["pairs"][0], batch[0] * 2)
-            torch.testing.assert_close(outputs["pairs"][1], outputs["loss"].detach() * 3)
-            assert outputs["pairs"][2] is None
-            self.log("squared", outputs["loss"].detach() ** 2, on_epoch=True)
+            assert len(calls) == 2 and outputs.keys() == {"loss", "classes", "pairs", "added"}
+            samples, three, nothing = outputs["pairs"]
+            assert torch.equal(samples, batch[0] * 2) and nothing is None
+            loss = outputs["loss"].detach().view(())
+            torch.testing.assert_close(torch.stack([three, outputs["added"] - 1]) / 3, loss.expand(2))
+            torch.testing.assert_close(outputs["classes"].detach() * 2, loss.expand(101))
+            self.log("squared", loss**2, on_epoch=True)
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
             assert torch.equal(self.trainer.optimizers[0].seen, batch[0].cpu() * 2)
@@ -206,3 +226,74 @@ def test_closures_that_return_more_than_a_loss(Manual, assert_parity):
     for other in others:
         found, expected = (module.trainer.callback_metrics["squared_epoch"] for module in (other, one))
         torch.testing.assert_close(found, expected)
+
+
+@dataclasses.dataclass
+class Outputs:
+    hidden: torch.Tensor
+    loss: torch.Tensor
+
+
+def test_samples_of_a_closure_keep_their_graph_in_every_replica(Manual, assert_parity):
+    """What is the whole batch's belongs to no replica: gradients of it end in torch's error, not in a part of them."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                hidden = self.net(batch[0])
+                loss = (hidden - batch[1]).square().mean()
+                self.manual_backward(loss, retain_graph=True)
+                return Outputs(hidden, loss)
+
+            optimizer.optimizer.factor = 0
+            outputs = optimizer.step(closure)
+            assert batch_idx or outputs.loss.requires_grad == (self.trainer.num_devices == 1)
+            self.log("loss", outputs.loss.detach(), on_epoch=True)
+            optimizer.zero_grad()
+            self.manual_backward(outputs.hidden.square().mean())
+            optimizer.optimizer.factor = 1
+            optimizer.step()
+
+        def configure_optimizers(self):
+            return Returning(self.parameters(), 0.1)
+
+    class Returning(optim.SGD):
+        factor = 1
+
+        def step(self, closure=None):
+            outputs = closure() if closure else None
+            if self.factor:
+                super().step()
+            return outputs
+
+    one, *others = assert_parity(Module)
+    for other in others:
+        found, expected = (module.trainer.callback_metrics["loss_epoch"] for module in (other, one))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("make", [lambda loss: loss.view(1), lambda loss: np.float32(loss.item())])
+def test_losses_of_one_element(Manual, train, make):
+    """A line search takes the loss of a shard of one sample for a number, too."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return make(loss.detach())
+
+            self.log("loss", float(optimizer.step(closure)), on_epoch=True)
+
+        def configure_optimizers(self):
+            return optim.LBFGS(self.parameters(), max_iter=2)
+
+    loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 3).double()), 2)
+    one, two = (train(Module, k, loader=loader).trainer.callback_metrics["loss_epoch"] for k in (1, 2))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=0)

@@ -47,8 +47,9 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
         return with_items(first, {key: gather([output.get(key) for output in outputs], sizes, device) for key in keys})
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
-    if isinstance(first, (int, float)):
-        return weighted_mean(outputs, sizes) if any(isinstance(output, float) for output in outputs) else sum(outputs)
+    if isinstance(first, (int, float, np.number)):
+        is_mean = any(isinstance(output, (float, np.inexact)) for output in outputs)
+        return weighted_mean(outputs, sizes) if is_mean else sum(outputs)
     if isinstance(first, (list, tuple)):
         if are_samples(outputs, sizes):
             return type(first)(item for output in outputs for item in _home(output, device))
@@ -63,13 +64,18 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
 
 
 def part_of(gathered: Any, own: Any) -> Any:
-    """What a replica sees of the whole batch's: single values are that; what has an item a sample stays its own."""
+    """What a replica sees of the whole batch's: means, sums and what somebody has added; but its own of samples."""
     if isinstance(own, Mapping):
-        return with_items(own, {key: part_of(gathered[key], own[key]) for key in own.keys()})  # noqa: SIM118
+        parts = {key: part_of(whole, own[key]) if key in own else whole for key, whole in gathered.items()}
+        return with_items(gathered, parts)
     if isinstance(own, (list, tuple)) and len(gathered) == len(own):
         return like(own, [part_of(whole, item) for whole, item in zip(gathered, own)])
-    is_single = isinstance(own, (int, float)) or (isinstance(own, Tensor) and not own.ndim)
-    return gathered if is_single else own
+    if is_dataclass_instance(own):
+        names = [field.name for field in fields(own)]
+        return with_fields(gathered, {name: part_of(getattr(gathered, name), getattr(own, name)) for name in names})
+    if isinstance(own, Tensor):
+        return gathered if isinstance(gathered, Tensor) and gathered.shape == own.shape else own
+    return gathered if isinstance(own, (int, float, np.generic)) else own
 
 
 def bring_home(data: Any, home: torch.device, away: torch.device) -> Any:

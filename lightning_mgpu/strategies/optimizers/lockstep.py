@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -82,28 +83,37 @@ class Lockstep:
             before: Called before every closure, when no replica runs.
         """
         self._meet(f"step of optimizer {n}")
-        own, of_all = [], []  # what each call of the closure returned: here, and put together
+        own: list[Any] = []  # what each call of the closure returned in this replica, if it is more than a loss
         if self.team.index != 0:
             while (order := self.team.exchange()[0])[0] == "closure":
-                own.append(closure())
-                self.team.exchange(own[-1])
+                own.append(_more_than_a_loss(output := closure()))
+                self.team.exchange(output)
             _, result, call = order
             result = move_data_to_device(result, self.team.devices[self.team.index])
-            return result if call is None else part_of(result, without_graph(own[call]))
+            return result if call is None else part_of(result, own[call])
+        whole: list[Any] = []  # what each call returned in all of them, put together
 
         def all_closures() -> Any:
             before()
             self.team.exchange(("closure", None))
+            own.append(_more_than_a_loss(output := closure()))
             # line searches look at the loss of the whole batch
-            outputs = move_data_to_device(self.team.exchange(closure()), self.team.devices[0])
-            own.append(outputs[0])
-            of_all.append(gather(outputs, list(self.sizes.values()), self.team.devices[0]))
-            return of_all[-1]
+            found = self._of_all(move_data_to_device(self.team.exchange(output), self.team.devices[0]))
+            whole.append(_more_than_a_loss(found))
+            return found
 
         result = run(all_closures)
-        call = next((n for n, output in enumerate(of_all) if output is result), None)
-        self.team.exchange(("done", without_graph(result), call))
+        call = next((n for n, found in enumerate(whole) if found is not None and found is result), None)
+        if len(self.sizes) > 1:
+            result = without_graph(result)  # it belongs to no replica
+        self.team.exchange(("done", result, call))
         return result if call is None else part_of(result, own[call])
+
+    def _of_all(self, outputs: list[Any]) -> Any:
+        """What the replicas' closures have returned, as one device's would have: their loss, or a loss and more."""
+        if outputs[0] is not None and all(_more_than_a_loss(output) is None for output in outputs):
+            return weighted_mean(outputs, list(self.weights.values()))
+        return gather(outputs, list(self.sizes.values()), self.team.devices[0])
 
     def schedule(self, name: str, step: Callable, follow: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
         """`step` of a learning-rate scheduler in one replica: made once, with the whole batch's loss if it wants one.
@@ -144,3 +154,9 @@ class Lockstep:
                 f"the replicas are at {', '.join(map(str, places))}: every replica must call manual_backward and "
                 "optimizer.step in the same order, whatever is in its shard."
             )
+
+
+def _more_than_a_loss(output: Any) -> Any:
+    """What a closure has returned; None if it is a number, of which all replicas are given the same."""
+    is_number = isinstance(output, (int, float, np.number)) or (isinstance(output, Tensor) and output.numel() == 1)
+    return None if is_number else output
