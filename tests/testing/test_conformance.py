@@ -42,6 +42,23 @@ def test_promise(strategy: str, devices: int, promise: str) -> None:
         assert result.is_kept, result.wrong
 
 
+AT_EXIT = """
+import atexit, os, pathlib, sys
+def look():
+    if "lightning_mgpu" in sys.modules and (dist := sys.modules.get("torch.distributed")):
+        pathlib.Path({directory!r}, f"rank{{os.environ.get('LOCAL_RANK', 0)}}").write_text(str(dist.is_initialized()))
+atexit.register(look)  # before all others: it is called last
+"""
+
+
+def test_processes_leave_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT.format(directory=str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (seen,) = run_cases(Kind("ddp", 2), [("parameters", {})], tmp_path)
+    assert not seen.error
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["False"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", ["ddp", "dp", "manual_allreduce", *ALGORITHMS])
