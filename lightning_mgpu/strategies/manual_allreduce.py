@@ -2,11 +2,11 @@
 
 The book's functions, in the order of a step:
 
-    get_params    get_params.py    copy the parameters to every device             `setup`
-    split_batch   shards.py        cut the minibatch into one shard a device       `batch_to_device`
-    train_batch   train_batch.py   every device: loss and gradient of its shard,   `training_step`, `backward`
-    allreduce     allreduce/       sum the gradients, give the sum to every device `reduce_gradients`
-                  optimizers.py    every replica updates itself                    `update_replicas`
+    get_params    replicas/get_params.py     copy the parameters to every device             `setup`
+    split_batch   batch/shards.py            cut the minibatch into one shard a device       `batch_to_device`
+    train_batch   train_batch.py             every device: loss and gradient of its shard    `training_step`, `backward`
+    allreduce     ../allreduce/              sum the gradients, give the sum to every device `reduce_gradients`
+                  optimizers/optimizers.py   every replica updates itself                    `update_replicas`
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
     python -m lightning_mgpu fit --trainer.strategy=ManualAllreduceStrategy \\

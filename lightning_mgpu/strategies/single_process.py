@@ -142,7 +142,7 @@ class SingleProcessStrategy(OneRank):
         return super().process_dataloader(dataloader)
 
     def find_batch_size(self, batch: Any) -> int | None:
-        """The number of samples in a batch; `None` if it cannot be split (see `shards.py`)."""
+        """The number of samples in a batch; `None` if it cannot be split (see `batch/shards.py`)."""
         return None if self._has_unbatched and may_be_one_sample(batch) else find_batch_size(batch)
 
     @override
