@@ -60,6 +60,7 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         self._lockstep = None
         self._shares_graph = False  # the shards of this step's batch have one
         self._num_closures = 0
+        self._missed: set[int] = set()  # optimizers whose copies lack an update that the user's code has made
         self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
         self._loss: Any = None  # what the last closure returned
         self._handles: list[Any] = []
@@ -164,6 +165,8 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         meetings: AbstractContextManager = nullcontext()
         if not self.original.automatic_optimization:
             assert self._own is not None
+            self._own.copy_again(self._missed)
+            self._missed.clear()
             self._own.follow()
             samples = {i: size for i, size in enumerate(self._sizes(batch)) if size}
             self._lockstep = Lockstep(self.team, samples, self._is_joint)
@@ -284,7 +287,8 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         if len(self.devices) == 1:
             return step(closure=closure)
-        known = [wrapper._optimizer for wrapper in self._lightning_optimizers]  # of the replica
+        copies = [wrapper._optimizer for wrapper in self._lightning_optimizers]
+        known = copies if self.team.index else self._attached
         n = next((n for n, own in enumerate(known) if own is optimizer), -1)
         if n < 0:
             raise MisconfigurationException(
@@ -309,14 +313,16 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
             self._own.repeats[n] = False  # a GradScaler leaves unscaling to some optimizers
         if is_ours:
             self._stepped = True
-        else:  # the user's code steps torch's optimizer, in every replica
+        else:  # the user's code steps torch's optimizer, in every replica that has samples
             self._is_stale = True
+            if self._lockstep is None or len(self._lockstep.sizes) < len(self.devices):
+                self._missed.add(n)
 
     @override
     def teardown(self) -> None:
         self._remove_hooks()
         self._trains = False
-        self._loss, self._own, self._attached = None, None, []
+        self._loss, self._own, self._attached, self._missed = None, None, [], set()
         self.hooks = UsersHooks()
         self._wrapped[1:], self._seen_by = [], {}
         self.gradients = Gradients([])

@@ -200,6 +200,33 @@ def test_one_put_into_the_trainers_list_is_not_the_one_that_steps(Regression, as
         assert module.trainer.global_step == 8
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_ones_that_a_step_takes_from_the_list(Regression, assert_parity, is_wrapped, is_edited):
+    """Two updates a batch: the second needs replicas that are equal again."""
+    wrap = LightningOptimizer if is_wrapped else lambda optimizer: optimizer
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1 and is_edited:
+                self.trainer.optimizers[0] = optim.Adam(self.parameters(), 0.1)
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in (self.optimizers(use_pl_optimizer=False), self.trainer.optimizers[0]):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return wrap(super().configure_optimizers())
+
+    assert_parity(Module)
+
+
 def test_one_that_nobody_has_configured(Regression, train):
     """Lightning's loop took the StopIteration of ours for the end of the data."""
 

@@ -1,9 +1,9 @@
 """Every replica updates itself, as in the book: copies of the user's optimizers, which make the same update."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -92,7 +92,7 @@ class ReplicaOptimizers:
             return
         before, self._first_states[n] = self._first_states[n], _first_state(self.originals[n])
         if before is not None and before is not self._first_states[n]:  # somebody has cleared or loaded its state
-            self._copy_again(n)
+            self.copy_again([n])
             self.replicas.broadcast_parameters()
             return
         plan = plan_of(self.originals[n])
@@ -139,8 +139,9 @@ class ReplicaOptimizers:
             compile_step(copied, like=self.originals[n])
         return copied
 
-    def _copy_again(self, n: int) -> None:
-        for copies, mapping in zip(self.copies, self._mappings):
+    def copy_again(self, numbers: Iterable[int]) -> None:
+        """Give the copies of some optimizers the states of the originals."""
+        for n, (copies, mapping) in product(numbers, zip(self.copies, self._mappings)):
             own = vars(self._copy(n, mapping))
             vars(copies[n]).update({name: own[name] for name in own if name != "step"})
 

@@ -78,7 +78,13 @@ class PerReplica(ParallelStrategy):
 
     @property  # type: ignore[override]
     def optimizers(self) -> list[Optimizer]:
-        return [wrapper._optimizer for wrapper in self._lightning_optimizers] if self._index else self._optimizers
+        if not self._index:
+            return self._optimizers
+        own: list[Any] = [
+            wrapper if isinstance(original, LightningOptimizer) else wrapper._optimizer
+            for original, wrapper in zip(self._optimizers, self._lightning_optimizers)
+        ]
+        return own
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -86,8 +92,12 @@ class PerReplica(ParallelStrategy):
 
     @property
     def _stepped_optimizers(self) -> list[Optimizer]:
-        """What the Trainer steps, also where a module has wrapped its optimizers itself or their list was edited."""
-        return [wrapper._optimizer for wrapper in self._wrapped[0]]
+        """What is stepped: by the Trainer, the ones it was given; by the module, those it finds in the list.
+
+        They differ where somebody has edited the list, and where the module has wrapped its optimizers itself.
+        """
+        given: Sequence[Any] = self._wrapped[0] if self.original.automatic_optimization else self._optimizers
+        return [each._optimizer if isinstance(each, LightningOptimizer) else each for each in given]
 
     @property
     def _lightning_optimizers(self) -> list[LightningOptimizer]:
