@@ -297,3 +297,39 @@ def test_losses_of_one_element(Manual, train, make):
     loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 3).double()), 2)
     one, two = (train(Module, k, loader=loader).trainer.callback_metrics["loss_epoch"] for k in (1, 2))
     torch.testing.assert_close(two, one, rtol=1e-5, atol=0)
+
+
+def test_closures_that_differ_by_shard(Manual, assert_parity):
+    """Of the last batch replica 1 has one sample: what it returns of that looks like a loss."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def step(output):
+                def closure():
+                    optimizer.zero_grad()
+                    self.manual_backward(self.loss(batch))
+                    return output
+
+                return optimizer.step(closure)
+
+            size, first = len(batch[0]), self.team_index() == 0
+            found = step(batch[0].sum(1))
+            assert torch.equal(found, batch[0].sum(1))
+            found = step(batch[0].sum(1, keepdim=True))
+            assert torch.equal(found, batch[0].sum(1, keepdim=True))
+            self.log("samples", float(step(size)), on_epoch=True, reduce_fx="max")
+            assert step(torch.tensor(first)) and step(first)
+            found = step(torch.tensor(3.0) if first else None)
+            assert found == 3
+
+        def team_index(self):
+            return getattr(getattr(self.trainer.strategy, "team", None), "index", 0)
+
+        def configure_optimizers(self):
+            return optim.SGD(self.parameters(), 0.01)
+
+    loader = DataLoader(TensorDataset(torch.randn(11, 6).double(), torch.randn(11, 3).double()), 4)
+    for module in assert_parity(Module, (2,), loader=loader):
+        assert module.trainer.callback_metrics["samples_epoch"] == 4

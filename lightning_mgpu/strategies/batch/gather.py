@@ -65,17 +65,22 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -
 
 def part_of(gathered: Any, own: Any) -> Any:
     """What a replica sees of the whole batch's: means, sums and what somebody has added; but its own of samples."""
-    if isinstance(own, Mapping):
+    if is_tensordict(own):
+        return own
+    if isinstance(own, Mapping) and isinstance(gathered, Mapping):
         parts = {key: part_of(whole, own[key]) if key in own else whole for key, whole in gathered.items()}
         return with_items(gathered, parts)
-    if isinstance(own, (list, tuple)) and len(gathered) == len(own):
+    if isinstance(own, (list, tuple)) and isinstance(gathered, (list, tuple)):
+        if len(gathered) != len(own):
+            return own  # an item a sample
         return like(own, [part_of(whole, item) for whole, item in zip(gathered, own)])
-    if is_dataclass_instance(own):
+    if is_dataclass_instance(own) and type(gathered) is type(own):
         names = [field.name for field in fields(own)]
         return with_fields(gathered, {name: part_of(getattr(gathered, name), getattr(own, name)) for name in names})
     if isinstance(own, Tensor):
         return gathered if isinstance(gathered, Tensor) and gathered.shape == own.shape else own
-    return gathered if isinstance(own, (int, float, np.generic)) else own
+    is_part = own is None or isinstance(own, (int, float, np.number, np.bool_, Mapping, list, tuple))
+    return gathered if is_part or is_dataclass_instance(own) else own
 
 
 def bring_home(data: Any, home: torch.device, away: torch.device) -> Any:

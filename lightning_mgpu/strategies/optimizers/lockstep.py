@@ -83,11 +83,11 @@ class Lockstep:
             before: Called before every closure, when no replica runs.
         """
         self._meet(f"step of optimizer {n}")
-        own: list[Any] = []  # what each call of the closure returned in this replica, if it is more than a loss
+        own: list[Any] = []  # what each call of the closure returned in this replica; None for a loss, a graph less
         if self.team.index != 0:
             while (order := self.team.exchange()[0])[0] == "closure":
-                own.append(_more_than_a_loss(output := closure()))
-                self.team.exchange(output)
+                output = closure()
+                own.append(None if _are_losses(self.team.exchange(output)) else output)
             _, result, call = order
             result = move_data_to_device(result, self.team.devices[self.team.index])
             return result if call is None else part_of(result, own[call])
@@ -96,10 +96,17 @@ class Lockstep:
         def all_closures() -> Any:
             before()
             self.team.exchange(("closure", None))
-            own.append(_more_than_a_loss(output := closure()))
+            output = closure()
+            outputs = self.team.exchange(output)
+            is_loss = _are_losses(outputs)
+            own.append(None if is_loss else output)
             # line searches look at the loss of the whole batch
-            found = self._of_all(move_data_to_device(self.team.exchange(output), self.team.devices[0]))
-            whole.append(_more_than_a_loss(found))
+            outputs = move_data_to_device(outputs, self.team.devices[0])
+            if is_loss:
+                found = weighted_mean(outputs, list(self.weights.values()))
+            else:
+                found = gather(outputs, list(self.sizes.values()), self.team.devices[0])
+            whole.append(None if is_loss else found)
             return found
 
         result = run(all_closures)
@@ -108,12 +115,6 @@ class Lockstep:
             result = without_graph(result)  # it belongs to no replica
         self.team.exchange(("done", result, call))
         return result if call is None else part_of(result, own[call])
-
-    def _of_all(self, outputs: list[Any]) -> Any:
-        """What the replicas' closures have returned, as one device's would have: their loss, or a loss and more."""
-        if outputs[0] is not None and all(_more_than_a_loss(output) is None for output in outputs):
-            return weighted_mean(outputs, list(self.weights.values()))
-        return gather(outputs, list(self.sizes.values()), self.team.devices[0])
 
     def schedule(self, name: str, step: Callable, follow: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
         """`step` of a learning-rate scheduler in one replica: made once, with the whole batch's loss if it wants one.
@@ -156,7 +157,11 @@ class Lockstep:
             )
 
 
-def _more_than_a_loss(output: Any) -> Any:
-    """What a closure has returned; None if it is a number, of which all replicas are given the same."""
-    is_number = isinstance(output, (int, float, np.number)) or (isinstance(output, Tensor) and output.numel() == 1)
-    return None if is_number else output
+def _are_losses(outputs: Sequence[Any]) -> bool:
+    """Whether the closures have returned a number each, also in a tensor of one element: neither counts nor samples."""
+    return all(
+        output.numel() == 1 and (output.is_floating_point() or output.is_complex())
+        if isinstance(output, Tensor)
+        else isinstance(output, (float, np.inexact))
+        for output in outputs
+    )
