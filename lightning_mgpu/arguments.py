@@ -17,6 +17,7 @@ PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a c
 CONFIGS = next((path for path in PLACES if path.is_dir()), PLACES[0])
 STRATEGY = "--trainer.strategy"
 MAX_NESTED = 200  # brackets open at once in a value; libyaml overflows the stack at some ten thousands
+MAX_BRACKETS = 5000  # in all: quoted ones look as if they closed others
 
 
 def check_values(args: list[str]) -> list[str]:
@@ -29,7 +30,7 @@ def check_values(args: list[str]) -> list[str]:
         value = arg.partition("=")[2] if arg.startswith("--") else arg
         if value.lstrip().startswith("!!"):
             raise UsageError(f"{arg}: YAML tags are not taken")
-        if _depth(value) > MAX_NESTED:
+        if _depth(value) > MAX_NESTED or value.count("[") + value.count("{") > MAX_BRACKETS:
             raise UsageError(f"{arg[:40]}...: nested too deeply")
         if value == "--":
             raise UsageError(f"{arg}: a value is missing")
@@ -109,15 +110,25 @@ def with_shipped_configs(args: list[str]) -> list[str]:
     """The arguments with every `--config` that names no file here, but one in `configs/`, replaced by that path.
 
     Raises:
-        UsageError: If there is no such file, or it is not good (see `config_file.py`).
+        UsageError: If there is no such file, it is not good (see `config_file.py`), or has sections for others alone.
     """
     found = list(args)
     for i, arg in enumerate(args):
         if arg in ("--config", "-c") and i + 1 < len(args):
             found[i + 1] = find_config(args[i + 1])
+            _check_section(args[i + 1], args[0])
         elif arg.startswith("--config="):
             found[i] = "--config=" + find_config(arg.removeprefix("--config="))
+            _check_section(arg.removeprefix("--config="), args[0])
     return found
+
+
+def _check_section(name: str, subcommand: str) -> None:
+    if (sections := sections_of(_content(name))) and subcommand in SUBCOMMANDS and subcommand not in sections:
+        raise UsageError(
+            f"--config={name} has options of {' and '.join(sections)}, but none of {subcommand}: leave it out, or put "
+            f"'{subcommand}: {{}}' there"
+        )
 
 
 def find_config(name: str) -> str:

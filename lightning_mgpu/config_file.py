@@ -78,6 +78,8 @@ def read_config(name: str, path: Path | None = None) -> dict[str, Any]:
         for key in sections:
             if not isinstance(content[key], dict | None):
                 raise UsageError(f"--config={name}: {key} is no mapping of options by name, but {content[key]}")
+    elif OF_THE_SUBCOMMAND in content:
+        raise UsageError(f"--config={name} names a subcommand, but has no section for any: give it on the command line")
     return content
 
 
@@ -89,7 +91,10 @@ def sections_of(content: dict[str, Any]) -> list[str]:
 def section(text: str, subcommand: str) -> str:
     """What a configuration has for a subcommand, as YAML again; the text itself where it holds options alone."""
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            loader.flatten_mapping(node)  # `<<`
     except yaml.YAMLError:  # the parser tells
         return text
     items = node.value if isinstance(node, yaml.MappingNode) else []

@@ -145,7 +145,7 @@ def class_names(base: type) -> list[str]:
 def _unrecognized(argument: str, options_of: Mapping[str, Sequence[str]]) -> str:
     name = argument.lstrip("-").partition("=")[0]
     if argument in options_of:
-        return f"{argument}: a subcommand comes first"
+        return f"{argument}: not expected here; one subcommand comes first"
     if not argument.startswith("--") and (argument[:1] != "-" or any(name in names for names in options_of.values())):
         return f"{argument}: not expected here; options are written --trainer.devices=2"
     return f"{argument}: {_no_option(name, options_of, '--')}"

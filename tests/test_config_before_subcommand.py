@@ -19,7 +19,7 @@ TEST = {"trainer": {"devices": 1}}
 @pytest.fixture
 def config_of(tmp_path: Path, main: Callable, capfd: pytest.CaptureFixture) -> Callable[..., dict[str, Any]]:
     """The configuration that a command line comes to."""
-    more = {"fit": {"seed_everything": 5}}
+    more: dict[str, Any] = {"fit": {"seed_everything": 5}, "predict": None}
     files: dict[str, Any] = {"both": {"fit": FIT, "test": TEST}, "one": {"fit": FIT}, "flat": FIT, "more": more}
     files["named"] = {"subcommand": "fit", **files["both"]}
     for name, content in files.items():
@@ -42,7 +42,7 @@ def test_it_comes_to_the_same_as_one_behind(config_of: Callable) -> None:
         args = either.split()
         assert config_of(*args, "--trainer.max_epochs=7") == expected, args
     assert config_of("--config=both.yaml", "test")["trainer"]["devices"] == 1
-    assert config_of("--config=both.yaml", "predict")["trainer"]["max_epochs"] == 10
+    assert config_of("--config=more.yaml", "predict")["trainer"]["max_epochs"] == 10
     found = config_of("--config=both.yaml", "--config", "more.yaml", "fit", "--trainer.max_epochs=7")
     assert found == {**expected, "seed_everything": 5}
 
@@ -54,7 +54,7 @@ fit:
     [[1], [2]]}}
   wandb: {mode: disabled}
   checkpoint:
-test: {model: {class_path: plain.Model, init_args: {items: *many}}}
+<<: {test: {model: {class_path: plain.Model, init_args: {items: *many}}}}
 validate:
 """
 PLAIN = """
@@ -75,7 +75,7 @@ def test_a_section_says_what_its_file_says(
     (tmp_path / "here" / "parts").mkdir(parents=True)
     (tmp_path / "here" / "parts" / "trainer.yaml").write_text("max_epochs: 3\n")
     (tmp_path / "here" / "said.yaml").write_text(SAID)
-    lines = SAID[: SAID.index("test:")].replace("&many", "").splitlines()[2:]
+    lines = SAID[: SAID.index("<<:")].replace("&many", "").splitlines()[2:]
     (tmp_path / "here" / "flat.yaml").write_text("\n".join(line.removeprefix("  ") for line in lines))
     found = []
     for args in (("--config=here/said.yaml", "fit"), ("fit", "--config=here/flat.yaml")):

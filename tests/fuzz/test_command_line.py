@@ -141,6 +141,7 @@ WRONG_NUMBERS = {
     "--trainer.max_epochs=!!timestamp x": "YAML tags are not taken",
     "--trainer.callbacks=--": "--trainer.callbacks=--: a value is missing",
     "--trainer.max_epochs=" + "[" * 90000: "nested too deeply",  # libyaml would overflow the stack
+    "--trainer.callbacks=" + "['}'," * 26000: "nested too deeply",
     "--model=null": "--model=null: expected the name of a class",
     "--weights_only=false": "--weights_only=false: a checkpoint could run code",
 }
