@@ -288,7 +288,7 @@ class TrainBatchStrategy(OwnState, ReplicatedStrategy):
         if len(self.devices) == 1:
             return step(closure=closure)
         copies = [wrapper._optimizer for wrapper in self._lightning_optimizers]
-        known = copies if self.team.index else self._attached
+        known = copies if self._index else self._stepped_optimizers
         n = next((n for n, own in enumerate(known) if own is optimizer), -1)
         if n < 0:
             raise MisconfigurationException(
