@@ -84,10 +84,16 @@ class Lockstep:
         """
         self._meet(f"step of optimizer {n}")
         own: list[Any] = []  # what each call of the closure returned in this replica; None for a loss, a graph less
+
+        def call_closure() -> list[Any]:
+            output = closure()
+            outputs = self.team.exchange(output)
+            own.append(None if _are_losses(outputs) else output)
+            return outputs
+
         if self.team.index != 0:
             while (order := self.team.exchange()[0])[0] == "closure":
-                output = closure()
-                own.append(None if _are_losses(self.team.exchange(output)) else output)
+                call_closure()
             _, result, call = order
             result = move_data_to_device(result, self.team.devices[self.team.index])
             return result if call is None else part_of(result, own[call])
@@ -96,18 +102,13 @@ class Lockstep:
         def all_closures() -> Any:
             before()
             self.team.exchange(("closure", None))
-            output = closure()
-            outputs = self.team.exchange(output)
-            is_loss = _are_losses(outputs)
-            own.append(None if is_loss else output)
             # line searches look at the loss of the whole batch
-            outputs = move_data_to_device(outputs, self.team.devices[0])
-            if is_loss:
-                found = weighted_mean(outputs, list(self.weights.values()))
-            else:
-                found = gather(outputs, list(self.sizes.values()), self.team.devices[0])
-            whole.append(None if is_loss else found)
-            return found
+            outputs = move_data_to_device(call_closure(), self.team.devices[0])
+            if _are_losses(outputs):
+                whole.append(None)
+                return weighted_mean(outputs, list(self.weights.values()))
+            whole.append(gather(outputs, list(self.sizes.values()), self.team.devices[0]))
+            return whole[-1]
 
         result = run(all_closures)
         call = next((n for n, found in enumerate(whole) if found is not None and found is result), None)
