@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts
+from lightning_mgpu.book import split_batch
 
 LR = 0.01
 
@@ -36,9 +37,7 @@ def loop_step(model: nn.Module, device: torch.device, parts: Parts, lr: float = 
 
 
 def book_step(replicas: list[nn.Module], parts: Parts, lr: float = LR) -> Step:
-    """Several devices, as in d2l.ai, 'Training on Multiple GPUs': its `train_batch`, with `allreduce` and `sgd`.
-
-    The defects of its older editions are not repeated: every replica has storage of its own, and gets the sum.
+    """Several devices: `train_batch` of `lightning_mgpu/book.py`, for any model, with every part of a step timed.
 
     Args:
         replicas: Copies of a model, one on every device.
@@ -48,13 +47,13 @@ def book_step(replicas: list[nn.Module], parts: Parts, lr: float = LR) -> Step:
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         X, y = batch
-        with parts("transfer"):  # split_batch
-            shards = [
-                (X_shard.to(device, non_blocking=True), y_shard.to(device, non_blocking=True))
-                for X_shard, y_shard, device in zip(X.tensor_split(len(devices)), y.tensor_split(len(devices)), devices)
-            ]
+        with parts("transfer"):
+            X_shards, y_shards = split_batch(X, y, devices)
         with parts("forward"):
-            losses = [F.cross_entropy(replica(X), y, reduction="sum") for replica, (X, y) in zip(replicas, shards)]
+            losses = [
+                F.cross_entropy(replica(X_shard), y_shard, reduction="sum")
+                for X_shard, y_shard, replica in zip(X_shards, y_shards, replicas)
+            ]
         with parts("backward"):
             for loss in losses:
                 loss.backward()

@@ -1,0 +1,130 @@
+"""The chapter 'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
+
+python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
+python -m lightning_mgpu.book --devices 1       # takes the same steps up to rounding; the rounding errors grow
+
+The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch. The new edition in the
+making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step on one and two devices (tests/test_book.py)
+and the time of a step on k devices: t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mgpu.allreduce import textbook_allreduce as allreduce
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.errors import one_line_errors
+
+Params = list[Tensor]
+
+
+def init_params(seed: int = 0) -> Params:
+    """The 129,068 numbers of LeNet: weights from N(0, 0.01), biases of zero."""
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for shape, num_outputs in [((20, 1, 3, 3), 20), ((50, 20, 5, 5), 50), ((800, 128), 128), ((128, 10), 10)]:
+        params += [torch.randn(shape, generator=generator) * 0.01, torch.zeros(num_outputs)]
+    return params
+
+
+def lenet(X: Tensor, params: Params) -> Tensor:
+    """Logits (B, 10) of images (B, 1, 28, 28)."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (B, 20, 26, 26), pooled to (B, 20, 13, 13)
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(1)  # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    h3 = F.relu(h2 @ W3 + b3)  # (B, 128)
+    return h3 @ W4 + b4  # (B, 10)
+
+
+def get_params(params: Params, device: torch.device) -> Params:
+    """A replica on a device. The chapter's has no `clone`: two replicas on one device are the same tensors there."""
+    return [param.to(device).clone().requires_grad_() for param in params]
+
+
+def split_batch(X: Tensor, y: Tensor, devices: list[torch.device]) -> tuple[list[Tensor], list[Tensor]]:
+    """One shard on every device. In the chapter 4 devices share 5 samples as 2, 2 and 1: the last one gets nothing."""
+    X_shards, y_shards = (
+        [shard.to(device, non_blocking=True) for shard, device in zip(part.tensor_split(len(devices)), devices)]
+        for part in (X, y)
+    )
+    return X_shards, y_shards
+
+
+def train_batch(X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float) -> None:
+    """A step on a global batch: k shards, k losses, k gradients, one sum of them, k equal updates."""
+    X_shards, y_shards = split_batch(X, y, devices)
+    losses = [  # sums, not means: a large shard counts for more than a small one
+        F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
+        for X_shard, y_shard, params in zip(X_shards, y_shards, device_params)
+    ]
+    for loss in losses:  # no call waits for a GPU: all GPUs work at the same time
+        loss.backward()
+    for replicas in zip(*device_params):  # the k copies of one parameter
+        allreduce([replica.grad for replica in replicas])
+        with torch.no_grad():
+            for replica in replicas:  # sgd, by every device
+                replica.sub_(replica.grad, alpha=lr / len(X))  # the mean over the global batch
+                replica.grad = None
+
+
+@torch.no_grad()
+def evaluate_accuracy(batches: Iterable, device_params: list[Params], devices: list[torch.device]) -> float:
+    """The share of all samples that LeNet gets right. All devices work; in the chapter the first one does."""
+    shards = (shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params))
+    hits = [(lenet(X, params).argmax(1) == y).cpu() for X, y, params in shards]
+    return torch.cat(hits).double().mean().item()
+
+
+def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png") -> list[Params]:
+    """Train on Fashion-MNIST in global batches, draw the test accuracy, and return the parameters on every device."""
+    if min(num_devices, num_epochs) < 1:
+        raise ValueError(f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both.")
+    data = FashionMNIST(batch_size, val_size=0)  # the seed and the epoch decide the order, not the devices
+    data.prepare_data()
+    data.setup("fit")
+    train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
+    gpus = [torch.device("cuda", i) for i in range(min(num_devices, torch.cuda.device_count()))]
+    devices = ((gpus or [torch.device("cpu")]) * num_devices)[:num_devices]  # repeated where there are too few
+    params = init_params()
+    device_params = [get_params(params, device) for device in devices]
+    seconds, test_accs = 0.0, []
+    for epoch in range(num_epochs):
+        train_iter.sampler.set_epoch(epoch)
+        seconds -= time.perf_counter()
+        for X, y in train_iter:
+            train_batch(X, y, device_params, devices, lr)
+        for gpu in gpus:  # all of them; the chapter waits for one
+            torch.cuda.synchronize(gpu)
+        seconds += time.perf_counter()
+        test_accs.append(evaluate_accuracy(test_iter, device_params, devices))
+        print(f"epoch {epoch + 1}: test acc {test_accs[-1]:.3f}", flush=True)
+        figure = Figure(figsize=(5, 3.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="epoch", ylabel="test acc", xlim=(1, max(num_epochs, 2)))
+        axes.plot(range(1, len(test_accs) + 1), test_accs, marker=".")
+        axes.grid()
+        figure.savefig(curve)
+    print(f"test acc: {test_accs[-1]:.2f}, {seconds / num_epochs:.1f} sec/epoch on {devices}")
+    return device_params
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2, help="CUDA's where there are, else the CPU repeated")
+    parser.add_argument("--num_epochs", type=int, default=10)
+    parser.add_argument("--batch_size", type=int, default=256, help="global: split over the devices")
+    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--curve", default="book.png", help="picture of the test accuracy, redrawn after every epoch")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    args = parser.parse_args(argv)
+    with one_line_errors(args.traceback):
+        train(args.devices, args.batch_size, args.lr, args.num_epochs, args.curve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The chapter from scratch: one step is the same on any number of devices, and the Trainer finds the same weights."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu import book
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.models import LeNet
+
+CPU = torch.device("cpu")
+SHAPES = [param.shape for param in book.init_params()]
+CLOSING_LINE = r"test acc: 0\.\d\d, \d+\.\d sec/epoch on \[device\(type='cpu'\), device\(type='cpu'\)\]"
+
+
+def params() -> list[Tensor]:
+    """In float64, and far enough from zero for every one to get a gradient that counts."""
+    generator = torch.Generator().manual_seed(1)
+    return [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def batch(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num_samples, 1, 28, 28, generator=generator, dtype=torch.float64), torch.arange(num_samples)
+
+
+def step(num_devices: int, num_samples: int) -> list[list[Tensor]]:
+    """The replicas after a step."""
+    devices = [CPU] * num_devices
+    original = params()
+    replicas = [book.get_params(original, device) for device in devices]
+    book.train_batch(*batch(num_samples), replicas, devices, lr=0.5)
+    return replicas
+
+
+@pytest.fixture
+def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chapter on 503 images, and on the CPU."""
+    monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize("num_samples", [7, 2])  # shards of different sizes; on 3 devices an empty one
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_samples: int) -> None:
+    X, y = batch(num_samples)
+    initial = book.get_params(params(), CPU)
+    gradients = torch.autograd.grad(F.cross_entropy(book.lenet(X, initial), y), initial)
+    for replica in step(num_devices, num_samples):
+        for found, before, gradient in zip(replica, initial, gradients):
+            torch.testing.assert_close(found, before - 0.5 * gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_replicas_hold_the_same_bits_in_storage_of_their_own() -> None:
+    for first, *others in zip(*step(3, 7)):
+        assert len({replica.data_ptr() for replica in (first, *others)}) == 3
+        assert all(torch.equal(first, other) for other in others)
+    original = params()
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(original, book.get_params(original, CPU)))
+
+
+def test_the_trainer_finds_the_same_weights(
+    tiny: None, make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`manual_allreduce` is the chapter: the same images in the same order, three epochs, a last batch of 55."""
+    model = LeNet(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)).double()
+    for parameter, value in zip(model.net.parameters(), params()):
+        parameter.data.copy_(value.T if value.ndim == 2 else value)  # `nn.Linear` keeps its weight transposed
+    trainer = make_trainer(strategy="manual_allreduce", devices=2, max_epochs=3, precision="64-true")
+    trainer.fit(model, make_data(val_size=0))
+    assert trainer.global_step == 3 * 8
+
+    lenet = book.lenet
+    monkeypatch.setattr(book, "lenet", lambda X, params: lenet(X.double(), params))
+    monkeypatch.setattr(book, "init_params", params)
+    for replica in book.train(2, batch_size=64, lr=0.2, num_epochs=3, curve=str(tmp_path / "book.png")):
+        for found, before, parameter in zip(replica, params(), model.net.parameters()):
+            expected = parameter.T if parameter.ndim == 2 else parameter
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+            assert not torch.allclose(found, before, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_every_sample_is_evaluated(num_devices: int) -> None:
+    batches, replicas = [batch(7), batch(2)], [params() for _ in range(num_devices)]
+    predicted = torch.cat([book.lenet(X, params()).argmax(1) for X, _ in batches])
+    for wrong in range(9):  # all labels are right but one
+        labels = torch.where(torch.arange(9) == wrong, 9 - predicted, predicted).split([7, 2])
+        labelled = [(X, y) for (X, _), y in zip(batches, labels)]
+        assert book.evaluate_accuracy(labelled, replicas, [CPU] * num_devices) == pytest.approx(8 / 9)
+
+
+def test_the_command(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = tmp_path / "book.png"
+    book.main(["--devices", "2", "--num_epochs", "2", "--batch_size", "32", "--curve", str(curve)])
+    *epochs, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in epochs] == ["epoch 1", "epoch 2"] and re.fullmatch(CLOSING_LINE, last)
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="2"):
+        book.main(["--devices", "0"])
+    assert capsys.readouterr().err.startswith("error: --devices=0 --num_epochs=10: give 1 or more of both.")
