@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_mgpu.checks import check_devices, find_strategy
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.slurm import is_slurm_job
-from lightning_mgpu.strategies.single_process import SingleProcessStrategy
+from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
 def set_rank() -> None:
@@ -78,7 +78,7 @@ def _is_one_process(strategy: str | Namespace) -> bool:
     found = find_strategy(strategy if isinstance(strategy, str) else strategy.class_path)
     if isinstance(found, str) and found.lower() in StrategyRegistry:
         found = StrategyRegistry[found.lower()]["strategy"]
-    return isinstance(found, type) and issubclass(found, SingleProcessStrategy)
+    return isinstance(found, type) and issubclass(found, TrainBatchStrategy)
 
 
 def _check_plain_environment(config: Namespace) -> None:

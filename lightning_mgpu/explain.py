@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 ABSTRACT = (
     *("LightningModule", "LightningDataModule", "Classifier", "Callback", "Logger", "ParallelStrategy"),
-    *("OneRank", "PerReplica", "ReplicatedStrategy", "SingleProcessStrategy", "TrainBatchStrategy"),
+    "TrainBatchStrategy",
 )
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 # jsonargparse's phrases

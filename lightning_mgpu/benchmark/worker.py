@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
 
@@ -48,12 +49,12 @@ class Stretches(Callback):
         if isinstance(trainer.strategy, TrainBatchStrategy):
             reduce_gradients = trainer.strategy.reduce_gradients
 
-            def timed() -> None:
+            def timed(gradients: dict[str, list[Tensor]]) -> None:
                 if self.parts is None:
-                    reduce_gradients()
+                    reduce_gradients(gradients)
                 else:
                     with self.parts("allreduce"):
-                        reduce_gradients()
+                        reduce_gradients(gradients)
 
             trainer.strategy.reduce_gradients = timed  # type: ignore[method-assign]
 

@@ -66,8 +66,6 @@ def _random(trainer: Trainer) -> State:
     state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
     version, numbers, gauss = state["python"]
     state["python"] = [version, list(numbers), gauss]
-    strategy = trainer.strategy
-    state["replicas"] = strategy.random_state() if hasattr(strategy, "random_state") else None
     return state
 
 
@@ -77,8 +75,7 @@ def _set_random(trainer: Trainer, state: State) -> None:
     state["numpy"] = (name, keys.numpy().astype("uint32"), *rest)
     if len(state["torch.cuda"]) != torch.cuda.device_count():
         state["torch.cuda"] = []
-    if (replicas := state.pop("replicas")) is not None and hasattr(trainer.strategy, "set_random_state"):
-        trainer.strategy.set_random_state(replicas)
+    state.pop("replicas", None)  # of a run of before
     _set_rng_states(state)
 
 

@@ -1,27 +1,31 @@
-"""Strategies for Lightning's Trainer; importing this package registers them by name.
+"""Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-| file                  | what is in it                                                      |
-| --------------------- | ------------------------------------------------------------------ |
-| `manual_allreduce.py` | the textbook's algorithm, in the order of a step; read this first  |
-| `dp.py`               | `DataParallel`'s: one set of parameters, copied for every step     |
-| `train_batch.py`      | what both do: loss and gradient of every shard, on its device      |
-| `replicated.py`       | replicas kept alike wherever somebody may have edited the original |
-| `single_process.py`   | devices, and a step split over replicas; `one_rank.py`: ranks      |
-| `own_state.py`        | what a strategy keeps from step to step, in checkpoints            |
-| `editing.py`          | whether users' hooks may edit weights or gradients                 |
-| `auto_split.py`       | `split="auto"`                                                     |
+What happens to a batch, in this order; read the files in it, too:
 
-They are made of these, each of which imports only from those above it:
+| file                     | what happens                                                               |
+| ------------------------ | -------------------------------------------------------------------------- |
+| `manual_allreduce.py`    | the textbook's algorithm: where gradients meet, and who makes the update   |
+| `dp.py`                  | `DataParallel`'s answer to the same two questions                          |
+| `train_batch.py`         | a step, from the batch to the update; what the other files are called from |
+| `split_batch.py`         | the batch is cut into shards                                               |
+| `replicas.py`            | one module, k sets of parameters, put into it in turn                      |
+| `gather.py`              | what the replicas return is put together                                   |
+| `gradients.py`           | k losses become one; its backward pass ends where the gradients meet       |
+| `updates.py`             | every replica makes its own update                                         |
 
-| directory     | what is in it                                                                  |
-| ------------- | ------------------------------------------------------------------------------ |
-| `batch/`      | a batch cut into shards (`split_batch` of the book), outputs put together      |
-| `threads/`    | the threads that run replicas side by side, and what torch keeps by the thread |
-| `layers/`     | BatchNorm over the whole batch; other layers that know of the other replicas   |
-| `replicas/`   | copies of a module on other devices (`get_params` of the book), kept alike     |
-| `recording/`  | `self.log` and torchmetrics, exact over replicas                               |
-| `gradients/`  | from the replicas' losses to one gradient                                      |
-| `optimizers/` | every replica's own update; manual optimization                                |
+What a model may need besides:
+
+| file                     | for whom                                                                   |
+| ------------------------ | -------------------------------------------------------------------------- |
+| `recording.py`           | `self.log` and torchmetrics; `find_metrics.py` finds the latter            |
+| `streams.py`             | dropout: random numbers of each replica                                    |
+| `lockstep.py`            | replicas that meet in the middle of a step                                 |
+| `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                      |
+| `sync_batchnorm.py`      | ... in BatchNorm                                                           |
+| `hooks.py`               | hooks of the user's that may edit weights                                  |
+| `auto_split.py`          | devices of different speed                                                 |
+| `own_state.py`           | strategies that keep something in checkpoints                              |
+| `one_process.py`         | devices by name, ranks and launchers                                       |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

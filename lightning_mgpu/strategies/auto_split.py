@@ -2,56 +2,45 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_mgpu.strategies.threads.device_module import device_module
+from lightning_mgpu.strategies.one_process import device_module
+
+NUM_STEPS = 5
 
 
 class AutoSplit:
-    """Times the replicas in the first steps, and turns the times into shares of the batch.
+    """Times the replicas in the first steps, and turns the times into shares of the batch."""
 
-    Args:
-        num_steps: How many steps count, after one to warm up.
-    """
-
-    def __init__(self, num_steps: int = 5) -> None:
-        self.num_steps = num_steps
-        self.seconds: dict[int, float] = defaultdict(float)  # by replica
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = defaultdict(float)  # by replica
         self._steps = 0
-        self.is_done = False
 
-    def timed(self, function: Callable[[int], Any], devices: Sequence[torch.device]) -> Callable[[int], Any]:
-        """The function, adding up the time it takes for each replica while that is being measured."""
-        if self.is_done:
-            return function
+    @property
+    def is_done(self) -> bool:
+        return self._steps > NUM_STEPS
 
-        def timed_function(i: int) -> Any:
-            start = time.perf_counter()
-            result = function(i)
-            if (module := device_module(devices[i])) is not None:
-                module.synchronize(devices[i])
-            self.seconds[i] += time.perf_counter() - start
-            return result
+    @contextmanager
+    def timed(self, i: int, device: torch.device) -> Iterator[None]:
+        """Add the time of the block to replica i's, until its device is through."""
+        start = time.perf_counter()
+        yield
+        if (module := device_module(device)) is not None:
+            module.synchronize(device)
+        self._seconds[i] += time.perf_counter() - start
 
-        return timed_function
-
-    def next_shares(self, shares: Sequence[float]) -> list[float] | None:
-        """Called after every forward pass; the new shares once, when enough steps were timed."""
-        if self.is_done:
-            return None
+    def end_step(self, shares: Sequence[float]) -> list[float]:
+        """A step is over: the shares of the next one."""
         self._steps += 1
-        if self._steps <= 2:  # the second forward pass is followed by the first backward pass that counts
-            self.seconds.clear()
-        if self._steps <= self.num_steps:
-            return None
-        self.is_done = True
-        if len(self.seconds) < len(shares):  # batches too small for all devices
-            return None
-        speeds = [share / self.seconds[i] for i, share in enumerate(shares)]
+        if self._steps == 1:  # it warms up
+            self._seconds.clear()
+        if not self.is_done or len(self._seconds) < len(shares):  # the latter: batches too small for all devices
+            return list(shares)
+        speeds = [share / self._seconds[i] for i, share in enumerate(shares)]
         split = [speed / sum(speeds) for speed in speeds]
         rank_zero_info(f"split='auto': shares of the batch {[round(share, 3) for share in split]}")
         return split

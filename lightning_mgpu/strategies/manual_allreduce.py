@@ -2,11 +2,11 @@
 
 The book's functions, in the order of a step:
 
-    get_params    replicas/get_params.py     copy the parameters to every device             `setup`
-    split_batch   batch/shards.py            cut the minibatch into one shard a device       `batch_to_device`
-    train_batch   train_batch.py             every device: loss and gradient of its shard    `training_step`, `backward`
-    allreduce     ../allreduce/              sum the gradients, give the sum to every device `reduce_gradients`
-                  optimizers/optimizers.py   every replica updates itself                    `update_replicas`
+    get_params    replicas.py       copy the parameters to every device
+    split_batch   split_batch.py    cut the minibatch into one shard a device
+    train_batch   train_batch.py    every device: loss and gradient of its shard
+    allreduce     ../allreduce/     sum the gradients, give the sum to every device    `reduce_gradients`
+                  updates.py        every replica updates itself                       `update_replicas`
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
     python -m lightning_mgpu fit --trainer.strategy=ManualAllreduceStrategy \\
@@ -14,37 +14,35 @@ The book's functions, in the order of a step:
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
-from lightning_mgpu.strategies.gradients.buckets import reduce_in_buckets
-from lightning_mgpu.strategies.gradients.flat_gradients import FlatGradients
-from lightning_mgpu.strategies.gradients.gradients import check_equal
+from lightning_mgpu.allreduce import allreduce_many, check_allreduce, textbook_allreduce
+from lightning_mgpu.strategies.gradients import are_equal
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
 class ManualAllreduceStrategy(TrainBatchStrategy):
-    """k replicas of the module on k devices of one process, kept equal by a hand-written allreduce.
+    """k replicas of the module on the devices of one process, kept equal by a hand-written allreduce.
 
     Args:
-        allreduce: Leaves the sum of k tensors, one a device, in each of them (see `lightning_mgpu.allreduce`). A
+        allreduce: Leaves the sum of k tensors, one a replica, in each of them (see `lightning_mgpu.allreduce`). A
             function of your own goes here, on the command line by its dotted path; it is tried on small tensors first.
-        bucket_mb: Pack gradients into flat buckets of this many MB; 0 calls `allreduce` once a parameter, as the book.
-        gradient_as_bucket_view: As in `DistributedDataParallel`: a device's gradients are views of one flat tensor,
-            which `allreduce` gets whole, or in slices of `bucket_mb`; nothing is copied.
         parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
             `Trainer(accelerator, devices)`.
-        split: Relative shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the
-            first steps. Left out: even ones.
+        split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
+            steps. Left out: even ones.
+        replicas: How many there are, a multiple of the number of devices, over which they are spread in order. The
+            trained weights are the same bits on any number of devices of one kind. Left out: one a device.
+        lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place, with what each device got instead.
-        MisconfigurationException: If started as several processes (torchrun, SLURM).
+        MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
     """
 
     name = "manual_allreduce"
@@ -53,21 +51,17 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     def __init__(
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
-        bucket_mb: float = 0.0,
-        gradient_as_bucket_view: bool = False,
         parallel_devices: list[str] | None = None,
         split: list[float] | Literal["auto"] | None = None,
+        replicas: int | None = None,
+        lockstep: bool = False,
         **kwargs: Any,
     ) -> None:
         if not callable(allreduce):
             raise ValueError(f"allreduce={allreduce}: give a function of a list of tensors, or leave it out.")
-        if bucket_mb < 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: choose 0 (one call a parameter) or a size in MB.")
-        super().__init__(parallel_devices, split, **kwargs)
+        super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
         self.allreduce = allreduce
-        self.bucket_bytes = int(bucket_mb * 2**20)
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._is_checked = False  # that this model's gradients are the same in all replicas
+        self._is_checked = False  # that the gradients are the same in all replicas
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -76,43 +70,45 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         super().setup(trainer)
 
     @override
-    def _attach(self) -> None:
-        super()._attach()
-        if self.gradient_as_bucket_view and len(self.devices) > 1:
-            self.gradients.flat = FlatGradients(self._replicas.parameters, self.bucket_bytes)
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._is_checked &= batch_idx > 0  # once an epoch: it may have a state
+        self._is_checked &= batch_idx > 0  # once an epoch: an allreduce may have a state
 
     @override
-    def reduce_gradients(self) -> None:
-        """Leave the sum of the replicas' gradients in every one of them, by `allreduce`."""
-        if len(self.devices) == 1:
-            return
-        to_pack = 0 if self.gradient_as_bucket_view else self.bucket_bytes
-        self.gradients.reduce(partial(reduce_in_buckets, self.allreduce, bucket_bytes=to_pack))
-        if not self._is_checked:
-            allreduce = getattr(self.allreduce, "__qualname__", repr(self.allreduce))
-            check_equal(self.gradients.parameters, f"allreduce {allreduce}")
+    def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
+        """Leave the sum of the k gradients of every parameter, by its name, in each of them."""
+        allreduce_many(self.allreduce, list(gradients.values()))
 
     @override
-    def exchange_gradients(self) -> None:
-        """Call `reduce_gradients`; once an epoch check that it has left every replica with the same gradients.
+    def exchange_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
+        """Call `reduce_gradients`. Once an epoch check that all replicas are left with the same.
 
         Raises:
-            ValueError: If it has not: replicas would drift apart.
+            ValueError: If they are not: replicas would drift apart.
         """
-        super().exchange_gradients()
+        super().exchange_gradients(gradients)
         is_own = type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients
-        if not self._is_checked and is_own and self.replicas_update:
-            check_equal(self.gradients.parameters, f"{type(self).__name__}.reduce_gradients")
+        who = f"{type(self).__name__}.reduce_gradients" if is_own else f"allreduce {_name_of(self.allreduce)}"
+        for name, (first, *others) in gradients.items() if not self._is_checked else ():
+            for i, other in enumerate(others, start=1):
+                if not are_equal(first, other):
+                    raise ValueError(
+                        f"{who} left replica {i} ({other.device}) with another sum than replica 0 for the gradient of "
+                        f"{name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
+                    )
         self._is_checked = True
 
     @override
-    def update_replicas(self, n: int) -> None:
-        """Every other replica makes its own update, from its gradient."""
-        assert self._own is not None
-        can_repeat = self._num_closures <= 1 and not self.hooks.edit_in_step
-        self._own.update(n, lambda: self._loss, can_repeat)
+    def update_replicas(self, optimizer: Optimizer) -> None:
+        """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
+        if self.own_updates:
+            if not self.gradients.are_owned:
+                self.gradients.follow()  # clipping has changed the first one's
+            self.own_updates = self.updates.repeat(optimizer)
+        if not self.own_updates:
+            self.updates.forget(optimizer)
+            self.replicas.copy_parameters()
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__qualname__", repr(function))

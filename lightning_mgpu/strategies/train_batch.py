@@ -1,334 +1,418 @@
-"""`train_batch` of the book: loss and gradient of every shard, on its device (d2l.ai, 'Training on Multiple GPUs').
+"""`train_batch` of the book as a Lightning Strategy: k replicas, k shards, k losses, one gradient.
 
-The loss of a shard counts with its share of the samples, so that the sum of the gradients is the gradient of the mean
-over the whole batch, however uneven the shards.
+    split_batch       cut the batch into a shard a replica              split_batch.py
+    begin, turn       put a replica's parameters into the module        replicas.py
+    training_step     the user's, once a replica, each in its turn
+    join              the losses become the whole batch's               gradients.py
+    backward          every replica's gradient, then they meet          gradients.py
+    reduce_gradients  how they meet                                     manual_allreduce.py, dp.py
+    update_replicas   the update, of every replica                      updates.py
 
-Where the gradients meet, and who makes the update, is what strategies differ in: `manual_allreduce.py` and `dp.py`.
+Replicas take turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where
+replicas must meet in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
-from lightning_mgpu.strategies.batch.gather import gather
-from lightning_mgpu.strategies.batch.nesting import leaves
-from lightning_mgpu.strategies.editing import UsersHooks
-from lightning_mgpu.strategies.gradients.gradient_hooks import deferred_gradient_hooks, has_gradient_hooks
-from lightning_mgpu.strategies.gradients.gradients import Gradients
-from lightning_mgpu.strategies.gradients.losses import (
-    InputsOfAll,
-    combine_outputs,
-    find_loss,
-    find_refused,
-    one_fork_at_a_time,
-    watch_backward,
-    without_graph,
-)
-from lightning_mgpu.strategies.optimizers.lockstep import Lockstep
-from lightning_mgpu.strategies.optimizers.optimizer_copies import settings_of
-from lightning_mgpu.strategies.optimizers.optimizers import ReplicaOptimizers, check_parameters
+from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.gather import gather
+from lightning_mgpu.strategies.gradients import Gradients
+from lightning_mgpu.strategies.hooks import UsersHooks
+from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings
+from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.own_state import OwnState
-from lightning_mgpu.strategies.replicated import ReplicatedStrategy
+from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.split_batch import (
+    Array,
+    find_batch_size,
+    leaves,
+    may_be_one_sample,
+    shard_sizes,
+    split_batch,
+)
+from lightning_mgpu.strategies.streams import Streams
+from lightning_mgpu.strategies.sync_batchnorm import check_layers, synchronized_batch_norm
+from lightning_mgpu.strategies.updates import Updates, check_optimizers
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainBatchStrategy(OwnState, ReplicatedStrategy):
-    """Trains k replicas of the module side by side, each on its shard of the batch.
+class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
+    """Trains k replicas of a module, each on its shard of the batch.
 
-    Subclasses implement `reduce_gradients` and `update_replicas`, and say with `replicas_update` whether every replica
-    has optimizers that count, or only the original has.
+    Subclasses say in `reduce_gradients` how gradients meet, and in `update_replicas` who makes the update.
+
+    Args:
+        parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
+            `Trainer(accelerator, devices)`.
+        split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
+            steps. Left out: even ones.
+        replicas: How many there are, a multiple of the number of devices. Left out: one a device.
+        lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
+
+    Raises:
+        MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
     """
 
-    replicas_update: bool
+    replicas: Replicas
+    replicas_update: bool  # whether the sum of the gradients is left in all replicas, for updates of their own
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.gradients = Gradients([])
-        self._own: ReplicaOptimizers | None = None
-        self._attached: list[Optimizer] = []  # the optimizers it was made of
-        self._is_manual = False  # how they were used then
-        self._trains = False  # between the start of training and the teardown
-        self._lockstep = None
-        self._shares_graph = False  # the shards of this step's batch have one
-        self._num_closures = 0
-        self._missed: set[int] = set()  # optimizers whose copies lack an update that the user's code has made
-        self._stepped: bool | None = None  # whether the optimizer has made an update, in `optimizer_step`
-        self._loss: Any = None  # what the last closure returned
-        self._handles: list[Any] = []
+    def __init__(
+        self,
+        parallel_devices: list[str] | None = None,
+        split: list[float] | Literal["auto"] | None = None,
+        replicas: int | None = None,
+        lockstep: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        devices = [find_device(name) for name in parallel_devices] if parallel_devices else None
+        super().__init__(parallel_devices=devices, **kwargs)
+        if isinstance(split, str) and split != "auto":
+            raise MisconfigurationException(f"split={split!r}: give one share a device, [0.9, 0.1] say, or 'auto'.")
+        self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
+        self.own_updates = False  # whether every replica has made the last update itself
+        self.sizes: dict[int, int] = {}  # the samples of the replicas that are active in this step
+        self._is_set_up = False
+        self._has_unbatched = False  # whether a loader of the run makes no batches
+        self._num_evaluations = 0  # of the loss, for one update
+        self._hooks = UsersHooks()
 
-    def reduce_gradients(self) -> None:
-        """Add the replicas' gradients up: the original's are those of the whole batch when this returns."""
-        raise NotImplementedError
-
-    def exchange_gradients(self) -> None:
-        """Call `reduce_gradients`.
-
-        Raises:
-            MisconfigurationException: If it does nothing: the original would train on the first shard alone.
-        """
-        self.reduce_gradients()
-        if len(self.devices) > 1 and not self.gradients.are_reduced:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.reduce_gradients has added nothing up: call self.gradients.reduce(...) in it. "
-                "Replicas are equal after every step; ones that drift apart for a while are no replicas here."
-            )
-
-    def update_replicas(self, n: int) -> None:
-        """The original was updated by optimizer `n`: see to the other replicas."""
-        raise NotImplementedError
-
-    @override
-    def on_train_start(self) -> None:
-        """Everything is restored by now, optimizers too."""
-        self._trains = True
-        if self._replicas.have_objects_of_originals():
-            super().renew_replicas()
-        self._attach()
-        self._look_for_hooks()
-
-    def _look_for_hooks(self) -> None:
-        if len(self.devices) > 1:
-            self.hooks.look(self.original)
-
-    def _attach(self) -> None:
-        """What is made of the replicas for training: their gradients and optimizers."""
-        self._remove_hooks()  # again: the learning-rate finder starts training twice, layers are replaced
-        self._attached, self._is_manual = self._stepped_optimizers, not self.original.automatic_optimization
-        if len(self.devices) > 1:
-            check_parameters(self._attached, self._replicas, self._is_manual, self.name)
-        self.gradients = Gradients(self._replicas.parameters)
-        self._replicas.broadcast(norms=True)
-        self._replicas.give_tensors()
-        self._replicas.mark_step()
-        if len(self.devices) == 1:
-            return
-        if self.replicas_update or self._is_manual:
-            self._own = ReplicaOptimizers(self._replicas, self._attached, self._give_gradients)
-            self._wrap_copies(self._own.copies if self._is_manual else [])
-        for n, optimizer in enumerate(self._attached):
-            self._handles.append(optimizer.register_step_post_hook(lambda *_, n=n: self._on_step(n)))
-            if self._own is not None:
-                self._handles.append(optimizer.register_step_pre_hook(partial(self._own.watch, n)))
-
-    def _end_window(self) -> None:
-        """Add up what the replicas have collected of an accumulation window, before its end."""
-        if len(self.devices) > 1 and not self.gradients.are_reduced:
-            self.exchange_gradients()
-
-    @override
-    def synchronize(self) -> None:
-        super().synchronize()
-        self._end_window()  # hooks may look at gradients, and after the run anybody
-
-    @override
-    def renew_replicas(self) -> None:
-        if not self._trains:
-            super().renew_replicas()
-            return
-        self._end_window()
-        super().renew_replicas()
-        self._attach()
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._num_closures = 0
-        self._look_for_hooks()
-        self._is_stale |= batch_idx == 0  # hooks around an epoch
-        is_manual = not self.original.automatic_optimization
-        if is_manual != self._is_manual or [*map(id, self._attached)] != [*map(id, self._stepped_optimizers)]:
-            self.renew_replicas()  # they were set up again
-        if self._own is not None and (batch_idx == 0 or self._is_evaluated or (self.hooks.edit and is_manual)):
-            self._own.try_again()  # a hook may have edited a state
-
-    @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._is_stale |= self._num_closures > 0  # an optimizer tries other weights
-        self._num_closures += 1
-        if not self.is_split or self.find_batch_size(batch) is None:
-            if self.is_split and isinstance(batch, Iterator):
-                rank_zero_warn(
-                    f"training_step takes whole batches from dataloader_iter: {self.devices[0]} works alone."
-                )
-            return super().training_step(batch, *args, **kwargs)
-        if self._replicas.has_new_structure():
-            self.renew_replicas()
-        self._shares_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
-        meetings: AbstractContextManager = nullcontext()
-        if not self.original.automatic_optimization:
-            assert self._own is not None
-            self._own.copy_again(self._missed)
-            self._missed.clear()
-            self._own.follow()
-            samples = {i: size for i, size in enumerate(self._sizes(batch)) if size}
-            self._lockstep = Lockstep(self.team, samples, self._is_joint)
-            meetings = self._stepped_together(self._lockstep, self._own.follow)
-            for own in self._wrapped:
-                for wrapper in own:
-                    wrapper._on_after_step = self._lockstep.after_step(wrapper._on_after_step)
-        else:
-            self._settings = [settings_of(optimizer) for optimizer in self._attached]
-        try:
-            with self.precision_plugin.train_step_context(), meetings:
-                active, sizes, outputs = self.run_step("training_step", batch, *args, **kwargs)
-        finally:
-            self._lockstep, self._settings = None, []
-            for wrapper in chain(*self._wrapped[1:]):  # the original's are the Trainer's affair
-                wrapper._on_after_step = do_nothing_closure
-        if self._is_stale or len(active) < len(self.devices):  # a replica without samples has missed something
-            self._replicas.broadcast_parameters()
-            self._is_stale = True  # buffers: not now, the backward pass may need them
-        if not self.original.automatic_optimization:
-            return gather(without_graph(outputs), sizes, self.root_device)
-        if (refused := find_refused(outputs)) is not None:
-            return refused  # Lightning says why
-        if all(find_loss(output) is None for output in outputs):  # a step may return None to be skipped
-            if not self._is_blocked and not self.gradients.are_reduced:  # the window's last batch: its others count
-                self.exchange_gradients()
-            return None
-        backward = None if self._is_joint else self._backward_in_threads
-        return combine_outputs(outputs, sizes, active, backward, self.root_device)
+    # Devices
 
     @property
-    def _is_joint(self) -> bool:
-        """Whether one backward pass runs for all: autograd drives GPUs side by side by itself, but not CPU replicas.
-
-        The replicas' graphs are one with synchronised BatchNorm, and where `on_after_batch_transfer` has computed the
-        batch with layers; a `backward` of the user's own looks at the gradients when it is over.
-        """
-        is_on_cpus = all(device.type == "cpu" for device in self.devices)
-        return self._syncs_batch_norm or self._shares_graph or self.hooks.own_backward or not is_on_cpus
-
-    def _backward_in_threads(self, losses: dict[int, Tensor], gradients: dict[int, Tensor], keep_graph: bool) -> None:
-        """The backward pass of every replica's loss from its gradient, in the replica's thread."""
-
-        def backward(i: int) -> None:
-            if losses[i].requires_grad:
-                losses[i].backward(gradients[i], retain_graph=keep_graph, create_graph=torch.is_grad_enabled())
-
-        self._run("backward", backward, list(losses))
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradients of all shards and reduce them, before any hook or callback looks at them."""
-        if self._lockstep is not None and self.team.is_running:
-            module = self._replicas.modules[self.team.index]
-            return self._lockstep.backward(self, module, closure_loss, optimizer, *args, **kwargs)
-        is_blocked = self._is_blocked
-        self.gradients.begin()
-        self.pre_backward(closure_loss)
-        loss = self.precision_plugin.pre_backward(closure_loss, self.original)
-        if self.hooks.edit_in_step:
-            self._replicas.broadcast_parameters()  # not buffers, which the backward pass may need as they are
-        with ExitStack() as stack:
-            if len(self.devices) > 1:
-                stack.enter_context(deferred_gradient_hooks(self.gradients.parameters))
-            self.run_backward(loss, optimizer, *args, **kwargs)
-            if not is_blocked and not self.gradients.are_reduced:
-                self.exchange_gradients()
-        if not is_blocked:
-            self.gradients.mark()
-        loss = self.precision_plugin.post_backward(loss, self.original)
-        self.post_backward(loss)
-        return loss
-
-    def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
-        """Call the module's `backward`; a user's own finds the reduced gradients after `loss.backward()`."""
-        if self.hooks.own_backward:
-            loss = watch_backward(loss, self.gradients.begin, self.exchange_gradients)
-        with one_fork_at_a_time(), InputsOfAll(self.gradients.parameters) if self.hooks.own_backward else nullcontext():
-            self.precision_plugin.backward(loss, self.original, optimizer, *args, **kwargs)
+    def devices(self) -> list[torch.device]:
+        """One a replica."""
+        own = self.parallel_devices or [torch.device("cpu")]
+        return [device for device in own for _ in range((self.num_replicas or len(own)) // len(own))]
 
     @property
-    def _is_blocked(self) -> bool:
-        """Whether gradients are reduced at the end of an accumulation window: not where somebody looks at them."""
-        return (
-            self._blocked
-            and not self.hooks.see_gradients
-            and not any(map(has_gradient_hooks, self.original.parameters()))
-        )
+    @override
+    def root_device(self) -> torch.device:
+        """The first; in a step, that of the replica which asks."""
+        return self.devices[self.replicas.current if self._is_set_up else 0]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are replicas to split a step over. A single one steps aside: Lightning does it all."""
+        return self._is_set_up and len(self.replicas.devices) > 1
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self._num_closures = 0
-
-        def evaluate(closure: Callable[[], Any]) -> Any:
-            self._loss = closure()
-            return self._loss
-
-        def run(closure: Callable[[], Any]) -> Any:
-            """Step the original's optimizer, and the replicas' if it did: a GradScaler may skip it."""
-            self._stepped = False
-            if self._own is not None:
-                self._own.begin(n)
-            try:
-                result = step(closure=partial(evaluate, closure))
-            finally:
-                stepped, self._stepped = self._stepped, None
-            if stepped:
-                if self._lockstep is not None and self._lockstep.num_backwards == 0 and self.gradients.are_others():
-                    raise RuntimeError("training_step must call self.manual_backward(loss), not loss.backward().")
-                self.update_replicas(n)
-            return result
-
-        def before_closure() -> None:
-            if self._num_closures or self._replicas.is_edited():
-                self._replicas.broadcast()
-            self._num_closures += 1
-
-        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        if len(self.devices) == 1:
-            return step(closure=closure)
-        copies = [wrapper._optimizer for wrapper in self._lightning_optimizers]
-        known = copies if self._index else self._stepped_optimizers
-        n = next((n for n, own in enumerate(known) if own is optimizer), -1)
-        if n < 0:
+    def setup_environment(self) -> None:
+        self.check_launch()
+        own = self.parallel_devices or [torch.device("cpu")]
+        split, count = self.split, self.num_replicas
+        if count is not None and (count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1):
             raise MisconfigurationException(
-                f"{type(optimizer).__name__} is not among the optimizers of configure_optimizers: {self.name} has no "
-                "copies of it for the replicas."
+                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and leave "
+                "`split` out."
             )
-        if self._lockstep is None or not self.team.is_running:
-            return run(closure)
-        return self._lockstep.step(n, run, closure, before_closure)
+        if isinstance(split, list) and not (len(split) == len(own) and all(0 < s < float("inf") for s in split)):
+            raise MisconfigurationException(
+                f"split={split} needs one positive share for each of the {len(own)} devices."
+            )
+        super().setup_environment()
 
-    def _give_gradients(self) -> None:
-        """Give the replicas what hooks and clipping have made of the reduced gradients, before the update."""
-        if self._stepped is not None and self.replicas_update:
-            self.gradients.give(
-                everything=getattr(self.precision_plugin, "scaler", None) is not None
-            )  # it leaves no trace
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        devices, is_fixed = self.devices, self.num_replicas is not None
+        self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
+        self._auto_split = AutoSplit() if self.split == "auto" else None
+        self.replicas = Replicas(self.lightning_module, devices, is_fixed, Streams(devices, is_fixed))
+        self.gradients = Gradients(self.replicas, self.exchange_gradients, self.replicas_update)
+        self.updates = Updates(self.replicas)
+        self.lockstep = Lockstep(devices, self.turn)
+        self.recorder = Recorder(self.replicas, self.lockstep)
+        self._is_set_up = True
+        if self._layer_sync is not None and self.is_split:
+            check_layers(self.lightning_module)
+        super().setup(trainer)
 
-    def _on_step(self, n: int) -> None:
-        """Called by torch when the original's optimizer `n` has made an update, also one that is part of another."""
-        is_ours = self._stepped is not None
-        if self._own is not None and (not is_ours or getattr(self._attached[n], "grad_scale", None) is not None):
-            self._own.repeats[n] = False  # a GradScaler leaves unscaling to some optimizers
-        if is_ours:
-            self._stepped = True
-        else:  # the user's code steps torch's optimizer, in every replica that has samples
-            self._is_stale = True
-            if self._lockstep is None or len(self._lockstep.sizes) < len(self.devices):
-                self._missed.add(n)
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # torch's `collate_fn` for `batch_size=None`, with a sampler that may be one of batches
+        if isinstance(dataloader, DataLoader) and dataloader.collate_fn is default_convert:
+            self._has_unbatched |= not isinstance(dataloader.sampler, BatchSampler)
+        return super().process_dataloader(dataloader)
 
     @override
     def teardown(self) -> None:
-        self._remove_hooks()
-        self._trains = False
-        self._loss, self._own, self._attached, self._missed = None, None, [], set()
-        self.hooks = UsersHooks()
-        self._wrapped[1:], self._seen_by = [], {}
-        self.gradients = Gradients([])
+        self._is_set_up, self._has_unbatched = False, False
+        for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
+            vars(self).pop(name, None)
         super().teardown()
 
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    # What subclasses differ in
+
+    def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
+        """For every parameter, by its name, leave the sum of its k gradients in each of them, or in the first."""
+        raise NotImplementedError
+
+    def exchange_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
+        """Call `reduce_gradients`."""
+        self.reduce_gradients(gradients)
+
+    def update_replicas(self, optimizer: Optimizer) -> None:
+        """The first replica was updated: see to the others."""
+        raise NotImplementedError
+
+    # A step
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._num_evaluations = 0
+        if batch_idx == 0:
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Somebody may have edited weights and the optimizers' states."""
+        if self.is_split:
+            self.replicas.is_stale = True
+            self.updates.start_anew()
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().training_step(batch, *args, **kwargs)
+        self.replicas.is_stale |= self._num_evaluations > 0  # an optimizer tries other weights
+        self._num_evaluations += 1
+        with self.precision_plugin.train_step_context():
+            outputs = self._run("training_step", batch, *args, **kwargs)
+        if self.gradients.are_owned:
+            return gather(_without_graph(outputs), list(self.sizes.values()), self.devices[0])
+        losses = {
+            i: output["loss"] if isinstance(output, Mapping) and "loss" in output else output
+            for i, output in zip(self.sizes, outputs)
+        }
+        for output, loss in zip(outputs, losses.values()):
+            if output is not None and not isinstance(loss, Tensor):
+                return output  # Lightning says what is wrong with it
+        losses = {i: loss for i, loss in losses.items() if loss is not None}
+        if not losses:  # the batch is skipped
+            return None
+        loss = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph)
+        if not any(isinstance(output, Mapping) for output in outputs):
+            return loss
+        rest = [{name: value for name, value in output.items() if name != "loss"} for output in outputs if output]
+        return {"loss": loss, **gather(_without_graph(rest), [self.sizes[i] for i in losses], self.devices[0])}
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return getattr(self.lightning_module, name)(batch, *args, **kwargs)
+        return gather(self._run(name, batch, *args, **kwargs), list(self.sizes.values()), self.devices[0])
+
+    def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a step on every replica that gets samples, and return what they return."""
+        module, replicas, trains = self.replicas.module, self.replicas, name == "training_step"
+        sizes = self._sizes(batch)
+        self.sizes = {i: size for i, size in enumerate(sizes) if size}
+        active = list(self.sizes)
+        optimizers = self._stepped_optimizers if trains else []
+        self.gradients.are_owned = trains and not module.automatic_optimization
+        self.gradients.is_edited = self._hooks.may_edit(module)
+        replicas.is_stale |= self.gradients.is_edited
+        self._is_one_graph = self._layer_sync is not None or any(
+            isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch)
+        )
+        number = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader's
+        with ExitStack() as stack:
+            if len(active) > 1:
+                stack.enter_context(self.recorder.recording(self.sizes))
+            replicas.begin(STEPS.index(name), module.current_epoch, *number, trains=trains, optimizers=optimizers)
+            shards = split_batch(batch, sizes) if len(active) > 1 else [batch]
+
+            def step(i: int) -> Any:
+                return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
+
+            if trains:
+                check_optimizers(optimizers, self.name)
+                self.gradients.follow()
+            is_locked = self.is_locked or self.gradients.are_owned or self._layer_sync is not None
+            if len(active) > 1 and is_locked:
+                stack.enter_context(meetings(self, optimizers if self.gradients.are_owned else []))
+                stack.enter_context(self._synchronized())
+                outputs = self.lockstep.run(step, active)
+            else:
+                outputs = []
+                for i in active:
+                    with self.turn(i):
+                        outputs.append(step(i))
+            if len(active) > 1 and self._layer_sync is None:
+                replicas.average_statistics(self.sizes)
+            replicas.end(active[1:])
+            if trains and len(active) < len(sizes):
+                replicas.copy_parameters()  # a step may have edited weights
+        if trains and self._auto_split is not None and not self._auto_split.is_done:
+            self.shares = self._auto_split.end_step(self.shares)
+        return outputs
+
+    @contextmanager
+    def turn(self, i: int) -> Iterator[None]:
+        """Replica i's turn. An error is given a note that names it."""
+        try:
+            with ExitStack() as stack:
+                if self._auto_split is not None and not self._auto_split.is_done:
+                    stack.enter_context(self._auto_split.timed(i, self.devices[i]))
+                stack.enter_context(self.replicas.turn(i))
+                yield
+        except Exception as error:
+            note = f"raised in replica {i} on {self.devices[i]}"
+            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            elif not hasattr(error, "add_note") and len(error.args) == 1:  # Python 3.10
+                error.args = (f"{error.args[0]} ({note})",)
+            raise
+
+    def _synchronized(self) -> Any:
+        stack = ExitStack()
+        if self._layer_sync is not None:
+            stack.enter_context(synchronized_batch_norm(self.lockstep, lambda: self.replicas.current))
+        return stack
+
+    def _sizes(self, batch: Any) -> list[int]:
+        """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
+        num_samples = find_batch_size(batch)
+        if num_samples is None or (self._has_unbatched and may_be_one_sample(batch)):
+            if any(
+                getattr(leaf, "ndim", 1) for leaf in leaves(batch) if isinstance(leaf, Array) or hasattr(leaf, "to")
+            ):
+                rank_zero_warn(
+                    "A batch whose parts differ in length along dimension 0, that nobody knows how to cut, or that may "
+                    f"be a single sample, is not split: {self.devices[0]} computes it alone."
+                )
+            return [1] + [0] * (len(self.devices) - 1)
+        sizes = shard_sizes(num_samples, self.shares)
+        if sizes[0] == 0:
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[0] = 1
+        return sizes
+
+    # From losses to updates
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
+        if not self.is_split:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self.lockstep.is_inside:
+            given = closure_loss, args, kwargs
+            return self.lockstep.meet(("manual_backward", None), given, self._backward_together)  # type: ignore[no-any-return]
+        if self.gradients.are_owned:  # one replica has the whole batch
+            return self._backward_together({0: (closure_loss, args, kwargs)})
+        return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
+        """What replicas meet for in `manual_backward`."""
+        losses = {i: loss for i, (loss, _, _) in given.items()}
+        inputs = {i: kwargs["inputs"] for i, (_, _, kwargs) in given.items() if "inputs" in kwargs}
+        _, args, kwargs = given[0]
+        whole = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph, inputs or None)
+        return self._backward(whole, None, *args, **{name: v for name, v in kwargs.items() if name != "inputs"})
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self.gradients.have_met = False
+        with self._synchronized():
+            loss = super().backward(loss, optimizer, *args, **kwargs)
+        if not self.gradients.have_met:
+            raise RuntimeError("`backward` must call loss.backward() for all parameters: the gradients did not meet.")
+        return loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        if not self.is_split:
+            return step(closure=closure)
+        if self.lockstep.is_inside:
+            return meet_to_step(self, optimizer, closure, lambda closure: step(closure=closure))
+        return self.step_all(optimizer, closure, lambda closure: step(closure=closure))
+
+    def step_all(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Any], Any]) -> Any:
+        """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
+        self._num_evaluations = 0
+        can_repeat = (
+            self.replicas_update
+            and self.updates.can_repeat(optimizer)
+            and not self._hooks.may_edit(self.replicas.module)
+            and getattr(self.precision_plugin, "scaler", None) is None
+            and (not self.gradients.are_owned or len(self.sizes) == len(self.devices))
+        )
+        if can_repeat:
+            self.updates.prepare(optimizer)
+        result = step(closure)
+        self.own_updates = can_repeat and self._num_evaluations <= 1
+        self.update_replicas(optimizer)
+        return result
+
+    @property
+    def _stepped_optimizers(self) -> list[Optimizer]:
+        """Those that the Trainer or the module steps, without Lightning's wrappers."""
+        given: Sequence[Any] = [*self._lightning_optimizers, *self.optimizers]
+        own = {id(o): o for o in (each._optimizer if isinstance(each, LightningOptimizer) else each for each in given)}
+        return [optimizer for optimizer in own.values() if not isinstance(optimizer, _MockOptimizer)]
+
+    # Around the loops
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_anew()
+
+    on_validation_end = on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_train_start(self) -> None:
+        self._start_anew()
+        if self.is_split:
+            self.replicas.begin()  # everything is restored by now: the first update copies the optimizers' states
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._start_anew()  # `on_save_checkpoint` may edit
+        return super().lightning_module_state_dict()
+
+
+def _sent(shard: Any, home: torch.device, device: torch.device) -> Any:
+    """A shard on a replica's device. What the user has put elsewhere stays there."""
+    if home == device:
+        return shard
+    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=True) if t.device == home else t)
+
+
+def _without_graph(outputs: Any) -> Any:
+    return apply_to_collection(outputs, Tensor, Tensor.detach)

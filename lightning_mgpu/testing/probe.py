@@ -1,7 +1,7 @@
 """The module, the data and the callbacks that cases are made of: small, in float64, and the same on every device."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +214,14 @@ class SeesReplicas(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if torch.distributed.is_initialized():
             digests: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(digests, digest(pl_module))
+            torch.distributed.all_gather_object(digests, digest(pl_module.parameters()))
         else:
-            digests = [digest(replica) for replica in getattr(trainer.strategy, "replicas", lambda: [pl_module])()]
+            replicas = getattr(trainer.strategy, "replicas", None)  # of a strategy here; one's own may have none
+            sets = [list(pl_module.parameters())] if replicas is None else zip(*replicas.parameters)
+            digests = [digest(parameters) for parameters in sets]
         self.are_equal.append(len(set(digests)) == 1)
 
 
-def digest(module: nn.Module) -> str:
+def digest(parameters: Iterable[Tensor]) -> str:
     """A checksum of all parameters' bits."""
-    return hashlib.md5(
-        b"".join(p.detach().cpu().contiguous().numpy().tobytes() for p in module.parameters())
-    ).hexdigest()
+    return hashlib.md5(b"".join(p.detach().cpu().contiguous().numpy().tobytes() for p in parameters)).hexdigest()

@@ -1,118 +1,339 @@
-"""Numbers, tensors and objects that hooks keep on the module, in whatever they are nested: all replicas see them."""
+"""What hooks and steps keep on the module: a hook's counts for all replicas, a step's is the replica's own."""
 
 import math
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-
-
-class Settings:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+from tiny_runs import Manual, Regression, a_loader, assert_close
+from torch import nn
+from torch.nn import functional as F
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
-def test_objects_and_dicts_set_in_hooks(Regression, assert_parity, hook):
+def test_what_hooks_set_counts_for_all(assert_parity, hook):
+    """Numbers, tensors, dicts, objects and modes."""
+
     def set_all(self, *_):
         step = self.global_step
         self.by_name = {"factor": 1 + step / 10, "more": {"shift": [step]}}
-        self.settings, self.pair, self.names = Settings(1.5), (2, 3), {"loss"}
+        self.settings, self.pair = SimpleNamespace(factor=1.5), (2, 3)
         self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
 
     def training_step(self, batch, batch_idx):
-        factor = self.by_name["factor"] * self.settings.factor * self.pair[1] * len(self.names)
+        factor = self.by_name["factor"] * self.settings.factor * self.pair[1]
         X, y = batch
         return ((self.net(X) - y).square() * self.weights).mean() * factor + self.by_name["more"]["shift"][0]
 
     assert_parity(type("Module", (Regression,), {hook: set_all, "training_step": training_step}))
 
 
-def test_dicts_changed_in_place(Regression, assert_parity):
+def test_what_hooks_change_in_place(assert_parity):
     class Module(Regression):
         def __init__(self):
             super().__init__()
-            self.schedule = {"factors": [1.0], "of": {"loss": 1.0}}
-
-        def on_train_batch_start(self, *_):
-            self.schedule["factors"][0] *= 1.1
-            self.schedule["of"]["loss"] += 0.5
-
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch) * self.schedule["factors"][0] * self.schedule["of"]["loss"]
-
-    assert_parity(Module)
-
-
-def test_a_list_inside_itself(Regression, assert_parity):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.notes = [1.0, {"net": self.net}, None]
-            self.notes[1]["notes"] = self.notes
-
-        def on_train_batch_start(self, *_):
-            self.notes[0] *= 1.1
-
-        def training_step(self, batch, batch_idx):
-            notes = self.notes[1]["notes"]
-            assert notes is self.notes and notes[1]["net"] is self.net
-            self.notes[2] = self.loss(batch).detach()
-            return self.loss(batch) * notes[0]
-
-    assert_parity(Module)
-
-
-def test_what_hooks_change_in_objects(Regression, assert_parity):
-    """Numbers, tensors, arrays, lists, dicts and objects in objects."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            one = torch.ones(1, dtype=torch.float64)
-            self.config = SimpleNamespace(
-                loss=SimpleNamespace(factor=1.0), tensor=one, array=np.ones(1), values=[1.0], by_name={"a": one.clone()}
-            )
-            self.array = np.ones(1)
-
-        def on_fit_start(self):
-            self.config.tensor = self.config.tensor.to(self.device)
-            self.config.by_name["a"] = self.config.by_name["a"].to(self.device)
+            self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+            self.config = SimpleNamespace(factor=1.0, values=[1.0], by_name={"a": 1.0})
 
         def on_train_batch_start(self, batch, batch_idx):
-            config = self.config
-            if batch_idx % 2:
-                config.loss.factor *= 1.1
-                config.tensor.mul_(1.1)
-                config.values[0] *= 1.1
-            else:
-                config.array *= 1.1
-                self.array *= 1.1
-                config.by_name["a"] = config.by_name["a"] * 1.1
-            if self.current_epoch == 1 and batch_idx == 0:
-                config.loss = SimpleNamespace(factor=2.0)
+            self.temperature.mul_(0.95)
+            self.config.factor *= 1.1
+            self.config.values[0] *= 1.1
+            self.config.by_name["a"] += 0.5
+            self.net[1].eval() if batch_idx % 2 else self.net[1].train()
 
         def training_step(self, batch, batch_idx):
-            config = self.config
-            factors = [config.loss.factor, config.tensor, *config.values, config.by_name["a"]]
-            factors += [float(config.array[0]), float(self.array[0])]
+            assert self.net[1].training == (batch_idx % 2 == 0)
+            factors = (self.config.factor, *self.config.values, self.config.by_name["a"], self.temperature)
             return self.loss(batch) * math.prod(factors)
 
     assert_parity(Module)
 
 
-def test_tuples_that_have_no_length(Regression, assert_parity):
-    class Irreps(tuple):  # as e3nn's
-        def __len__(self):
-            raise NotImplementedError
+KINDS = {
+    "tensor": (lambda h: h, lambda state: state),
+    "tuple": (lambda h: (h, 1), lambda state: state[0]),
+    "new list": (lambda h: [h], lambda state: state[0]),
+    "new object": (lambda h: SimpleNamespace(h=h), lambda state: state.h),
+}
+
+
+class Net(nn.Sequential):
+    """A layer of a user's class."""
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("place", ["module", "layer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
+    """Truncated backpropagation through time: every replica goes on with its samples' state, until a hook resets it."""
+    put, find = KINDS[kind]
+
+    class Module(base):
+        def __init__(self):
+            super().__init__(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+        def on_train_epoch_start(self):
+            owner = self if place == "module" else self.net
+            owner.state = put(torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device))
+
+        def loss(self, batch):
+            owner = self if place == "module" else self.net
+            Z = self.net(batch[0]) + 0.5 * find(owner.state)
+            owner.state = put(Z.detach())
+            return F.mse_loss(Z, batch[1])
+
+    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
+
+
+def test_a_recurrent_layers_state(assert_parity):
+    class Module(Regression):
+        hidden = None
+
+        def __init__(self):
+            super().__init__(nn.LSTM(2, 5, batch_first=True))
+            self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+        def on_train_epoch_start(self):
+            self.hidden = None
+
+        def training_step(self, batch, batch_idx):
+            outputs, hidden = self.net(batch[0].view(-1, 3, 2), self.hidden)
+            self.hidden = tuple(h.detach() for h in hidden)
+            return F.mse_loss(self.head(outputs[:, -1]), batch[1])
+
+    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_hidden_states_in_validation(assert_parity, edited):
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
+
+        def on_validation_batch_start(self, batch, batch_idx):
+            if edited and batch_idx == 1:
+                self.state = torch.ones(1, 3, dtype=torch.float64, device=self.device)
+
+        def validation_step(self, batch, batch_idx):
+            self.state = self.net(batch[0]) + 0.5 * self.state
+            self.log("error", F.mse_loss(self.state, batch[1]))
+
+    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24), val=True)
+
+
+def test_what_the_first_replica_sets_stays(train):
+    """Numbers count its steps and its samples; a hook reads its tensor."""
+    seen = []
+
+    class Module(Regression):
+        num_steps, num_samples = 0, 0
+
+        def training_step(self, batch, batch_idx):
+            self.num_steps += 1
+            self.num_samples = self.num_samples + len(batch[0])
+            self.last = batch[0]
+            return self.loss(batch)
+
+        def on_train_batch_end(self, *_):
+            seen.append(len(self.last))
+
+    one, two = train(Module), train(Module, 2)
+    assert one.num_steps == two.num_steps == 8
+    assert (one.num_samples, two.num_samples) == (2 * 25, 2 * (4 + 4 + 4 + 1))
+    assert seen == [8, 8, 8, 1] * 2 + [4, 4, 4, 1] * 2
+
+
+def test_made_in_a_step_and_deleted_by_a_hook(assert_parity):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            if not hasattr(self, "scale"):
+                self.scale = torch.tensor(1.0 + self.current_epoch, dtype=torch.float64, device=self.device)
+            return self.scale * self.loss(batch)
+
+        def on_train_epoch_end(self):
+            del self.scale
+
+    assert_parity(Module, max_epochs=3)
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_swapped_for_validation_and_put_back(assert_parity, inference_mode):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64)
+
+        def on_fit_start(self):
+            self.weights = self.weights.to(self.device)
+
+        def on_validation_start(self):
+            self.kept = self.weights, self.scale
+            self.weights, self.scale = None, torch.zeros_like(self.scale)
+
+        def validation_step(self, batch, batch_idx):
+            assert self.weights is None and not self.scale.any()
+
+        def on_validation_end(self):
+            self.weights, self.scale = self.kept
+
+        def training_step(self, batch, batch_idx):
+            return ((self.net(batch[0]) - batch[1]).square() * self.weights * self.scale).mean()
+
+    assert_parity(Module, val=True, inference_mode=inference_mode)
+
+
+def test_python_objects_get_one_call_a_replica(train):
+    """In the order of the batch, so that a list of samples is that of one device."""
+
+    class Module(Regression):
+        def on_train_start(self):
+            self.inputs, self.names, self.counts = [], [], Counter()
+
+        def training_step(self, batch, batch_idx):
+            self.inputs.append(batch[0])
+            self.names.extend(f"{value:.6f}" for value in batch[0][:, 0])
+            self.counts["samples"] += len(batch[0])
+            return self.loss(batch)
+
+    one, *others = (train(Module, k) for k in (1, 2, 3))
+    for other in others:
+        assert_close(torch.cat(other.inputs), torch.cat(one.inputs), 0, 0)
+        assert other.names == one.names and other.counts == one.counts
+
+
+def test_lists_collected_in_validation(train):
+    class Module(Regression):
+        def on_validation_epoch_start(self):
+            self.outputs = []
+
+        def validation_step(self, batch, batch_idx):
+            self.outputs.append(self.net(batch[0]))
+
+        def on_validation_epoch_end(self):
+            self.all = torch.cat(self.outputs)
+
+    one, *others = (train(Module, k, val=True) for k in (1, 2, 3))
+    for other in others:
+        assert_close(other.all, one.all)
+
+
+def counts_buffers(module):
+    module.num_steps += 1
+    module.scale = module.scale * 0.99  # a new tensor every time
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_buffers_that_a_step_updates(assert_parity, base):
+    """Most replicas have no sample; those that have one in the next batch need the first one's buffers."""
+
+    class Module(base):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("num_steps", torch.tensor(0))
+            self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64))
+            self.register_buffer("nothing", None)
+            self.register_buffer("mask", torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(4, 3))
+
+        def loss(self, batch):
+            counts_buffers(self)
+            return F.mse_loss(self.net(batch[0]) * self.scale * self.mask[0], batch[1])
+
+    one, *_ = assert_parity(Module)
+    assert one.num_steps == 8
+    assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
+
+
+def test_buffers_that_follow_the_data(train):
+    """All replicas begin a step with the first one's, as in `DistributedDataParallel`: replicas do not drift."""
 
     class Module(Regression):
         def __init__(self):
             super().__init__()
-            self.irreps = Irreps([Irreps([1, 2]), 3])
+            self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
 
         def training_step(self, batch, batch_idx):
-            return self.loss(batch) * self.irreps[1]
+            loss = F.mse_loss(self.net(batch[0]) - self.center, batch[1])
+            self.center.lerp_(batch[1].mean(0), 0.5)
+            return loss
+
+    module = train(Module, 2)
+    center = torch.zeros(3, dtype=torch.float64)
+    for _, y in [*a_loader(), *a_loader()]:
+        center.lerp_(y[: 4 if len(y) == 8 else 1].mean(0), 0.5)
+    assert_close(module.center, center)
+
+
+class Features:
+    """Keeps what a layer has answered."""
+
+    value = None
+
+    def __call__(self, layer, args, output):
+        self.value = output
+
+
+FORWARD_HOOKS = {
+    "object": lambda module: module.features,
+    "method": lambda module: module.keep,
+    "partial": lambda module: partial(Features.__call__, module.features),
+    "function": lambda module: lambda layer, args, output: setattr(module.features, "value", output),
+}
+
+
+@pytest.mark.parametrize("place", ["__init__", "on_train_epoch_start"])
+@pytest.mark.parametrize("kind", FORWARD_HOOKS)
+def test_forward_hooks_that_keep_features(assert_parity, kind, place):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.features, self.handle = Features(), None
+            self.register("__init__")
+
+        def register(self, here):
+            if here == place:
+                self.handle = self.net[0].register_forward_hook(FORWARD_HOOKS[kind](self))
+
+        def keep(self, layer, args, output):
+            self.features.value = output
+
+        def on_train_epoch_start(self):
+            self.register("on_train_epoch_start")
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            return loss + self.features.value.square().mean()
+
+        def on_train_end(self):
+            self.features.value = None
+
+    assert_parity(Module)
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
+def test_backward_hooks_of_layers(assert_parity, hook, pre):
+    class Module(Regression):
+        def register(self):
+            if pre:
+                self.net[1].register_full_backward_pre_hook(lambda layer, gradients: (gradients[0] * 0.5,))
+            else:
+                self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
+
+    setattr(Module, hook, Module.register)
+    assert_parity(Module)
+
+
+def test_a_layers_forward_on_the_instance(assert_parity):
+    """As accelerate, timm and quantization tools put it there."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            layer, inner = self.net[0], self.net[0].forward
+            layer.forward = lambda X: 2 * inner(X) + F.linear(X, layer.weight)
 
     assert_parity(Module)

@@ -1,4 +1,6 @@
-"""Weights that callbacks edit, with and without a trace: averages, clamps, swaps for validation."""
+"""Weights that callbacks and hooks edit, with and without a trace: every replica goes on with the edited ones."""
+
+import copy
 
 import pytest
 import torch
@@ -7,19 +9,109 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from tiny_runs import Manual, Regression, assert_close, batch_norm_net
 from torch import nn, optim
+from torch.optim.lr_scheduler import StepLR
 
-pytestmark = pytest.mark.slow
+
+def clamp_data(trainer, module, *_):
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+def clamp(trainer, module, *_):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(-0.3, 0.3)
+
+
+def rebind_data(trainer, module, *_):
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.95
+
+
+AROUND_BATCHES = ["on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"]
+AROUND_BATCHES += ["on_after_backward", "on_before_optimizer_step"]
+AROUND_EPOCHS = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("hook", AROUND_BATCHES + AROUND_EPOCHS)
+@pytest.mark.parametrize("edit", [clamp_data, clamp, rebind_data])
+def test_edited_by_a_callback(assert_parity, hook, edit):
+    if edit is clamp and hook in ("on_before_zero_grad", "on_before_backward"):
+        pytest.skip("torch forbids it on one device, too")
+    assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: edit})])
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"])
+def test_edited_by_the_module(assert_parity, hook):
+    def edit(self, *_):
+        clamp_data(None, self)
+
+    assert_parity(type("Module", (Regression,), {hook: edit}))
+    assert_parity(type("Module", (Manual,), {hook: edit}))
+
+
+class AroundTheUpdate(Regression):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        clamp_data(None, self)
+
+
+class WhileSaving(Regression):
+    def on_save_checkpoint(self, checkpoint):
+        clamp_data(None, self)
+
+
+class WithTheScheduler(Regression):
+    def configure_optimizers(self):
+        optimizer = optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 2), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+        clamp_data(None, self)
+
+
+class OnTheInstance(Regression):
+    """A hook that was decorated after the module was made."""
+
+    def __init__(self):
+        super().__init__()
+        inner = self.on_train_batch_end
+
+        def decorated(*args):
+            inner(*args)
+            clamp_data(None, self)
+
+        self.on_train_batch_end = decorated
+
+
+@pytest.mark.parametrize("make", [AroundTheUpdate, WhileSaving, WithTheScheduler, OnTheInstance])
+def test_edited_elsewhere(assert_parity, make):
+    saving = {"enable_checkpointing": True, "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=2)]}
+    assert_parity(make, **(saving if make is WhileSaving else {}), check=False)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+def test_a_callback_added_while_training(assert_parity, hook):
+    class Adds(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.callbacks.append(LambdaCallback(**{hook: clamp_data}))
+
+    assert_parity(Regression, callbacks=lambda: [Adds()])
 
 
 class Average(Callback):
     """A moving average of the weights, swapped in for validation and put back afterwards."""
 
-    def __init__(self, in_data, start="on_validation_epoch_start", end="on_validation_epoch_end"):
-        self.in_data, self.backup = in_data, None
+    def __init__(self, in_data, start, end):
+        self.in_data = in_data
         setattr(self, start, self.swap_in)
         setattr(self, end, self.swap_out)
 
@@ -43,130 +135,113 @@ class Average(Callback):
         self.write(module, self.backup)
 
 
-@pytest.mark.parametrize("in_data", [False, True])
-@pytest.mark.parametrize(
-    "hooks", [("on_validation_epoch_start", "on_validation_epoch_end"), ("on_validation_start", "on_validation_end")]
-)
-def test_average_for_validation(Regression, assert_parity, in_data, hooks):
-    modules = assert_parity(Regression, callbacks=lambda: [Average(in_data, *hooks)], val=True, val_check_interval=2)
-    losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
-    torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-10, atol=0)
+PAIRS = [("on_validation_epoch_start", "on_validation_epoch_end"), ("on_validation_start", "on_validation_end")]
 
 
 @pytest.mark.parametrize("in_data", [False, True])
-def test_average_written_every_step(Regression, assert_parity, in_data):
-    class Slow(Average):
-        def on_train_batch_end(self, trainer, module, *_):
-            super().on_train_batch_end(trainer, module)
-            self.write(module, self.average)
-
-    assert_parity(Regression, callbacks=lambda: [Slow(in_data)])
+@pytest.mark.parametrize("hooks", PAIRS, ids=lambda pair: pair[0])
+def test_an_average_for_validation(assert_parity, in_data, hooks):
+    """The losses of validation are compared, too."""
+    assert_parity(Regression, callbacks=lambda: [Average(in_data, *hooks)], val=True, val_check_interval=2)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_train_epoch_start",
-        "on_train_epoch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_start",
-    ],
-)
-def test_weights_clamped_by_a_callback(Regression, assert_parity, hook):
-    def clamp(trainer, module, *_):
-        for parameter in module.parameters():
-            parameter.data.clamp_(-0.3, 0.3)
-
-    assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: clamp})])
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
-def test_a_callback_added_while_training(Regression, assert_parity, hook):
-    def clamp(trainer, module, *_):
-        for parameter in module.parameters():
-            parameter.data.clamp_(-0.3, 0.3)
-
-    class Adds(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.callbacks.append(LambdaCallback(**{hook: clamp}))
-
-    assert_parity(Regression, callbacks=lambda: [Adds()])
-
-
-def test_weights_clamped_while_saving(Regression, assert_parity):
-    class Module(Regression):
-        def on_save_checkpoint(self, checkpoint):
-            for parameter in self.parameters():
-                parameter.data.clamp_(-0.3, 0.3)
-
-    def callbacks():
-        return [ModelCheckpoint(every_n_train_steps=2)]
-
-    assert_parity(Module, callbacks=callbacks, enable_checkpointing=True)
-
-
-def test_weights_clamped_by_the_module(Regression, assert_parity):
-    class InStep(Regression):
-        def training_step(self, batch, batch_idx):
-            for parameter in self.parameters():
-                parameter.data.clamp_(-0.3, 0.3)
-            return self.loss(batch)
-
-    class AroundStep(Regression):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            for parameter in self.parameters():
-                parameter.data.clamp_(-0.3, 0.3)
-
-    # of a replica that has no samples (the last batch) nobody clamps the weights
-    assert_parity(InStep)
-    assert_parity(AroundStep, check=False)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_stochastic_weight_averaging(Regression, assert_parity, norm):
-    def make():
-        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.Tanh(), nn.Linear(8, 3)]
-        return Regression(nn.Sequential(*layers))
-
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
+def test_stochastic_weight_averaging(assert_parity, sync_batchnorm):
+    make = lambda: Regression(batch_norm_net() if sync_batchnorm else None)  # noqa: E731
     callbacks = lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)]  # noqa: E731
-    assert_parity(make, callbacks=callbacks, max_epochs=4, sync_batchnorm=norm, limit_train_batches=3)
+    kwargs = {"max_epochs": 4, "limit_train_batches": 3, "sync_batchnorm": sync_batchnorm}
+    assert_parity(make, callbacks=callbacks, **kwargs)
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("kind", [WeightAveraging, EMAWeightAveraging])
-def test_weight_averaging(Regression, assert_parity, kind, use_buffers):
-    def make():
-        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        return Regression(net, lambda m: optim.SGD(m.parameters(), 0.1, momentum=0.9))
-
-    modules = assert_parity(
-        make, callbacks=lambda: [kind(use_buffers=use_buffers)], val=True, sync_batchnorm=True, limit_train_batches=3
-    )
-    losses = [module.trainer.callback_metrics["val_loss"] for module in modules]
-    torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-10, atol=0)
+def test_weight_averaging(assert_parity, kind, use_buffers):
+    kwargs = {"val": True, "limit_train_batches": 3, "sync_batchnorm": True}
+    assert_parity(lambda: Regression(batch_norm_net()), callbacks=lambda: [kind(use_buffers=use_buffers)], **kwargs)
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
-def test_buffers_the_backward_pass_needs(Regression, assert_parity, hook):
-    """Between the passes replicas get the weights a hook may have edited, and no buffers: autograd has kept those."""
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_pruning(assert_parity, at_epoch_end):
+    """A parameter becomes another one and a mask, then the mask changes."""
+
+    def prune():
+        when = {"prune_on_train_epoch_end": at_epoch_end}
+        return [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2, **when)]
+
+    make = lambda: Regression(optimizer=lambda m: optim.Adam(m.parameters(), 0.01))  # noqa: E731
+    kwargs = {"callbacks": prune, "max_epochs": 3, "val": True, "enable_checkpointing": False}
+    assert all((module.net[0].weight == 0).any() for module in assert_parity(make, **kwargs))
+
+
+class Replace(Callback):
+    """Puts a new last layer in place of the old one when a hook is called for the n-th time."""
+
+    def __init__(self, hook, n):
+        self.num_calls, self.n = 0, n
+        setattr(self, hook, self.count)
+
+    def count(self, trainer, module, *_):
+        self.num_calls += 1
+        if self.num_calls == self.n:
+            torch.manual_seed(2)
+            module.net[2] = nn.Linear(8, 3).double().to(module.device)
+            trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
+
+
+@pytest.mark.parametrize("make", [Regression, Manual])
+@pytest.mark.parametrize(("hook", "n"), [("on_train_batch_start", 6), ("on_validation_start", 1)])
+def test_layers_replaced_on_the_way(assert_parity, make, hook, n):
+    assert_parity(make, callbacks=lambda: [Replace(hook, n)], val=True, max_epochs=3)
+
+
+def test_layers_replaced_in_a_window(assert_parity):
+    """Whose gradients so far count."""
+    callbacks = lambda: [Replace("on_train_batch_start", 6)]  # noqa: E731
+    assert_parity(Regression, callbacks=callbacks, accumulate_grad_batches=2)
+
+
+class Follows(Regression):
+    """Has an average of its weights as a layer, as BYOL and DINO do, which is updated after every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + (self.net(batch[0]) - self.average(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for average, parameter in zip(self.average.parameters(), self.net.parameters()):
+                average.lerp_(parameter, 0.5)
+
+
+class FollowsBeforeZeroGrad(Follows):
+    """BYOL's update in another hook."""
+
+    on_before_zero_grad = Follows.on_train_batch_end
+
+    def on_train_batch_end(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("make", [Follows, FollowsBeforeZeroGrad])
+def test_an_average_that_is_a_layer(assert_parity, make):
+    assert_parity(make)
+
+
+def test_weights_cut_by_their_data(train):
+    """The parameter stays the same object, with fewer rows and columns."""
 
     class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.net[0].weight.data = self.net[0].weight.data[:5].clone()
+                self.net[0].bias.data = self.net[0].bias.data[:5].clone()
+                self.net[2].weight.data = self.net[2].weight.data[:, :5].clone()
+                self.zero_grad()
 
-        def loss(self, batch):
-            return self.criterion(self.net(batch[0]), (batch[1] > 0).double())
-
-    def clamp(self, *_):
-        for parameter in self.parameters():
-            parameter.data.clamp_(-0.3, 0.3)
-
-    assert_parity(type("Edits", (Module,), {hook: clamp}))
+    make = lambda: Module(optimizer=lambda m: optim.SGD(m.parameters(), 0.1))  # noqa: E731
+    one, *others = (train(make, k) for k in (1, 2, 3))
+    for other in others:
+        assert_close(other.state_dict(), one.state_dict())

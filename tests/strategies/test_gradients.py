@@ -1,56 +1,27 @@
-"""Whoever looks at gradients sees the reduced ones: clipping, callbacks, hooks, accumulation."""
+"""Whoever looks at a gradient or edits it has the whole batch's: hooks, callbacks, clipping, accumulation, `backward`."""
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from tiny_runs import Manual, Regression, assert_close
 from torch import optim
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.slow
-
-
-def hooked(Regression, hook=None, post_hook=None, **kwargs):
-    """A module with a hook on the gradient of its first weight."""
-    module = Regression(**kwargs)
-    if hook is not None:
-        module.net[0].weight.register_hook(hook)
-    if post_hook is not None:
-        module.net[0].weight.register_post_accumulate_grad_hook(post_hook)
-    return module
+ACCUMULATE = pytest.mark.parametrize("accumulate", [1, 3])
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_clipping(Regression, assert_parity, algorithm, accumulate):
-    clipping = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    assert_parity(Regression, **clipping, accumulate_grad_batches=accumulate)
-
-
-def test_accumulation_with_a_short_last_window(Regression, assert_parity):
-    assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), accumulate_grad_batches=3)
-
-
-@pytest.mark.parametrize("in_data", [False, True])
-def test_custom_clipping(Regression, assert_parity, in_data):
-    class Module(Regression):
-        def configure_gradient_clipping(self, optimizer, *args, **kwargs):
-            for parameter in self.parameters():  # an edit of .data leaves no trace
-                (parameter.grad.data if in_data else parameter.grad).clamp_(-0.01, 0.02)
-
-    assert_parity(Module)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
+@ACCUMULATE
 @pytest.mark.parametrize(
-    "hooks",
-    [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"], ["on_validation_batch_end"]],
+    "hooks", [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"], ["on_validation_batch_end"]]
 )
-def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, hooks, accumulate):
+def test_callbacks_see_the_reduced_gradient(assert_parity, hooks, accumulate):
+    """In every batch of an accumulation window, too."""
     seen = []
 
     class Look(Callback):
         def look(self, trainer, module, *_):
-            seen[-1].extend(parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None)
+            seen[-1].extend(p.grad.clone() for p in module.parameters() if p.grad is not None)
 
         def on_fit_start(self, trainer, module):
             seen.append([])
@@ -59,201 +30,233 @@ def test_callbacks_see_the_reduced_gradient(Regression, assert_parity, hooks, ac
         setattr(Look, hook, Look.look)
     kwargs = {"val": True, "val_check_interval": 1} if hooks == ["on_validation_batch_end"] else {}
     assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate, **kwargs)
-    for others in seen[1:]:
-        assert len(others) == len(seen[0])
-        assert len(others) > 0 or (hooks == ["on_validation_batch_end"] and accumulate == 1)  # set to None before
-        for gradient, expected in zip(others, seen[0]):
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
+    for gradients in seen[1:]:
+        assert_close(gradients, seen[0])
 
 
-def test_gradients_of_a_window_so_far(Regression, assert_parity):
+def test_what_was_not_used_has_no_gradient(train):
+    """Else a weight decay would shrink it."""
+    seen = []
+
     class Module(Regression):
-        norms = ()
-
         def training_step(self, batch, batch_idx):
-            self.trainer.should_stop = self.current_epoch == 1 and batch_idx == 1  # in the middle of one
-            return super().training_step(batch, batch_idx)
+            loss = self.loss(batch)
+            return F.mse_loss(self.net[2](self.net[1](self.net[0](batch[0]).detach())), batch[1]) if batch_idx else loss
 
-    def on_before_backward(self, loss):
-        self.norms += tuple(float(p.grad.norm()) for p in self.parameters() if p.grad is not None)
+        def on_before_optimizer_step(self, optimizer):
+            seen.append([parameter.grad is None for parameter in self.parameters()])
 
-    for hook in (None, on_before_backward):
-        if hook:
-            Module.on_before_backward = hook
-        one, *others = assert_parity(Module, accumulate_grad_batches=3)
-        assert len(one.norms) == (12 if hook else 0)  # of four parameters in three batches
-        for module in others:
-            torch.testing.assert_close(module.norms, one.norms, rtol=1e-10, atol=1e-13)
-            for parameter, expected in zip(module.parameters(), one.parameters()):
-                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-13)
+    train(Module, 2)
+    assert seen == ([[False] * 4] + [[True, True, False, False]] * 3) * 2
 
 
-@pytest.mark.parametrize("edit", ["on_after_backward", "on_before_optimizer_step"])
-def test_gradients_edited_in_data(Regression, assert_parity, edit):
+class ClipsItself(Regression):
+    """An edit of `.data` leaves no trace."""
+
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        for parameter in self.parameters():
+            parameter.grad.data.clamp_(-0.01, 0.02)
+
+
+class ZeroInPlace(Regression):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeverZero(Regression):
+    def __init__(self):
+        super().__init__(optimizer=lambda m: optim.SGD(m.parameters(), 0.01))
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
+class ReadsTheWindow(Regression):
+    """A step that looks at the gradients of the window so far."""
+
+    def training_step(self, batch, batch_idx):
+        norms = [parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]
+        return self.loss(batch) * (1 + sum(norms))
+
+
+@ACCUMULATE
+@pytest.mark.parametrize("make", [ClipsItself, ZeroInPlace, NeverZero, ReadsTheWindow])
+def test_modules_that_handle_gradients(assert_parity, make, accumulate):
+    assert_parity(make, accumulate_grad_batches=accumulate)
+
+
+@ACCUMULATE
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_callbacks_that_edit_gradients(assert_parity, hook, accumulate):
     class Edit(Callback):
         def edit(self, trainer, module, *_):
             for parameter in module.parameters():
                 parameter.grad.data.clamp_(-0.02, 0.01)
 
-    setattr(Edit, edit, Edit.edit)
-    assert_parity(Regression, callbacks=lambda: [Edit()])
+    setattr(Edit, hook, Edit.edit)
+    assert_parity(Regression, callbacks=lambda: [Edit()], accumulate_grad_batches=accumulate)
 
 
-HOOKS = {
+def in_place(gradient):
+    gradient.data.mul_(gradient).mul_(5)
+
+
+HOOKS = {  # what is not linear in the gradient shows whether it is the whole batch's
     "mask": lambda gradient: gradient * (torch.arange(6, device=gradient.device) % 2),
     "clamp": lambda gradient: gradient.clamp(-0.01, 0.02),
-    "square in place": lambda gradient: gradient.data.mul_(gradient).mul_(5) and None,
+    "in place": in_place,
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_on_gradients(Regression, assert_parity, hook, accumulate):
+@ACCUMULATE
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_weights(assert_parity, name, base, accumulate):
+    """`register_hook`, once a batch."""
     calls = []
 
-    def counted(gradient):
+    def hook(gradient):
         calls.append(1)
-        if hook == "square in place":
-            gradient.data.mul_(gradient).mul_(5)
-            return None
-        return HOOKS[hook](gradient)
+        return HOOKS[name](gradient)
 
-    assert_parity(lambda: hooked(Regression, counted), accumulate_grad_batches=accumulate)
-    assert len(calls) == 3 * 8  # once a batch
+    def make():
+        module = base()
+        module.net[0].weight.register_hook(hook)
+        return module
 
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_hooks_after_accumulation(Regression, assert_parity, accumulate):
-    calls = []
-
-    def clamp(parameter):
-        calls.append(1)
-        parameter.grad.data.clamp_(-0.01, 0.02)
-
-    assert_parity(lambda: hooked(Regression, post_hook=clamp), accumulate_grad_batches=accumulate)
+    assert_parity(make, **({} if base is Manual else {"accumulate_grad_batches": accumulate}))
     assert len(calls) == 3 * 8
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_updates_made_by_hooks(Regression, assert_parity, accumulate):
-    """They run without recording, as in a backward pass, and their gradients can be handed to numpy."""
+@ACCUMULATE
+@pytest.mark.parametrize("updates", [False, True])
+def test_hooks_after_accumulation(assert_parity, updates, accumulate):
+    """`register_post_accumulate_grad_hook`, which may make the update itself."""
+    calls = []
 
-    def with_decay(gradient):
-        return gradient + 0.1 * module[0].net[0].weight
-
-    def update(parameter):
-        parameter.sub_(parameter.grad, alpha=0.1)
-        assert np.isfinite(parameter.grad.cpu().numpy()).all()
-        parameter.grad = None
-
-    module = []
+    def hook(parameter):
+        calls.append(1)
+        parameter.grad.data.clamp_(-0.01, 0.02)
+        if updates:
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
 
     def make():
-        module[:] = [hooked(Regression, with_decay, update)]
-        return module[0]
+        module = Regression()
+        module.net[0].weight.register_post_accumulate_grad_hook(hook)
+        return module
 
-    # within a window replicas get what hooks have edited when the next step begins
-    assert_parity(make, accumulate_grad_batches=accumulate, check=accumulate == 1)
-
-
-@pytest.mark.parametrize("hook", [None, HOOKS["clamp"]])
-def test_gradients_set_to_zero_in_place(Regression, assert_parity, hook):
-    class Module(Regression):
-        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-            optimizer.zero_grad(set_to_none=False)
-
-    assert_parity(lambda: hooked(Module, hook))
-    assert_parity(lambda: hooked(Module, hook), accumulate_grad_batches=3)
+    assert_parity(make, accumulate_grad_batches=accumulate, check=not updates or accumulate == 1)
+    assert len(calls) == 3 * 8
 
 
-@pytest.mark.parametrize("hook", [None, HOOKS["clamp"]])
-def test_gradients_never_set_to_zero(Regression, assert_parity, hook):
-    class Module(Regression):
-        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-            pass
-
-    assert_parity(lambda: hooked(Module, hook, optimizer=lambda m: optim.SGD(m.parameters(), 0.01)))
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_skipped_steps(Regression, assert_parity):
-    """A `training_step` may return None, also in the last batch of an accumulation window."""
-
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx == 2 else self.loss(batch)
-
-    assert_parity(Module, accumulate_grad_batches=3)
+def in_the_step(self, batch, batch_idx):
+    """Registers a hook on a weight in every step, and removes it in the next."""
+    if getattr(self, "handle", None) is not None:
+        self.handle.remove()
+    self.handle = self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    return self.loss(batch)
 
 
-def test_a_loss_in_a_dict(Regression, assert_parity):
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            return {"loss": loss, "prediction": self.net(batch[0]), "name": "x"}
-
-    assert_parity(Module)
+def on_an_activation(self, batch, batch_idx):
+    """Its gradient is the shard's, which a linear hook does not mind."""
+    hidden = self.net[0](batch[0])
+    hidden.register_hook(lambda gradient: gradient * 0.5)
+    return F.mse_loss(self.net[2](self.net[1](hidden)), batch[1])
 
 
-def test_second_order_gradients(Regression, assert_parity):
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            X = batch[0].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.net(X).square().sum(), X, create_graph=True)
-            return self.loss(batch) + gradient.square().mean()
-
-    assert_parity(Module)
+@ACCUMULATE
+@pytest.mark.parametrize("training_step", [in_the_step, on_an_activation])
+def test_hooks_registered_in_a_step(right_or_refused, training_step, accumulate):
+    module = type("Module", (Regression,), {"training_step": training_step})
+    right_or_refused(module, accumulate_grad_batches=accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("num_passes", [1, 2])
-def test_backward_of_ones_own(Regression, assert_parity, num_passes, accumulate):
+def clamps(self, loss):
+    loss.backward()
+    for parameter in self.parameters():
+        parameter.grad.data.clamp_(-0.01, 0.02)
+
+
+def two_passes(self, loss):
+    loss.backward(retain_graph=True)
+    clamps(self, loss)
+
+
+def scales(self, loss, *args, **kwargs):
+    super(Regression, self).backward(loss * 0.5, *args, **kwargs)
+
+
+def for_some(self, loss):
+    loss.backward(inputs=list(self.net[0].parameters()), retain_graph=True)
+    loss.backward(inputs=self.net[2].bias)
+
+
+def by_autograd_grad(self, loss):
+    parameters = list(self.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def with_a_graph(self, loss):
+    loss.backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in self.parameters())
+    gradients = torch.autograd.grad(penalty, list(self.parameters()))
+    for parameter, gradient in zip(self.parameters(), gradients):
+        parameter.grad = parameter.grad.detach() + gradient
+
+
+BACKWARDS = [clamps, two_passes, scales, for_some, by_autograd_grad, with_a_graph]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@ACCUMULATE
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_backward_of_ones_own(right_or_refused, backward, accumulate):
+    if backward is with_a_graph and accumulate > 1:
+        pytest.skip("the graph is over before the next batch")
+    module = type("Module", (Regression,), {"backward": backward})
+    right_or_refused(module, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_a_backward_that_edits_is_right(assert_parity, base):
     """It finds the whole batch's gradient when `loss.backward()` is over."""
+    assert_parity(type("Module", (base,), {"backward": clamps}))
 
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_hooks_see_the_whole_batchs_loss(train, scaled):
     class Module(Regression):
-        def backward(self, loss):
-            for n in range(num_passes):
-                loss.backward(retain_graph=n == 0)
-                for parameter in self.parameters():
-                    parameter.grad.data.clamp_(-0.01, 0.02)
-
-    assert_parity(Module, accumulate_grad_batches=accumulate)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_backward_of_ones_own_for_some_parameters(Regression, assert_parity, accumulate):
-    class Module(Regression):
-        def backward(self, loss):
-            loss.backward(inputs=list(self.net[0].parameters()), retain_graph=True)
-            loss.backward(inputs=self.net[2].bias)
-
-    one, *_ = assert_parity(Module, accumulate_grad_batches=accumulate)
-    assert one.net[2].bias.grad is not None and one.net[2].weight.grad is None
-
-
-def test_hooks_in_the_step_of_a_run_that_is_over(Regression, train, make_loader):
-    class Module(Regression):
-        def backward(self, loss):
-            loss.backward()
+        def __init__(self):
+            super().__init__()
+            self.seen = []
 
         def on_before_backward(self, loss):
-            pass
+            self.seen.append(loss.item())
 
-    module = train(Module, k=2)
-    module.zero_grad()
-    module.trainer.strategy.backward(module.loss(next(iter(make_loader()))), None)
-    assert module.net[0].bias.grad.count_nonzero()
+    one, *others = (train(Module, k, accumulate_grad_batches=2 if scaled else 1) for k in (1, 2, 3))
+    for other in others:
+        assert_close(other.seen, one.seen)
 
 
-def test_gradients_with_a_graph_are_warned_of(Regression, train, recwarn):
-    class Module(Regression):
-        def backward(self, loss):
-            loss.backward(create_graph=True)
+class Checkpointed(Regression):
+    """Recomputes activations in the backward pass, where the weights must be the same replica's."""
 
-        def on_train_batch_end(self, *_):
-            self.zero_grad()  # or the graph is never freed
+    use_reentrant = False
 
-    train(Module, check=False)
-    assert not [warning for warning in recwarn if "first replica" in str(warning.message)]
-    train(Module, 2, check=False)
-    assert [warning for warning in recwarn if "finds the first replica's loss alone" in str(warning.message)]
+    def loss(self, batch):
+        X = batch[0].clone().requires_grad_()  # else `use_reentrant` gives no gradients, on one device, too
+        hidden = checkpoint(self.net[0], X, use_reentrant=self.use_reentrant)
+        hidden = checkpoint(lambda h: self.net[2](self.net[1](h)), hidden, use_reentrant=self.use_reentrant)
+        return F.mse_loss(hidden, batch[1])
+
+
+class CheckpointedManual(Checkpointed, Manual):
+    pass
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("base", [Checkpointed, CheckpointedManual])
+def test_activation_checkpointing(assert_parity, base, use_reentrant):
+    assert_parity(type("Module", (base,), {"use_reentrant": use_reentrant}))

@@ -1,49 +1,40 @@
-"""Optimizers that do more than step, whose settings or state change on the way, or that are set up again."""
+"""Optimizers of all kinds, as users write them; which of them every replica steps for itself; what is refused."""
 
-import math
-from unittest.mock import ANY, MagicMock, call, patch
+import threading
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from timm.optim import Muon
-from torch import optim
-
-from lightning_mgpu.strategies.optimizers.optimizer_copies import copy_optimizer
-
-pytestmark = pytest.mark.slow
+from tiny_runs import MANUAL, Manual, Regression, a_loader, sgd
+from torch import nn, optim
 
 
 class SharpnessAware(optim.SGD):
-    """Evaluates the loss twice in a step; the second time every `every` steps only. Edits weights without a trace."""
-
-    def __init__(self, params, every=1, **kwargs):
-        super().__init__(params, **kwargs)
-        self.num_steps, self.every = 0, every
+    """Evaluates the loss twice, the second time elsewhere. Edits weights without a trace."""
 
     def step(self, closure=None):
         with torch.enable_grad():
             loss = closure()
-        if self.num_steps % self.every == self.every - 1:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            steps = [parameter.grad.detach() * 0.1 for parameter in parameters]
-            for parameter, step in zip(parameters, steps):
-                parameter.data.add_(step)
-            with torch.enable_grad():
-                closure()
-            for parameter, step in zip(parameters, steps):
-                parameter.data.sub_(step)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        steps = [parameter.grad.detach() * 0.1 for parameter in parameters]
+        for parameter, step in zip(parameters, steps):
+            parameter.data.add_(step)
+        with torch.enable_grad():
+            closure()
+        for parameter, step in zip(parameters, steps):
+            parameter.data.sub_(step)
         super().step()
-        self.num_steps += 1
         return loss
 
 
-class PolyakSteps(optim.SGD):
-    """Needs its closure, for a step size that depends on the loss; counts in an attribute, wraps another optimizer."""
+class Polyak(optim.SGD):
+    """Needs its closure, for a step that depends on the loss; counts in an attribute, and has an optimizer inside."""
 
-    def __init__(self, params, **kwargs):
-        super().__init__(params, **kwargs)
+    def __init__(self, params):
+        super().__init__(params, 0.1)
         self.num_steps = 0
         self.inner = optim.SGD(self.param_groups, momentum=0.9)
         self.param_groups = self.inner.param_groups
@@ -52,15 +43,16 @@ class PolyakSteps(optim.SGD):
         with torch.enable_grad():
             loss = closure()
         self.num_steps += 1
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.mul_(float(loss) / (self.num_steps + 1))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(float(loss) / (self.num_steps + 1))
         self.inner.step()
         return loss
 
 
 class Noisy(optim.SGD):
+    """Draws random numbers."""
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = super().step(closure)
@@ -71,142 +63,182 @@ class Noisy(optim.SGD):
 
 
 class Counting(optim.Optimizer):
-    """Adam that counts its steps in its parameter groups, as some of timm's and apex' do.
+    """Adam that counts its steps in its parameter groups, as some of timm's and apex' do, and keeps a list there."""
 
-    Args:
-        kind: Of the counter; "early" is one that counts before the closure, "read" one that is read there alone.
-        noise: Number of the step from which on it adds some, from torch's generator or numpy's.
-    """
-
-    def __init__(self, params, lr=0.01, kind="number", noise=(math.inf, "torch")):
-        super().__init__(params, {"lr": lr, "steps": torch.zeros(()) if kind == "tensor" else 0})
-        self.kind, self.noise = kind, noise
+    def __init__(self, params, start=0):
+        super().__init__(params, {"lr": 0.01, "steps": start, "taken": []})
 
     @torch.no_grad()
     def step(self, closure=None):
-        groups = self.param_groups
-        for group in groups if self.kind == "early" else ():
-            group["steps"] += 1
-        read = [group["steps"] + 1 for group in groups]
         with torch.enable_grad():
             loss = closure()
-        for group, early in zip(groups, read):
-            if self.kind != "early":
-                group["steps"] += 1
-            steps = float(early if self.kind == "read" else group["steps"])
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["taken"].append(float(group["steps"]))
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
                     state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
                 m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.001)
+                steps = float(group["steps"])
                 p -= group["lr"] * m / (1 - 0.9**steps) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8)
-                if steps >= self.noise[0]:
-                    p += 0.01 * (torch.rand(()) if self.noise[1] == "torch" else np.random.rand())  # noqa: NPY002
         return loss
 
 
-def warmed_up(optimizer):
-    """The first update is none, whatever the optimizer does."""
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, n / 3))
-    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+class Decayed(optim.SGD):
+    """Adds a decay to the gradients in place."""
+
+    def step(self, closure=None):
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.add_(p, alpha=0.1)
+        super().step()
+        return loss
 
 
-OPTIMIZERS = {
-    "lbfgs": lambda m: optim.LBFGS(m.parameters(), 0.1, max_iter=4),
-    "lbfgs with a line search": lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"),
-    "sharpness-aware": lambda m: SharpnessAware(m.parameters(), lr=0.1, momentum=0.9),
-    "sharpness-aware now and then": lambda m: SharpnessAware(m.parameters(), every=3, lr=0.1, momentum=0.9),
-    "needs its loss": lambda m: PolyakSteps(m.parameters(), lr=0.1),
-    "draws random numbers": lambda m: Noisy(m.parameters(), 0.1, momentum=0.9),
-    "amsgrad, foreach": lambda m: optim.Adam(m.parameters(), 0.01, amsgrad=True, foreach=True),
-    "fused": lambda m: optim.AdamW(m.parameters(), 0.01, fused=True),
-    "rate in a tensor": lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)),
-    "adagrad": lambda m: optim.Adagrad(m.parameters(), 0.1),
-    "two groups": lambda m: optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1),
-    "counts": lambda m: warmed_up(Counting(m.parameters())),
-    "counts before its closure": lambda m: warmed_up(Counting(m.parameters(), kind="early")),
-    "counts by what it read": lambda m: warmed_up(Counting(m.parameters(), kind="read")),
-    "counts in a tensor": lambda m: warmed_up(Counting(m.parameters(), kind="tensor")),
-    "draws random numbers later": lambda m: Counting(m.parameters(), noise=(3, "torch")),
-    "draws numpy's random numbers": lambda m: Counting(m.parameters(), noise=(1, "numpy")),
-    "muon": lambda m: Muon(m.parameters(), 0.02, momentum=0.9, nesterov=True),
-    "as written out": lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True),
+class Lookahead(optim.Optimizer):
+    """Around another one, with slow weights of its own and a lock, which nobody can copy."""
+
+    def __init__(self, params):
+        base = optim.SGD(params, 0.1, momentum=0.9)
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.calls, self.lock = base, base.param_groups, 0, threading.Lock()
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with self.lock, torch.enable_grad():
+            loss = self.base.step(closure)
+        self.calls += 1
+        for group, slow in zip(self.param_groups, self.slow if self.calls % 3 == 0 else ()):
+            for p, kept in zip(group["params"], slow):
+                kept = kept.to(p.device)
+                p.copy_(kept.lerp_(p, 0.5))
+        return loss
+
+
+def matrices(m):
+    return [p for p in m.parameters() if p.ndim == 2]
+
+
+OPTIMIZERS = {  # what configures them, and whether each replica makes its own update
+    "sgd": (lambda m: optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-3), True),
+    "adamw": (lambda m: optim.AdamW(m.parameters(), 0.01), True),
+    "amsgrad, foreach": (lambda m: optim.Adam(m.parameters(), 0.01, amsgrad=True, foreach=True), True),
+    "fused": (lambda m: optim.AdamW(m.parameters(), 0.01, fused=True), None),
+    "rate in a tensor": (lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)), True),
+    "adagrad": (lambda m: optim.Adagrad(m.parameters(), 0.1), True),
+    "adafactor": (lambda m: optim.Adafactor(m.parameters(), 0.01), True),
+    "nadam": (lambda m: optim.NAdam(m.parameters(), 0.01), True),
+    "muon": (lambda m: optim.Muon(matrices(m), 0.02), True),
+    "two groups": (
+        lambda m: optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1),
+        True,
+    ),
+    "named parameters": (lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True), True),
+    "lbfgs": (lambda m: optim.LBFGS(m.parameters(), 0.1, max_iter=4), False),
+    "lbfgs with a line search": (
+        lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"),
+        False,
+    ),
+    "timm's muon": (lambda m: Muon(m.parameters(), 0.02, momentum=0.9, nesterov=True), False),
+    "sharpness-aware": (lambda m: SharpnessAware(m.parameters(), 0.1, momentum=0.9), False),
+    "needs its loss": (lambda m: Polyak(m.parameters()), False),
+    "draws random numbers": (lambda m: Noisy(m.parameters(), 0.1, momentum=0.9), False),
+    "counts in its group": (lambda m: Counting(m.parameters()), False),
+    "counts in a tensor": (lambda m: Counting(m.parameters(), torch.zeros(())), False),
+    "adds to gradients": (lambda m: Decayed(m.parameters(), 0.1), False),
+    "lookahead": (lambda m: Lookahead(m.parameters()), False),
+    "wrapped by the module": (lambda m: LightningOptimizer(sgd(m)), None),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(Regression, assert_parity, name):
-    assert_parity(lambda: Regression(optimizer=OPTIMIZERS[name]), tolerance=1e-9 if "lbfgs" in name else 1e-10)
+def test_optimizers(assert_parity, name):
+    configure, own_updates = OPTIMIZERS[name]
+    tolerance = 1e-9 if "lbfgs" in name else 1e-10
+    modules = assert_parity(lambda: Regression(optimizer=configure), tolerance=tolerance, own_updates=own_updates)
+    if "counts" in name:
+        for module in modules:
+            assert module.trainer.optimizers[0].param_groups[0]["taken"] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
-def test_copies_make_the_update(Regression, train):
-    """As in the book: not one update that is copied."""
-    steps = []
-
-    class Counted(optim.SGD):
-        def step(self, closure=None):
-            steps.append(self)
-            return super().step(closure)
-
-    train(lambda: Regression(optimizer=lambda m: Counted(m.parameters(), 0.1, momentum=0.9)), 3)
-    assert len(steps) == 3 * 8
-    assert len({id(optimizer) for optimizer in steps}) == 3
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_optimizer_step", "on_after_backward"])
+def test_users_hooks_end_own_updates(assert_parity, hook):
+    """They may edit weights or gradients, of the first replica alone: the result is copied."""
+    edits = type("Edits", (Callback,), {hook: lambda self, *args: None})
+    assert_parity(Regression, callbacks=lambda: [edits()], own_updates=False)
 
 
 @pytest.mark.parametrize("in_data", [False, True])
-def test_hooks_on_optimizers(Regression, assert_parity, in_data):
+def test_hooks_on_optimizers(assert_parity, in_data):
     def configure(module):
         def clamp(optimizer, *_):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     (parameter.data if in_data else parameter.detach()).clamp_(-0.3, 0.3)
 
-        optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        optimizer = sgd(module)
         optimizer.register_step_post_hook(clamp)
         return optimizer
 
     assert_parity(lambda: Regression(optimizer=configure))
 
 
-def test_rates_set_by_hand(Regression, assert_parity):
-    class Module(Regression):
-        def on_train_batch_start(self, batch, batch_idx):
-            self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
-
-    assert_parity(Module)
+def one_cycle(module):
+    optimizer = sgd(module)
+    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)  # changes the momentum, too
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def test_rates_set_in_the_step(Regression, assert_parity):
-    """After the update that is tried out."""
-
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            self.optimizers().param_groups[0]["lr"] = 0.1 if batch_idx < 1 else 0.02 * batch_idx
-            return self.loss(batch)
-
-    assert_parity(Module)
+def every_epoch(module):
+    optimizer = optim.Adam(module.parameters(), 0.01)
+    return [optimizer], [optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-def test_a_mocked_step_is_called_once(Regression, train):
-    """Nothing else of it is looked at: copies of the optimizer are made without its class."""
-    step = MagicMock()
+def plateau(module):
+    optimizer = optim.SGD(module.parameters(), 0.1)
+    scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
 
-        def on_train_start(self):
-            step.reset_mock()  # torch looks at it when the optimizer is made
+def warmed_up(module):
+    """The first update is none, whatever the optimizer does."""
+    optimizer = optim.AdamW(module.parameters(), 0.01)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, n / 3))
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
 
-    with patch("torch.optim.SGD.step", step):
-        train(Module, 2, max_epochs=1, check=False)
-    assert step.mock_calls == [call(closure=ANY)] * 4
+@pytest.mark.parametrize("configure", [one_cycle, every_epoch, plateau, warmed_up])
+def test_schedulers(assert_parity, configure):
+    assert_parity(lambda: Regression(optimizer=configure), max_epochs=3, val=True, own_updates=True)
+
+
+class RatesByHand(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+
+
+class RatesInTheStep(Regression):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.1 if batch_idx < 1 else 0.02 * batch_idx
+        return self.loss(batch)
+
+
+class LooksAtStates(Regression):
+    def training_step(self, batch, batch_idx):
+        state = self.optimizers().optimizer.state
+        norms = [buffers["momentum_buffer"].norm() for buffers in state.values()]
+        assert len(norms) == (0 if self.global_step == 0 else 4)
+        return self.loss(batch) * (1 + sum(norms))
+
+
+@pytest.mark.parametrize("make", [RatesByHand, RatesInTheStep, LooksAtStates])
+def test_rates_and_states_in_steps(assert_parity, make):
+    assert_parity(make)
 
 
 STATES = {
@@ -218,45 +250,69 @@ STATES = {
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_validation_end"])
 @pytest.mark.parametrize("name", STATES)
-def test_state_reset_on_the_way(Regression, assert_parity, make_loader, name, hook):
-    """A warm restart: the replicas' optimizers forget what they had as well."""
+def test_states_reset_on_the_way(assert_parity, name, hook):
+    """A warm restart: the other replicas' states are reset as well."""
 
-    class Reset(Callback):
-        def reset(self, trainer, module):
-            if trainer.global_step in (3, 6):  # in mid-epoch
-                STATES[name](trainer.optimizers[0])
+    def reset(self, trainer, module):
+        if trainer.global_step in (3, 6):
+            STATES[name](trainer.optimizers[0])
 
-    setattr(Reset, hook, Reset.reset)
-    is_edited = name == "edited"  # seen when the next update is tried: from then on the result is copied
-    validation = {"val": True, "val_check_interval": 3}
-    loader = make_loader(num_samples=48)
-    assert_parity(Regression, callbacks=lambda: [Reset()], own_updates=not is_edited, loader=loader, **validation)
+    callbacks = lambda: [type("Reset", (Callback,), {hook: reset})()]  # noqa: E731
+    loader = lambda: a_loader(num_samples=48)  # noqa: E731
+    assert_parity(Regression, callbacks=callbacks, loader=loader, val=True, val_check_interval=3)
 
 
-def test_optimizers_set_up_again(Regression, assert_parity):
+@pytest.mark.parametrize("make", [Regression, Manual])
+def test_optimizers_set_up_again(assert_parity, make):
     class Again(Callback):
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 1:
                 trainer.strategy.setup_optimizers(trainer)
 
-    class Manual(Regression):
-        automatic_optimization = False
+    assert_parity(make, callbacks=lambda: [Again()])
+
+
+class Thaws(BaseFinetuning):
+    """Adds a layer to the optimizer in the second epoch, as BackboneFinetuning does."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.05)
+
+
+def test_layers_thawed_on_the_way(assert_parity):
+    def configure(module):
+        return optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+    one, *_ = assert_parity(lambda: Regression(optimizer=configure), callbacks=lambda: [Thaws()], max_epochs=3)
+    assert len(one.trainer.optimizers[0].param_groups) == 2
+
+
+LOOSE = {  # what a module keeps without registering it, and how its weight is reached
+    "tensor": (lambda: torch.zeros(2, dtype=torch.float64, requires_grad=True), lambda it: it),
+    "list of parameters": (lambda: [nn.Parameter(torch.zeros(2, dtype=torch.float64))], lambda it: it[0]),
+    "list of layers": (lambda: [nn.Linear(1, 2).double()], lambda it: it[0].bias),
+}
+
+
+@pytest.mark.parametrize("kind", LOOSE)
+def test_parameters_that_are_not_the_modules(right_or_refused, kind):
+    """All replicas share them. On devices that differ, torch refuses that."""
+    make, weight = LOOSE[kind]
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(optimizer=lambda m: optim.Adam([*m.parameters(), weight(m.alpha)], 0.01))
+            self.alpha = make()
+            self.register_buffer("found", torch.zeros(2, dtype=torch.float64))
 
         def training_step(self, batch, batch_idx):
-            for _ in range(2):
-                self.optimizers().zero_grad()
-                self.manual_backward(self.loss(batch))
-                self.optimizers().step()
+            return self.loss(batch) * weight(self.alpha).exp().mean()
 
-    for make in (Regression, Manual):
-        assert_parity(make, callbacks=lambda: [Again()], own_updates=True)
+        def on_train_end(self):
+            self.found.copy_(weight(self.alpha).detach())  # what is compared
 
-
-def test_a_tensor_beside_the_parameters_states(Regression):
-    """As MADGRAD keeps its step counter."""
-    module, replica = Regression(), Regression()
-    optimizer = optim.SGD(module.parameters(), 0.1)
-    optimizer.state["k"] = torch.tensor([3])
-    copied = copy_optimizer(optimizer, list(module.parameters()), list(replica.parameters()))
-    assert copied.state["k"] == 3
-    assert copied.state["k"] is not optimizer.state["k"]
+    right_or_refused(Module)

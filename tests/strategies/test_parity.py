@@ -1,100 +1,301 @@
-"""Training on k devices is training on one: optimizers, schedulers, algorithms, buckets, uneven shares."""
+"""Training on two and three devices is training on one: models, steps and what a Trainer can be told."""
 
-from typing import Any
+import copy
+import warnings
 
 import pytest
 import torch
-from torch import optim
-
-from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
-
-ALLREDUCE = pytest.mark.parametrize("engine", ["manual_allreduce"], indirect=True)
-
-
-def sgd(module: Any) -> Any:
-    return optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+from lightning.pytorch import LightningModule
+from tiny_runs import Manual, Regression, a_loader, make_strategy, same_bits
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 
-def adamw(module: Any) -> Any:
-    return optim.AdamW(module.parameters(), 0.01)
+def net(*layers):
+    return lambda: Regression(nn.Sequential(*(layer() for layer in layers)))
 
 
-def one_cycle(module: Any) -> Any:
-    optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=8)  # changes the momentum too
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+def step(training_step, base=Regression, **methods):
+    """A module with this training step."""
+    return type("Module", (base,), {"training_step": training_step, **methods})
 
 
-def every_epoch(module: Any) -> Any:
-    optimizer = optim.Adam(module.parameters(), 0.01)
-    return [optimizer], [optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+class Scaled(nn.Module):
+    """Has a 0-d parameter, as CLIP's temperature is one, and a list of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+        self.more = nn.ParameterList([torch.ones(()) for _ in range(2)])
+
+    def forward(self, X):
+        return self.net(X) * self.scale.exp() * self.more[0] * self.more[1]
 
 
-def plateau(module: Any) -> Any:
-    optimizer = optim.SGD(module.parameters(), 0.1)
-    scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.1)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+class Sometimes(Regression):
+    """Parameters that are frozen, unused, or used where a sample is large."""
+
+    def __init__(self):
+        super().__init__(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01, weight_decay=0.5))
+        self.unused, self.sometimes = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        self.net[0].bias.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        X, _ = batch
+        large = X[:, 0] > 1.0
+        loss = self.loss(batch)
+        return loss + (X[large, :3] * self.sometimes).sum() / len(X) if large.any() else loss
 
 
-@pytest.mark.parametrize("configure", [sgd, adamw, one_cycle])
-def test_optimizers(Regression, assert_parity, configure):
-    assert_parity(lambda: Regression(optimizer=configure), (2, 3, 4), own_updates=True)
+class Symmetric(nn.Module):
+    def forward(self, W):
+        return W.triu() + W.triu(1).mT
 
 
-@pytest.mark.parametrize("configure", [every_epoch, plateau])
-def test_schedulers(Regression, assert_parity, configure):
-    assert_parity(lambda: Regression(optimizer=configure), max_epochs=3, val=True)
+def tied():
+    module = Regression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    module.net[2].weight = module.net[0].weight
+    return module
 
 
-def test_one_replica_is_one_device(Regression, train, engine):
-    state = train(Regression).state_dict()
-    other = train(Regression, strategy=engine).state_dict()
-    assert all(torch.equal(state[key], other[key]) for key in state)
+def parametrized():
+    module = Regression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)))
+    parametrize.register_parametrization(module.net[0], "weight", Symmetric())
+    return module.double()
 
 
-@ALLREDUCE
-@pytest.mark.parametrize("algorithm", ["tree", "sharded", "ring", "blocked", "foreach", "compiled"])
-def test_algorithms(Regression, assert_parity, algorithm):
-    assert_parity(Regression, strategy=lambda: f"manual_allreduce_{algorithm}")
+def with_gaps():
+    """A weight that is not contiguous."""
+    module = Regression()
+    module.net[0].weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64)[:, ::2].t())
+    return module
 
 
-@ALLREDUCE
-@pytest.mark.parametrize("bucket_mb", [0.0, 1e-4, 100.0])
-def test_buckets(Regression, assert_parity, bucket_mb):
-    calls = []
+class Embedded(Regression):
+    def __init__(self, layer, optimizer=lambda m: optim.SGD(m.parameters(), 0.5, momentum=0.9)):
+        super().__init__(layer, optimizer)
 
-    def counting(tensors):
-        calls.append(tensors[0].shape)
-        total = sum(tensor.to(tensors[0].device) for tensor in tensors)
-        for tensor in tensors:
-            tensor.copy_(total)
-
-    assert_parity(Regression, strategy=lambda: ManualAllreduceStrategy(counting, bucket_mb=bucket_mb))
-    assert (torch.Size([8, 6]) in calls) == (bucket_mb == 0)
-    assert (torch.Size([83]) in calls) == (bucket_mb == 100)
+    def loss(self, batch):
+        X, y = batch
+        rows = self.net((X.abs() * 4).long().clamp(max=11))
+        return F.mse_loss(rows if isinstance(self.net, nn.EmbeddingBag) else rows.sum(1), y)
 
 
-@pytest.fixture
-def Strategy(engine):
-    return {"manual_allreduce": ManualAllreduceStrategy, "dp": DataParallelStrategy}[engine]
+class Recurrent(Regression):
+    def __init__(self, kind, **options):
+        super().__init__(kind(2, 5, batch_first=True, **options))
+        self.head = nn.Linear(self.net.hidden_size * (2 if options else 1), 3, dtype=torch.float64)
+
+    def loss(self, batch):
+        return F.mse_loss(self.head(self.net(batch[0].view(-1, 3, 2))[0][:, -1]), batch[1])
 
 
-def test_shares(Regression, assert_parity, Strategy):
-    assert_parity(Regression, (2,), strategy=lambda: Strategy(split=[0.7, 0.3]))
-    # the single sample of the last batch would go to replica 1
-    assert_parity(Regression, (2,), strategy=lambda: Strategy(split=[0.1, 0.9]))
+class Attention(Regression):
+    def __init__(self):
+        super().__init__(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True))
+
+    def loss(self, batch):
+        return F.mse_loss(self.net(batch[0][:, None])[:, 0, :3], batch[1])
 
 
-def test_automatic_shares(Regression, assert_parity, Strategy):
-    strategies = []
+class Inner(LightningModule):
+    """Finds its trainer from inside another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+
+    def forward(self, X):
+        assert self.trainer.training
+        return self.net(X)
+
+
+class Outer(Regression):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner().double()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss([self.inner(batch[0]), batch[1]])
+
+
+class Teacher(Regression):
+    """A copy of the net that a hook makes, and layers in a plain list, which no optimizer has."""
+
+    def on_fit_start(self):
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.loose = [copy.deepcopy(self.net[0])]
+
+    def training_step(self, batch, batch_idx):
+        distance = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+        return self.loss(batch) + distance + self.loose[0](batch[0]).detach().mean()
+
+    def on_train_end(self):
+        del self.teacher
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        layers = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double().eval())
+    return Regression(nn.Sequential(layers, nn.Linear(6, 3)))
+
+
+def compiled(in_place):
+    module = Regression()
+    if in_place:
+        module.net.compile(backend="eager")
+    else:
+        module.net = torch.compile(module.net, backend="aot_eager")
+    return module
+
+
+def decay_kept_in_a_list():
+    module = Regression()
+    module.decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+    module.penalty = lambda: sum(p.square().sum() for p in module.net.parameters())
+    return module
+
+
+def instance_norm(**options):
+    return net(lambda: nn.Conv2d(2, 4, 2), lambda: nn.InstanceNorm2d(4, **options), nn.Flatten, lambda: nn.Linear(8, 3))
+
+
+MODELS = {
+    "0-d parameters": lambda: Regression(Scaled()),
+    "frozen, unused and sometimes used": Sometimes,
+    "tied": tied,
+    "parametrized": parametrized,
+    "spectral norm": net(lambda: parametrizations.spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
+    "weight norm": net(lambda: parametrizations.weight_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
+    "a weight with gaps": with_gaps,
+    "sparse embedding": lambda: Embedded(nn.Embedding(12, 3, sparse=True)),
+    "sparse bag, SparseAdam": lambda: Embedded(
+        nn.EmbeddingBag(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05)
+    ),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "bidirectional gru": lambda: Recurrent(nn.GRU, bidirectional=True),
+    "attention": Attention,
+    "another LightningModule inside": Outer,
+    "a teacher": Teacher,
+    "scripted layers": scripted,
+    "layers compiled in place": lambda: compiled(True),
+    "compiled layers": lambda: compiled(False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(assert_parity, name):
+    modules = assert_parity(MODELS[name])
+    if name == "tied":
+        assert all(module.net[2].weight is module.net[0].weight for module in modules)
+
+
+@pytest.mark.parametrize("make", [instance_norm(affine=True), instance_norm(track_running_stats=True)])
+def test_instance_norm(assert_parity, make):
+    assert_parity(make, shape=(2, 3, 2), val=True)
+
+
+def second_order(self, batch, batch_idx):
+    X = batch[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(self.net(X).square().sum(), X, create_graph=True)
+    return self.loss(batch) + gradient.square().mean()
+
+
+def looks_at_the_trainer(self, batch, batch_idx):
+    assert self.trainer.model is self and self.trainer.strategy.model is self
+    assert batch[0].device == self.device and self.trainer.num_training_batches == 4
+    rate = self.optimizers().param_groups[0]["lr"]
+    return self.loss(batch) * (1 + self.current_epoch + self.global_step + batch_idx + rate)
+
+
+def clamps_weights(self, batch, batch_idx):
+    for parameter in self.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+    return self.loss(batch)
+
+
+def two_calls_of_one_layer(self, batch, batch_idx):
+    hidden = self.net(batch[0])
+    return F.mse_loss(self.net(torch.cat([hidden, hidden], 1)), batch[1]) + self.loss(batch)
+
+
+def many_losses(self, batch, batch_idx):
+    """A dict, whose further items may be anything."""
+    loss = self.loss(batch)
+    return {"loss": loss, "prediction": self.net(batch[0]).detach(), "name": "x"}
+
+
+STEPS = {
+    "a loss in a dict": step(many_losses),
+    "no loss in batch 2": step(lambda self, batch, batch_idx: None if batch_idx == 2 else self.loss(batch)),
+    "second-order gradients": step(second_order),
+    "norms of all weights": step(lambda self, batch, _: self.loss(batch) + sum(p.norm() for p in self.parameters())),
+    "weights in a list": lambda: step(
+        lambda self, batch, _: self.loss(batch) + sum(p.norm() for p in self.decayed) + self.penalty()
+    ),
+    "looks at the trainer": step(looks_at_the_trainer),
+    "clamps weights": step(clamps_weights),
+    "two calls of one layer": step(two_calls_of_one_layer),
+    "a shape of one element": step(lambda self, batch, _: self.loss(batch).view(1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "weights in a list"])
+def test_steps(assert_parity, name, accumulate):
+    assert_parity(STEPS[name], accumulate_grad_batches=accumulate)
+
+
+def test_weights_kept_in_a_list(right_or_refused):
+    """On devices that differ, the list holds those of the first."""
 
     def make():
-        strategies.append(Strategy(split="auto"))
-        return strategies[-1]
+        module = STEPS["weights in a list"]()()
+        module.decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+        module.penalty = lambda: 0.1 * sum(p.square().sum() for p in module.net.parameters())
+        return module
 
-    assert_parity(Regression, strategy=make, max_epochs=3)
-    assert all(strategy.split is not None for strategy in strategies)  # they were set on the way
+    right_or_refused(make)
 
 
-def test_several_replicas_by_name(Regression, assert_parity, Strategy):
-    assert_parity(Regression, (1,), strategy=lambda: Strategy(parallel_devices=["cpu", "cpu", "cpu"]))
+SETTINGS = [
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
+    {"accumulate_grad_batches": 3},
+    {"accumulate_grad_batches": 2, "max_steps": 3},
+    {"fast_dev_run": 2},
+    {"overfit_batches": 2},
+    {"limit_train_batches": 0.5},
+    {"max_steps": 5, "max_epochs": -1},
+    {"num_sanity_val_steps": 2, "val": True},
+    {"val_check_interval": 2, "val": True},
+    {"reload_dataloaders_every_n_epochs": 1},
+    {"detect_anomaly": True},
+    {"profiler": "simple", "logger": True},
+    {"inference_mode": False, "val": True},
+    {"deterministic": True},
+    {"precision": "64-true"},
+]
+
+
+@pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
+def test_settings(assert_parity, kwargs):
+    try:
+        assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), **kwargs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", [Regression, Manual])
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+def test_sizes_of_batches(assert_parity, kind, batch_size):
+    """Fewer samples than devices, and shards that are uneven."""
+    assert_parity(kind, (2, 4), loader=lambda: a_loader(batch_size, 15))
+
+
+@pytest.mark.parametrize("kind", [Regression, Manual])
+def test_one_replica_is_one_device(train, engine, kind):
+    assert same_bits(train(kind, strategy=make_strategy(engine)), train(kind))

@@ -1,0 +1,166 @@
+"""Replicas that meet in the middle of a step: a thread each, of which one runs at a time.
+
+The caller's thread lets one replica after the other run until it meets or is through. When all have come to the same
+meeting it does what they meet for, once, and lets them go on. So replicas never run side by side, and everything that is
+done for all of them happens in the caller's thread.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from lightning_mgpu.strategies.one_process import current_device, device_module
+
+Action = Callable[[dict[int, Any]], Any]
+
+
+class Lockstep:
+    """Runs steps whose replicas meet.
+
+    Args:
+        devices: One a replica.
+        turn: Enters a replica's turn.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]) -> None:
+        self.devices, self.turn = devices, turn
+        self._here: dict[int, _Replica] = {}  # by thread
+        self.active: Sequence[int] = ()  # the replicas that run
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller is a replica in such a step."""
+        return threading.get_ident() in self._here
+
+    def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
+        """Call `function(i)` for every active replica, and return the results.
+
+        Raises:
+            Exception: What a replica, or what they met for, has raised.
+            RuntimeError: If some replicas meet and others do not.
+        """
+        self.active = active
+        replicas = {i: _Replica(function, i, self.devices, self._here) for i in active}
+        try:
+            while True:
+                for i, replica in replicas.items():
+                    with self.turn(i):
+                        replica.go_on()
+                meetings = {i: replica.meeting for i, replica in replicas.items()}
+                if all(meeting is None for meeting in meetings.values()):
+                    return [replica.result for replica in replicas.values()]
+                action = _agreed(meetings)
+                answer = action({i: replica.value for i, replica in replicas.items()})
+                for replica in replicas.values():
+                    replica.value = answer
+        finally:
+            for replica in replicas.values():
+                replica.end()
+
+    def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
+        """Wait for the other replicas, let `action` be called once with what all have brought, and return its answer.
+
+        Args:
+            meeting: What the replicas meet for: its name, and what must be the same for all.
+            value: What this replica brings.
+            action: Gets the values by replica.
+        """
+        return self._here[threading.get_ident()].meet(meeting, value, action)
+
+
+def _agreed(meetings: dict[int, Any]) -> Action:
+    """What the replicas meet for."""
+    (first, meeting), *others = meetings.items()
+    for i, other in others:
+        if (meeting and meeting[0]) != (other and other[0]):
+            said = [f"waits in {each[0][0]}" if each else "has ended its training_step" for each in (meeting, other)]
+            raise RuntimeError(
+                f"replica {first} {said[0]}, replica {i} {said[1]}: every replica must call manual_backward and "
+                "step as often, and for the same optimizer, whatever is in its shard."
+            )
+    return meeting[1]  # type: ignore[no-any-return]
+
+
+class _Replica:
+    """A replica's thread, between two meetings or waiting in one."""
+
+    def __init__(self, function: Callable[[int], Any], i: int, devices: Sequence[torch.device], here: Any) -> None:
+        self.i, self.here = i, here
+        self.meeting: tuple[tuple[str, Any], Action] | None = None
+        self.value: Any = None  # brought to a meeting, then what it has answered
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_ended = False
+        self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
+        arguments = contextvars.copy_context().run, self._run, function, _modes(devices), devices[i]
+        self._thread = threading.Thread(target=arguments[0], args=arguments[1:], name=f"replica-{i}", daemon=True)
+        self._is_started = False
+
+    def go_on(self) -> None:
+        """Let the replica run until it meets or is through; raise what it raises."""
+        if not self._is_started:
+            self._is_started = True
+            self._thread.start()
+        else:
+            self._may_run.release()
+        self._has_paused.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
+        self.meeting, self.value = (meeting, action), value
+        self._has_paused.release()
+        self._may_run.acquire()
+        if self.is_ended:
+            raise _Ended
+        self.meeting, answer, self.value = None, self.value, None
+        return answer
+
+    def end(self) -> None:
+        """End the replica where it waits, after an error in another one."""
+        self.is_ended = True
+        self._may_run.release()
+        if self._is_started:
+            self._thread.join(timeout=10)
+
+    def _run(
+        self, function: Callable[[int], Any], modes: Callable[[], AbstractContextManager], device: torch.device
+    ) -> None:
+        self.here[threading.get_ident()] = self
+        try:
+            with modes(), current_device(device):
+                self.result = function(self.i)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            del self.here[threading.get_ident()]
+            self._has_paused.release()
+
+
+class _Ended(BaseException):
+    """Ends a replica that waits."""
+
+
+def _modes(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager]:
+    """Torch's modes of the calling thread, for another: autograd, inference, autocast."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {"cpu", *(device.type for device in devices if device_module(device) is not None)}
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    is_cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=is_cached))
+            yield
+
+    return entered

@@ -1,0 +1,101 @@
+"""Manual optimization: replicas meet in `manual_backward`, where an optimizer steps, and where a scheduler does.
+
+What a replica does between two meetings it does to its own parameters and gradients: in its turn the optimizers have
+these. What replicas meet for is done once, by the first replica's optimizer, and the other replicas follow.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mgpu.strategies.gather import gather
+from lightning_mgpu.strategies.recording import attributes
+
+if TYPE_CHECKING:
+    from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
+
+
+@contextmanager
+def meetings(strategy: "TrainBatchStrategy", optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside the block replicas meet where they step an optimizer or a scheduler; the Trainer counts a step once."""
+    own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each)) for each in optimizers]
+    for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
+        own.append((scheduler, "step", _met_schedule(strategy, scheduler)))
+    for wrapper in strategy._lightning_optimizers:
+        for name in ("_on_before_step", "_on_after_step"):  # private: they count steps
+            own.append((wrapper, name, _in_first(strategy, getattr(wrapper, name))))
+    with attributes(own):
+        yield
+
+
+def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
+    """Evaluate this replica's closure, and meet for one step; returns the whole batch's loss.
+
+    Raises:
+        RuntimeError: If the optimizer evaluates its closure again, as LBFGS does.
+    """
+    loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
+
+    def step_once(losses: dict[int, Any]) -> Any:
+        strategy.gradients.check_owned()
+        whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
+        evaluations = iter((whole,))
+
+        def evaluated() -> Any:
+            for loss in evaluations:
+                return loss
+            raise RuntimeError(
+                f"{type(optimizer).__name__} evaluates its closure several times, which replicas cannot follow in "
+                "manual optimization: optimize automatically, or on one device."
+            )
+
+        return strategy.step_all(optimizer, evaluated, step)
+
+    return strategy.lockstep.meet(("step", id(optimizer)), loss, step_once)
+
+
+def _met_step(strategy: "TrainBatchStrategy", optimizer: Optimizer) -> Callable[..., Any]:
+    """The `step` of an optimizer for replicas, who may call torch's own."""
+    step, own = optimizer.step, vars(optimizer).get("step")
+
+    @wraps(step)
+    def met_step(*args: Any, **kwargs: Any) -> Any:
+        if not strategy.lockstep.is_inside:
+            return step(*args, **kwargs)
+        (closure, *_), rest = (*args, kwargs.pop("closure", None)), kwargs
+        return meet_to_step(strategy, optimizer, closure, lambda closure: step(closure, **rest))
+
+    met_step.__wrapped__ = type(optimizer).step if own is None else getattr(own, "__wrapped__", None)  # type: ignore[attr-defined]
+    return met_step
+
+
+def _met_schedule(strategy: "TrainBatchStrategy", scheduler: Any) -> Callable[..., Any]:
+    """The `step` of a scheduler for replicas. It gets the whole batch's loss where it is given one."""
+    step = getattr(scheduler, "step", None)
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        def once(given: dict[int, tuple[Any, ...]]) -> Any:
+            sizes = [strategy.sizes[i] for i in given]
+            *whole, named = (_whole(parts, sizes, strategy) for parts in zip(*given.values()))
+            return step(*whole, **named)  # type: ignore[misc]
+
+        if strategy.lockstep.is_inside:
+            return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
+        return step(*args, **kwargs)  # type: ignore[misc]
+
+    return schedule
+
+
+def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: "TrainBatchStrategy") -> Any:
+    if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
+        return parts[0]
+    return gather(parts, sizes, strategy.devices[0])
+
+
+def _in_first(strategy: "TrainBatchStrategy", function: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: function() if strategy.replicas.current == 0 else None

@@ -1,0 +1,306 @@
+"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into the module, as the book's `lenet(X, params)`.
+
+A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is a list of such
+dicts, one a layer, with tensors of its own in them. All else in them (hooks, metrics, lists) is the one object it
+always was. A turn exchanges the dicts. An attribute that a step rebinds is the replica's own by that.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # BatchNorm, InstanceNorm: those with running statistics
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
+
+from lightning_mgpu.strategies.one_process import current_device
+from lightning_mgpu.strategies.streams import Streams
+
+SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
+TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
+MISSING = object()
+
+
+def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """A replica's own parameters, as in the book: copies on its device."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [_like(param, param.detach().to(device, copy=True)) for param in params]
+
+
+class Copies:
+    """A parameter or buffer and its copies, one a replica; the first is the user's own."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        places = [tensor.data_ptr() for tensor in tensors]
+        self.bases = [places.index(place) for place in places]  # whose memory each uses
+        self.marks: list[tuple[int, int]] = []
+
+    def mark(self) -> None:
+        """Remember that the copies are equal now."""
+        self.marks = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+
+    def is_moved(self) -> bool:
+        """Whether somebody has set the first one's `.data`."""
+        return bool(self.marks) and self.marks[0][1] != self.tensors[0].data_ptr()
+
+    def are_edited(self) -> bool:
+        """Whether somebody has edited one of them since. An edit of `.data` leaves no mark."""
+        return self.marks != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+
+
+class Replicas:
+    """k replicas of a module.
+
+    Args:
+        module: The user's, which is the first replica.
+        devices: One a replica.
+        share: Whether replicas on one device share parameters. Gradients, buffers and random numbers stay their own.
+        streams: Their random numbers.
+    """
+
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device], share: bool, streams: Streams) -> None:
+        self.module, self.devices, self.share, self.streams = module, list(devices), share, streams
+        self.current = 0  # whose turn it is
+        self.is_stale = True  # somebody may have edited the original without a mark
+        self.copies: dict[str, Copies] = {}  # of every parameter, by its name
+        self._buffers: dict[str, Copies] = {}
+        self._owners: list[nn.Module] = []  # layers
+        self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
+        self._put: list[dict[int, dict[str, Any]]] = []  # what layers of the user's had when the step began
+        self._kept: list[dict[nn.Module, dict[str, tuple[Any, Any]]]] = [{} for _ in devices]  # what steps have rebound
+        self._optimizers: list[Optimizer] = []
+        self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
+        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
+        self._own: list[Any] = []  # what the optimizers have outside of a turn
+
+    @property
+    def parameters(self) -> list[tuple[Tensor, ...]]:
+        """For every parameter its copies, one a replica."""
+        return [copies.tensors for copies in self.copies.values()]
+
+    def begin(self, *number: int, trains: bool = True, optimizers: Iterable[Optimizer] = ()) -> None:
+        """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
+
+        Args:
+            number: Names the step, for the random numbers.
+            trains: Whether the step needs gradients. Else replicas on the first one's device use its parameters.
+            optimizers: In a turn they have the replica's parameters, too.
+        """
+        self.streams.begin(*number)
+        named = list(_walk(self.module))
+        self._owners = [owner for _, owner in named]
+        self.copies = self._find_copies(named, "_parameters", self.copies)
+        self._buffers = self._find_copies(named, "_buffers", self._buffers)
+        self.follow()
+        copy_tensors(self._buffers.values())
+        copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
+        if not trains:
+            own = {id(c.tensors[0]): c.tensors for c in self.copies.values()}
+            same = [device == self.devices[0] for device in self.devices]
+            copies_of |= {key: tuple(t[0] if s else c for c, s in zip(t, same)) for key, t in own.items()}
+        self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [{}]
+        for i in range(1, len(self.devices)):
+            self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
+            self._put.append({n: dict(own) for n, own in enumerate(self._dicts[i]) if _is_users(self._owners[n])})
+        self._copies_of, self._optimizers = copies_of, list(optimizers)
+
+    def _find_copies(
+        self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
+    ) -> dict[str, Copies]:
+        """The copies of all parameters or buffers, of which some are new."""
+        known = {id(copies.tensors[0]): copies for copies in before.values()}
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, owner in named:
+            for name, tensor in owner.__dict__[kind].items():
+                if tensor is not None and id(tensor) not in found:
+                    found[id(tensor)] = prefix + name, tensor
+                    if (copies := known.get(id(tensor))) is not None and copies.tensors[-1].dtype != tensor.dtype:
+                        del known[id(tensor)]
+        new = [tensor for key, (_, tensor) in found.items() if key not in known]
+        sets = [new]
+        for i, device in enumerate(self.devices[1:], start=1):
+            if self.share and kind == "_parameters" and device in self.devices[:i]:  # aliases of another replica's
+                others = sets[self.devices.index(device)]
+                sets.append([_like(other, other.detach()) for other in others])
+            else:
+                sets.append(get_params(new, device))
+        for tensor, copies_of_it in zip(new, zip(*sets)):
+            known[id(tensor)] = Copies(copies_of_it)
+        return {name: known[key] for key, (name, _) in found.items()}
+
+    def follow(self) -> None:
+        """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
+        for original, *others in self.parameters:
+            for other in others:
+                if attributes := vars(original):  # marks of the user's
+                    vars(other).update(attributes)
+                if other.requires_grad != original.requires_grad:
+                    other.requires_grad_(original.requires_grad)
+        edited = [copies for copies in self.copies.values() if self.is_stale or copies.are_edited()]
+        copy_tensors(edited)
+        for copies in edited:
+            copies.mark()
+        self.is_stale = False
+
+    def copy_parameters(self) -> None:
+        """Copy all of the first replica's parameters to the others."""
+        self.is_stale = True
+        self.follow()
+
+    def _replica_of(self, owner: nn.Module, i: int, copies_of: dict[int, tuple[Tensor, ...]]) -> dict[str, Any]:
+        """The `__dict__` of a layer in replica i."""
+        own = dict(owner.__dict__)
+        for kind in ("_parameters", "_buffers"):
+            if own[kind]:
+                own[kind] = {name: None if t is None else copies_of[id(t)][i] for name, t in own[kind].items()}
+        if "_flat_weights" in own:  # what recurrent layers compute with
+            own["_flat_weights"] = [copies_of[id(weight)][i] for weight in own["_flat_weights"]]
+        if "_device" in own:  # a LightningModule's
+            own["_device"] = self.devices[i]
+        if _is_users(owner):
+            if self.devices[i] != self.devices[0]:
+                own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
+            kept = self._kept[i].get(owner, {})
+            for name, (value, base) in list(kept.items()):
+                if owner.__dict__.get(name, MISSING) is base:
+                    own[name] = value
+                else:  # a hook has set another
+                    del kept[name]
+        return own
+
+    def _moved(self, value: Any, i: int) -> Any:
+        """A tensor, or a tuple of them, from the first device to replica i's."""
+        if isinstance(value, Tensor):
+            return value.to(self.devices[i]) if value.device == self.devices[0] else value
+        return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
+
+    def end(self, active: Iterable[int]) -> None:
+        """A step is over: what it has rebound in a replica is the replica's until a hook rebinds it.
+
+        A replica that was not active goes on with what the first one has.
+        """
+        for i in active:
+            for n, put in self._put[i].items():
+                owner, own = self._owners[n], self._dicts[i][n]
+                for name, value in own.items():
+                    if value is not put.get(name, MISSING) and name not in TENSORS:
+                        base = owner.__dict__.get(name, MISSING)
+                        self._kept[i].setdefault(owner, {})[name] = value, base
+
+    @torch.no_grad()
+    def average_statistics(self, sizes: dict[int, int]) -> None:
+        """Average what BatchNorm has tracked, weighted by samples: a moving average is linear.
+
+        It is written by `.data`: the backward pass may have kept the tensor, and checks that nobody has edited it.
+
+        Args:
+            sizes: The samples of each active replica.
+        """
+        norms = [
+            (n, name)
+            for n, owner in enumerate(self._owners)
+            if isinstance(owner, _NormBase) and owner.training and owner.running_mean is not None
+            for name in ("running_mean", "running_var")
+        ]
+        if not norms:
+            return
+        originals = [self._dicts[0][n]["_buffers"][name] for n, name in norms]
+        means = [torch.zeros_like(original) for original in originals]
+        for i, size in sizes.items():
+            own = [self._dicts[i][n]["_buffers"][name].to(self.devices[0]) for n, name in norms]
+            torch._foreach_add_(means, own, alpha=size / sum(sizes.values()))
+        torch._foreach_copy_([original.data for original in originals], means)
+
+    @contextmanager
+    def turn(self, i: int) -> Iterator[None]:
+        """Let the module be replica i inside the block, in a step and in its backward pass."""
+        self._enter(i)
+        try:
+            with current_device(self.devices[i]), self.streams.of(i):
+                yield
+        finally:
+            self._leave(i)
+
+    def _enter(self, i: int) -> None:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if i == 0:  # the others begin with the same settings, whatever it does to them
+            self._settings = [dict(group) for group in groups]
+            return
+        self.current = i
+        for owner, own in zip(self._owners, self._dicts[i]):
+            object.__setattr__(owner, "__dict__", own)
+        self._own = [(group, dict(group)) for group in groups], [(each, each.state) for each in self._optimizers]
+        for group, settings in zip(groups, self._settings):
+            group.update(settings)
+            group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
+        for optimizer in self._optimizers:
+            items = list(optimizer.state.items())
+            optimizer.state = defaultdict(dict, {self._copies_of.get(id(p), {i: p})[i]: own for p, own in items})
+
+    def _leave(self, i: int) -> None:
+        if i == 0:
+            return
+        self.current = 0
+        for owner, own in zip(self._owners, self._dicts[0]):
+            object.__setattr__(owner, "__dict__", own)
+        groups, states = self._own
+        for group, own in groups:
+            group.clear()
+            group.update(own)
+        for optimizer, state in states:
+            optimizer.state = state
+
+
+@torch.no_grad()
+def copy_tensors(all_copies: Iterable[Copies]) -> None:
+    """Give the first tensor's values to its copies."""
+    all_copies = list(all_copies)
+    for i in range(1, len(all_copies[0].tensors) if all_copies else 1):
+        own = [copies.tensors for copies in all_copies if copies.bases[i] == i]
+        for tensors in (copies.tensors for copies in all_copies if copies.bases[i] == i and copies.is_moved()):
+            tensors[i].data = torch.empty_like(tensors[0], device=tensors[i].device)
+        if own:
+            # by `.data`: a hook may have edited weights before the backward pass, which checks versions
+            torch._foreach_copy_([tensors[i].data for tensors in own], [tensors[0] for tensors in own])
+        for copies in all_copies:
+            base = copies.tensors[copies.bases[i]]
+            if copies.tensors[i].data_ptr() != base.data_ptr():
+                copies.tensors[i].data = base.detach()
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer whose tensors a turn exchanges, with the prefix of its parameters' names."""
+    todo: list[tuple[str, nn.Module]] = [("", module)]
+    seen = set()
+    while todo:
+        prefix, owner = todo.pop()
+        if owner in seen or isinstance(owner, SHARED):
+            continue
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
+            raise MisconfigurationException(
+                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`, in every replica "
+                "others. Use one device, or shorten the rows in `on_train_batch_start`."
+            )
+        seen.add(owner)
+        yield prefix, owner
+        children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+        todo.extend(reversed(children))
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values as a parameter, if the tensor is one."""
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    return nn.Parameter(values, tensor.requires_grad)
+
+
+def _is_users(owner: nn.Module) -> bool:
+    """Whether a layer's class is the user's, who may keep a state in attributes."""
+    return not type(owner).__module__.startswith("torch.")

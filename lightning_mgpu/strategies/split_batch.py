@@ -1,0 +1,172 @@
+"""`split_batch` of the book, for any nesting of tensors: a batch is cut into one shard a replica.
+
+Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, boxes). Tensors of length 1
+and without dimensions, numbers and strings belong to all samples. Everything else is not split: parts of different
+lengths (a graph's nodes and edges), and objects that move to a device as a whole.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+Array = (Tensor, np.ndarray)
+
+
+def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
+    """How many of the samples each replica gets, in proportion to its share; even shares as `tensor_split`.
+
+    Every size is the exact proportion rounded down or up; the largest remainders are rounded up.
+    """
+    exact = [num_samples * share / sum(shares) for share in shares]
+    sizes = [int(size) for size in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (sizes[i] - exact[i], i))
+    for i in by_remainder[: num_samples - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def find_batch_size(batch: Any) -> int | None:
+    """The number of samples in a batch; `None` if it cannot be split."""
+    if any(_is_opaque(leaf) for leaf in leaves(batch)):
+        return None
+    if (length := _length_of_lists(batch)) is not None:
+        return length
+    lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Array) and leaf.ndim}
+    sizes = lengths - {1} or lengths
+    if len(sizes) > 1:  # some lists hold a tensor a sample, whose lengths say nothing
+        sizes = {size for size in sizes if size and _fits(batch, size)}
+    if len(sizes) != 1 or 0 in sizes or any(_is_ambiguous(item, *sizes) for item in items_of(batch) or []):
+        return None
+    return sizes.pop()
+
+
+def may_be_one_sample(batch: Any) -> bool:
+    """Whether a loader that makes no batches (`batch_size=None`) may have given a single sample.
+
+    A sample has a 0-d tensor, or nothing but 1-d ones: these are its features, or a batch's labels.
+    """
+    ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
+    return 0 in ndims or ndims == {1}
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch along dimension 0 into shards of the given sizes (d2l.ai, 'Training on Multiple GPUs').
+
+    Tensors are cut without copying them.
+    """
+    total, start, shards = sum(sizes), 0, []
+    in_lists = _length_of_lists(batch) is not None
+    for size in sizes:
+        rows = slice(start, start + size)
+        items = items_of(batch)
+        if items is None or _is_texts(batch):
+            shards.append(_cut(batch, total, rows) if items is None else batch[rows])
+        else:
+            shards.append(like(batch, [item[rows] if in_lists else _cut(item, total, rows) for item in items]))
+        start += size
+    return shards
+
+
+def items_of(part: Any) -> list[Any] | None:
+    """What lies directly in a list, tuple, dict or dataclass; `None` for everything else."""
+    if isinstance(part, PackedSequence) or hasattr(type(part), "batch_size"):  # the latter: a TensorDict
+        return None
+    if isinstance(part, Mapping):
+        return list(part.values())
+    if isinstance(part, (list, tuple)):
+        return list(part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return [getattr(part, field.name) for field in fields(part)]
+    return None
+
+
+def like(part: Any, items: list[Any]) -> Any:
+    """The same list, tuple, dict or dataclass with other items in it."""
+    if isinstance(part, (list, tuple)):
+        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    names = list(part.keys()) if isinstance(part, Mapping) else [field.name for field in fields(part)]
+    if isinstance(part, Mapping) and not hasattr(part, "__setitem__"):
+        return dict(zip(names, items))
+    changed = copy.copy(part)
+    for name, item in zip(names, items):
+        if isinstance(part, Mapping):
+            changed[name] = item
+        else:
+            object.__setattr__(changed, name, item)  # frozen dataclasses, too
+    return changed
+
+
+def leaves(part: Any) -> Iterator[Any]:
+    """Everything in a nesting that is no list, tuple, dict or dataclass."""
+    items = items_of(part)
+    if items is None:
+        yield part
+    else:
+        for item in items:
+            yield from leaves(item)
+
+
+def _cut(part: Any, total: int, rows: slice) -> Any:
+    if isinstance(part, Array):
+        return part[rows] if part.ndim and len(part) == total else part
+    items = items_of(part)
+    if items is None:
+        return part
+    return part[rows] if _holds_samples(part, total) else like(part, [_cut(item, total, rows) for item in items])
+
+
+def _fits(part: Any, size: int) -> bool:
+    """Whether a part of a batch can be cut into that many samples, or has nothing to cut."""
+    if isinstance(part, Array):
+        return not part.ndim or len(part) in (1, size)
+    items = items_of(part)
+    return items is None or _holds_samples(part, size) or all(_fits(item, size) for item in items)
+
+
+def _holds_samples(part: Any, size: int) -> bool:
+    """Whether a list has an item for each sample, and is no list of tensors for all samples."""
+    if not _is_list(part) or len(part) != size:
+        return False
+    return not (any(isinstance(item, Array) and item.ndim for item in part) and all(_fits(item, size) for item in part))
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, (list, tuple)) and not hasattr(part, "_fields")  # not a named tuple
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether something moves to a device as a whole: nobody here knows how to cut it."""
+    if isinstance(leaf, Tensor):
+        return leaf.is_nested or leaf.layout != torch.strided
+    return isinstance(leaf, PackedSequence) or (hasattr(leaf, "to") and not isinstance(leaf, (np.ndarray, type)))
+
+
+def _is_ambiguous(part: Any, size: int) -> bool:
+    """Whether a list holds as many tensors as these have rows: one for each sample, or all samples in each?"""
+    if not _is_list(part) or not part or not all(isinstance(item, Array) and item.ndim for item in part):
+        return False
+    is_of_images = len(part) > 1 and size == 3 and all(item.ndim == 3 for item in part)  # or of three samples
+    return all(len(item) == size for item in part) and (len(part) == size or is_of_images)
+
+
+def _is_texts(batch: Any) -> bool:
+    return _is_list(batch) and len(batch) > 0 and all(isinstance(item, str) for item in batch)
+
+
+def _length_of_lists(batch: Any) -> int | None:
+    """The common length of a batch of nothing but lists with an item a sample, as detection models take it."""
+    if _is_texts(batch):
+        return len(batch)
+    parts = items_of(batch) or []
+    if not parts or not all(_is_list(part) and part and len(part) == len(parts[0]) for part in parts):
+        return None
+    if any(len({type(item) for item in part}) > 1 for part in parts):
+        return None
+    lengths = [{len(item) for item in part if isinstance(item, Array) and item.ndim} for part in parts]
+    return len(parts[0]) if any(len(varied) != 1 for varied in lengths) else None

@@ -1,0 +1,255 @@
+"""Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from tiny_runs import Manual, Regression, a_loader, assert_close, collated
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from lightning_mgpu.data import batch_loader
+
+Pair = namedtuple("Pair", "X y")
+
+
+@dataclass
+class Sample:
+    X: Any
+    y: Any
+
+
+class Named(UserDict):
+    """A mapping of a user's own, as transformers' `BatchEncoding`."""
+
+
+def with_leaves(X, y):
+    names = [f"{x:.3f}" for x in y[:, 0].tolist()]
+    return {"names": names, "X": X, "y": y, "none": None, "scalar": torch.tensor(3.0), "array": y.numpy(), "n": 5}
+
+
+def checked(batch):
+    assert batch["names"] == [f"{x:.3f}" for x in batch["y"][:, 0].tolist()]
+    assert batch["none"] is None and batch["scalar"].ndim == 0 and batch["n"] == 5
+    assert np.array_equal(batch["array"], batch["y"].cpu().numpy())
+    return batch["X"], batch["y"]
+
+
+def images(X, y):
+    """Lists of images of different sizes, and of their targets, as in detection."""
+    return [torch.cat([x, x[:n]]) for n, x in enumerate(X)], [{"y": v, "boxes": v.repeat(2)} for v in y]
+
+
+BATCHES = {  # how a batch is made of X and y, and how the step finds them
+    "tuple": (lambda X, y: (X, y), lambda b: b),
+    "dict": (lambda X, y: {"X": X, "y": y}, lambda b: (b["X"], b["y"])),
+    "nested": (lambda X, y: {"a": [{"X": X}, (y,)]}, lambda b: (b["a"][0]["X"], b["a"][1][0])),
+    "list of dicts": (lambda X, y: [{"X": X}, {"y": y}], lambda b: (b[0]["X"], b[1]["y"])),
+    "namedtuple": (Pair, lambda b: (b.X, b.y)),
+    "dataclass": (Sample, lambda b: (b.X, b.y)),
+    "mapping of one's own": (lambda X, y: Named({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
+    "names, arrays and numbers": (with_leaves, checked),
+    "two views": (lambda X, y: [[X, X + 1], y], lambda b: (b[0][0] + b[0][1], b[1])),
+    "images": (images, lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([t["y"] for t in b[1]]))),
+}
+
+
+def unpacking(unpack, base=Regression):
+    class Module(base):
+        def loss(self, batch):
+            return super().loss(unpack(batch))
+
+    return Module
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_kinds_of_batches(assert_parity, name):
+    make, unpack = BATCHES[name]
+    assert_parity(unpacking(unpack), loader=lambda: collated(make), val=True)
+
+
+def sizes_in(trainer, loader):
+    """The sizes of the shards of the first batch, in order."""
+
+    class Sizes(Regression):
+        def predict_step(self, batch, batch_idx):
+            while isinstance(batch, (dict, list, tuple)):
+                batch = batch["X"] if isinstance(batch, dict) else batch[0]
+            return torch.full((len(batch),), len(batch))
+
+    return trainer.predict(Sizes(), loader)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "shards"), [(8, [3, 3, 2]), (7, [3, 2, 2]), (4, [2, 1, 1]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]
+)
+def test_shards_are_even(trainer_on, size, shards):
+    assert sizes_in(trainer_on(3), a_loader(size, size)) == [n for n in shards for _ in range(n)]
+
+
+class Graph:
+    """Something nobody knows how to cut."""
+
+    def __init__(self, X, y):
+        self.X, self.y = X, y
+
+    def to(self, device, **kwargs):
+        return Graph(self.X.to(device), self.y.to(device))
+
+
+UNSPLITTABLE = {
+    "a graph": (Graph, lambda b: (b.X, b.y)),
+    "a graph and a tensor": (lambda X, y: (Graph(X, y), y), lambda b: (b[0].X, b[1])),
+    "different lengths": (lambda X, y: {"X": X, "y": y, "edges": torch.zeros(2, 9)}, lambda b: (b["X"], b["y"])),
+}
+
+
+@pytest.mark.parametrize("kind", [Regression, Manual])
+@pytest.mark.parametrize("name", UNSPLITTABLE)
+def test_what_cannot_be_split(assert_parity, name, kind):
+    """A warning says so; the first device computes it, and all replicas are updated."""
+    make, unpack = UNSPLITTABLE[name]
+    with pytest.warns(UserWarning, match="not split"):
+        assert_parity(unpacking(unpack, kind), loader=lambda: collated(make, 8, 24))
+
+
+def test_batches_of_numbers(assert_parity):
+    class Module(Regression):
+        def loss(self, batch):
+            return self.net(torch.full((2, 6), float(batch), dtype=torch.float64, device=self.device)).square().mean()
+
+    assert_parity(Module, loader=lambda: [1.0, 2.0, 3.0])
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+VECTOR, ROWS = (torch.randn(*shape, generator=GENERATOR, dtype=torch.float64) for shape in ((6,), (6, 3)))
+NUMBER, LABELS = torch.tensor(2.0), torch.arange(6)
+
+
+@pytest.mark.filterwarnings("ignore:A batch")
+@pytest.mark.parametrize(
+    ("batch", "is_split"),
+    [
+        (VECTOR, False),
+        ([VECTOR, VECTOR], False),
+        ({"X": VECTOR, "y": 5}, False),
+        ({"X": ROWS, "y": NUMBER}, False),
+        ((ROWS, LABELS), True),
+        (ROWS, True),
+    ],
+)
+def test_what_may_be_a_sample_stays_whole(trainer_on, batch, is_split):
+    """A loader without batch size gives what the dataset has, which may be a single sample."""
+    assert sizes_in(trainer_on(3), DataLoader([batch], batch_size=None)) == [2 if is_split else 6] * 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(LABELS, batch_size=6),
+        lambda: DataLoader(LABELS, batch_size=None, sampler=BatchSampler(SequentialSampler(LABELS), 6, False)),
+        lambda: batch_loader(TensorDataset(LABELS), 6),
+    ],
+)
+def test_batches_of_labels_are_split(trainer_on, make):
+    assert sizes_in(trainer_on(3), make()) == [2] * 6
+
+
+@pytest.mark.filterwarnings("ignore:A batch")
+@pytest.mark.parametrize("batch_sizes", [(4, 4), (4, 3)])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_combined_loaders(assert_parity, mode, batch_sizes):
+    def unpack(batch):
+        parts = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def loader():
+        return CombinedLoader({"a": a_loader(batch_sizes[0], 11), "b": a_loader(batch_sizes[1], 6)}, mode)
+
+    assert_parity(unpacking(unpack), loader=loader)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(a_loader(num_samples=7).dataset)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [lambda: DataLoader(Stream(), 3), lambda: a_loader(num_workers=1, multiprocessing_context="fork")],
+    ids=["iterable", "workers"],
+)
+def test_other_loaders(assert_parity, loader):
+    assert_parity(Regression, loader=loader, max_epochs=1)
+
+
+def hooks_of(base):
+    class Hooked(base):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] * 2, batch[1]]
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return [batch[0].to(device) + 1, batch[1].to(device)]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] + batch[0].std(0, correction=0), batch[1]]
+
+    return Hooked
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return a_loader()
+
+
+def test_transfer_hooks_see_the_whole_batch(assert_parity, train):
+    assert_parity(hooks_of(Regression))
+    one, *others = (train(Regression, k, loader=hooks_of(Data)) for k in (1, 2, 3))
+    for other in others:
+        assert_close(other.state_dict(), one.state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [Regression, Manual])
+def test_a_transfer_hook_that_computes_with_layers(right_or_refused, kind, accumulate):
+    """A first layer that looks at the whole batch."""
+
+    class Stem(kind):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Linear(6, 6, dtype=torch.float64)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            Z = self.stem(batch[0]).tanh()
+            return Z - Z.mean(0), batch[1]
+
+    right_or_refused(Stem, **({} if kind is Manual else {"accumulate_grad_batches": accumulate}))
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "new key"])
+def test_callbacks_change_the_batch(assert_parity, how):
+    class Shift(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if how == "in place":
+                batch["X"].add_(1)
+            elif how == "replaced":
+                batch["X"] = batch["X"] + 1
+            else:
+                batch["shift"] = torch.ones_like(batch["X"][:, :1])
+
+    make = unpacking(lambda batch: (batch["X"] + batch.get("shift", 0), batch["y"]))
+    assert_parity(make, loader=lambda: collated(lambda X, y: {"X": X, "y": y}), callbacks=lambda: [Shift()])
+
+
+def test_steps_that_take_the_iterator(right_or_refused):
+    class Module(Regression):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.loss([part.to(self.device) for part in batch])
+
+    right_or_refused(Module)

@@ -1,0 +1,230 @@
+"""What `self.log` is given in a step: on several devices the values of one, in every step and epoch."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy
+from torch.utils.data import DataLoader, TensorDataset
+
+WHEN = [{"on_step": True, "on_epoch": False}, {"on_step": False, "on_epoch": True}, {"on_step": True, "on_epoch": True}]
+
+
+@pytest.mark.parametrize("when", WHEN, ids=str)
+def test_means(assert_logs_alike, when):
+    def step(module, stage, X, y, batch_idx):
+        module.log(f"{stage}_tensor", X.mean(), prog_bar=True, **when)
+        module.log(f"{stage}_float", X.mean().item(), **when)
+        module.log(f"{stage}_tenth", 0.1, **when)
+        module.log(f"{stage}_number", 3, **when)
+        module.log(f"{stage}_one_element", X.mean().reshape(1), **when)
+        module.log_dict({f"{stage}_a": X.mean(), f"{stage}_b": X.mean() * 0 + batch_idx}, **when)
+
+    assert_logs_alike(step)
+
+
+@pytest.mark.parametrize("when", WHEN, ids=str)
+def test_batch_sizes_that_are_given(assert_logs_alike, when):
+    """Samples and tokens add up; a constant weighs every batch alike."""
+
+    def step(module, stage, X, y, batch_idx):
+        module.log(f"{stage}_samples", X.mean(), batch_size=len(X), **when)
+        module.log(f"{stage}_tokens", X.mean(), batch_size=X.numel(), **when)
+        module.log(f"{stage}_constant", X.mean(), batch_size=1, **when)
+
+    assert_logs_alike(step)
+
+
+@pytest.mark.parametrize("functions", [("sum", "max", "min"), (torch.sum, torch.max, torch.min), (sum, max, min)])
+def test_other_reductions(assert_logs_alike, functions):
+    def step(module, stage, X, y, batch_idx):
+        values = ((y == 0).sum(), X.max(), X.min())
+        for name, value, reduce_fx in zip(("sum", "max", "min"), values, functions):
+            module.log(f"{stage}_{name}", value, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+            module.log(f"{stage}_{name}_number", value.item(), False, True, False, True, reduce_fx)
+
+    assert_logs_alike(step)
+
+
+def changed_after_logging(module, stage, X, y, batch_idx):
+    value = X.mean()
+    module.log(f"{stage}_value", value, on_epoch=True)
+    value += 1
+
+
+def one_key_in_several_stages(module, stage, X, y, batch_idx):
+    module.log("loss", X.mean(), on_step=stage == "train", on_epoch=True)
+
+
+def logged_by_some_replicas(module, stage, X, y, batch_idx):
+    """One device, too, logs such a value only for batches that have it."""
+    if (rows := X[y == 0]).numel():
+        module.log(f"{stage}_rare", rows.mean(), batch_size=len(rows), on_epoch=True)
+
+
+@pytest.mark.parametrize("step", [changed_after_logging, one_key_in_several_stages, logged_by_some_replicas])
+def test_ways_to_log(assert_logs_alike, step):
+    assert_logs_alike(step, at_end=lambda module, stage: module.log(f"{stage}_end", 1.5))
+
+
+def test_several_dataloaders(assert_logs_alike, logged):
+    def step(module, stage, X, y, batch_idx):
+        module.log(f"{stage}_each", X.mean(), on_epoch=True)
+
+    assert_logs_alike(step, num_loaders=2)
+    assert any("dataloader_idx_1" in name for name in logged(2, step, num_loaders=2)[-1])
+
+
+class ByHand(Manual):
+    def training_step(self, batch, batch_idx):
+        for n in range(2):
+            loss = self.loss(batch)
+            self.update(loss)
+            self.log(f"loss_{n}", loss, on_step=True, on_epoch=True)
+
+
+class Keeps(Regression):
+    """Logs by functions that keep the module's `log`."""
+
+    def __init__(self):
+        super().__init__()
+        self.my_log = partial(self.log, on_epoch=True)
+        self.helper = {"log": self.log}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        super().log("super", loss, on_epoch=True)
+        LightningModule.log(self, "of the class", loss)
+        self.my_log("mine", loss)
+        self.helper["log"]("helper", loss, on_epoch=True)
+        return loss
+
+
+class LogOfItsOwn(Regression):
+    """Which calls Lightning's."""
+
+    def log(self, name, value, *, prefix="own", **kwargs):
+        super().log(f"{prefix}/{name}", value * 2, **kwargs)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log_dict({"a": loss, "b": loss + 1}, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("end", 1.0)
+
+
+class LogOnTheInstance(Regression):
+    def __init__(self):
+        super().__init__()
+        self.log = partial(self.log, on_step=True, on_epoch=True)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.loss(batch))
+        return loss
+
+
+class InForward(Regression):
+    """Logs in `forward` and in methods that steps share."""
+
+    def forward(self, X):
+        self.log("inputs", X.mean(), on_step=False, on_epoch=True)
+        return self.net(X)
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("make", [ByHand, Keeps, LogOfItsOwn, LogOnTheInstance, InForward])
+def test_logged_values_are_those_of_one_device(assert_parity, make):
+    """`assert_parity` compares `callback_metrics`."""
+    modules = assert_parity(make)
+    assert len(modules[0].trainer.callback_metrics) > 0
+
+
+def test_a_single_sample_is_logged(assert_parity):
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            self.log("index", float(batch_idx), on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    assert_parity(Module, loader=lambda: a_loader(1, 3))
+
+
+def test_errors_are_lightnings(logged):
+    def step(module, stage, X, y, batch_idx):
+        module.log("median", X.median(), reduce_fx=torch.median)
+
+    with pytest.raises(Exception, match="reduce_fx=") as expected:
+        logged(1, step)
+    with pytest.raises(type(expected.value), match="reduce_fx="):
+        logged(2, step)
+
+
+def test_where_lightning_logs_nothing(trainer_on):
+    """It says so in the step, which may go on."""
+
+    class Module(Regression):
+        def predict_step(self, batch, batch_idx):
+            with pytest.raises(MisconfigurationException, match="result collection is not registered"):
+                self.log("x", 1.0)
+            return batch[0]
+
+    X = torch.arange(4.0)
+    [made] = trainer_on(2).predict(Module(), DataLoader(TensorDataset(X), 4))
+    assert made.tolist() == [0, 1, 2, 3]
+
+
+DECORATED = """
+import sys
+from functools import wraps
+import torch
+from lightning.pytorch import LightningModule, Trainer
+log = LightningModule.log
+@wraps(log)
+def decorated(self, name, *args, **kwargs):
+    return log(self, name, *args, **kwargs)
+LightningModule.log = decorated
+
+from tiny_runs import lightning_mgpu
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        self.log("value", batch.mean(), on_epoch=True)
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.arange(9.0)[:, None], 4))
+print(float(trainer.callback_metrics["value_epoch"]))
+"""
+
+
+def test_a_log_somebody_has_decorated():
+    """Before this package was imported."""
+    command = [sys.executable, "-W", "ignore", "-c", DECORATED, MANUAL]
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    output = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert output.stdout.splitlines()[-1:] == ["4.0"], output.stderr
+
+
+def test_uneven_shares(assert_logs_alike, engine):
+    """Shards count by their size."""
+
+    def step(module, stage, X, y, batch_idx):
+        module.log(f"{stage}_mean", X.mean(), on_step=True, on_epoch=True)
+
+    if engine == MANUAL:
+        assert_logs_alike(step, strategy=lambda: make_strategy(engine, parallel_devices=["cpu"] * 2, split=[0.8, 0.2]))

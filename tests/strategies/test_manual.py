@@ -1,0 +1,400 @@
+"""Manual optimization: replicas meet in `manual_backward` and in `step`, and go on as one device does."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tiny_runs import (
+    Manual,
+    Regression,
+    a_loader,
+    assert_close,
+    batch_norm_net,
+    is_second_shard,
+    one_line,
+    ordered_loader,
+)
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+
+class Accumulates(Manual):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 3)
+        if batch_idx % 3 == 2 or self.trainer.is_last_batch:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoUpdates(Manual):
+    """The second from the weights after the first, and by the optimizer of torch itself."""
+
+    def training_step(self, batch, batch_idx):
+        self.update(self.loss(batch))
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class TwoBackwards(Manual):
+    """Gradients add up; the second loss is computed with the gradients of the first."""
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        norm = sum(parameter.grad.norm() for parameter in self.parameters())
+        self.manual_backward(self.loss(batch) * norm)
+        self.optimizers().step()
+
+
+class EditsWeights(Manual):
+    """Between steps, as a WGAN's critic is clamped."""
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.update(self.loss(batch))
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+
+
+class EditsGradients(Manual):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.01, 0.02)
+        self.optimizers().step()
+
+
+class SkipsBatches(Manual):
+    """Some shards have nothing to learn from, and the third batch has no loss."""
+
+    def loss(self, batch):
+        X, y = batch
+        rows = X[:, 0] > 0.5
+        return (
+            F.mse_loss(self.net(X[rows]), y[rows], reduction="sum") / len(X)
+            if rows.any() or len(X) == 1
+            else X.new_zeros(())
+        )
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 2:
+            return super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.optimizers().step()
+
+
+class FromTheSecondEpoch(Manual):
+    def on_train_epoch_start(self):
+        self.automatic_optimization = self.current_epoch != 1
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) if self.automatic_optimization else super().training_step(batch, batch_idx)
+
+
+class WithClosure(Manual):
+    """The loss that `step` gives back is the whole batch's."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
+
+
+class Twice(optim.SGD):
+    """Evaluates its closure twice."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+            closure()
+        super().step()
+        return loss
+
+
+class PyTorchOptimizer(Manual):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.own
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        self.own = optim.Adam(self.parameters(), 0.01)
+        return self.own
+
+
+class CountsSteps(Manual):
+    def training_step(self, batch, batch_idx):
+        before = self.global_step
+        super().training_step(batch, batch_idx)
+        assert self.global_step == before + 1
+
+
+STEPS = [Manual, Accumulates, TwoUpdates, TwoBackwards, EditsWeights, EditsGradients, SkipsBatches, FromTheSecondEpoch]
+STEPS += [WithClosure, PyTorchOptimizer, CountsSteps]
+
+
+@pytest.mark.parametrize("make", STEPS)
+def test_steps(assert_parity, make):
+    for module in assert_parity(make, max_epochs=3):
+        assert make is not Manual or module.trainer.global_step == 12
+
+
+OPTIMIZERS = {
+    "evaluates twice": lambda m: Twice(m.parameters(), 0.1, momentum=0.9),
+    "lbfgs": lambda m: optim.LBFGS(m.parameters(), 0.1, max_iter=4, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_closures_that_run_again(right_or_refused, name):
+    right_or_refused(lambda: WithClosure(optimizer=OPTIMIZERS[name]), tolerance=1e-9)
+
+
+def test_sync_batchnorm(assert_parity):
+    assert_parity(lambda: Manual(batch_norm_net()), sync_batchnorm=True, limit_train_batches=3)
+
+
+def test_mixed_precision(assert_parity):
+    assert_parity(Manual, precision="64-true", profiler="simple")
+
+
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
+def test_gradients_of_some_parameters(assert_parity, sync_batchnorm):
+    class Module(Manual):
+        def __init__(self):
+            super().__init__(batch_norm_net())
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.net[1].train(sync_batchnorm)
+            loss = self.loss(batch)
+            self.manual_backward(loss, inputs=list(self.net[3].parameters()), retain_graph=True)
+            self.manual_backward(loss, inputs=self.net[0].weight)
+            self.optimizers().step()
+
+    one, *_ = assert_parity(Module, sync_batchnorm=sync_batchnorm, limit_train_batches=3)
+    assert one.net[0].weight.grad is not None and one.net[0].bias.grad is None
+
+
+class Scheduled(Manual):
+    """Steps its scheduler by hand, twice a batch, and reads the rate."""
+
+    def configure_optimizers(self):
+        optimizer = optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [StepLR(optimizer, 1, 0.9)]
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.update(self.loss(batch) * 10 * self.optimizers().param_groups[0]["lr"])
+            self.lr_schedulers().step()
+
+
+class Plateau(Manual):
+    """Its scheduler is given the loss, which must be the whole batch's."""
+
+    def configure_optimizers(self):
+        optimizer = optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [ReduceLROnPlateau(optimizer, patience=0, factor=0.5)]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.update(loss)
+        self.lr_schedulers().step(loss.detach() if batch_idx % 2 else float(loss))
+
+
+class AtTheEnd(Scheduled):
+    """Steps its scheduler in a hook."""
+
+    def training_step(self, batch, batch_idx):
+        self.update(self.loss(batch))
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("make", [Scheduled, Plateau, AtTheEnd])
+def test_schedulers_are_stepped_once(assert_parity, make):
+    one, *others = (module.trainer.lr_scheduler_configs[0].scheduler for module in assert_parity(make))
+    for other in others:
+        assert other.get_last_lr() == one.get_last_lr() and other.last_epoch == one.last_epoch
+
+
+class GAN(Regression):
+    """Two nets against each other."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)))
+        self.critic = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.automatic_optimization = False
+
+    def critic_loss(self, X):
+        return F.softplus(-self.critic(X)).mean() + F.softplus(self.critic(self.net(X))).mean()
+
+    def generator_loss(self, X):
+        return F.softplus(-self.critic(self.net(X))).mean()
+
+    def configure_optimizers(self):
+        adam = optim.Adam(self.net.parameters(), 0.01)
+        momentum = optim.SGD(self.critic.parameters(), 0.1, momentum=0.9)
+        return [adam, momentum], [StepLR(adam, 3, 0.5), StepLR(momentum, 2, 0.5)]
+
+    def losses(self):
+        return zip(self.optimizers(), (self.generator_loss, self.critic_loss))
+
+
+class Toggled(GAN):
+    def training_step(self, batch, batch_idx):
+        for n, (optimizer, loss) in enumerate(self.losses()):
+            self.toggle_optimizer(optimizer)
+            other = self.net if n else self.critic
+            assert not any(parameter.requires_grad for parameter in other.parameters())
+            self.manual_backward(loss(batch[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+class ToggledWithClosures(GAN):
+    def training_step(self, batch, batch_idx):
+        for optimizer, loss in self.losses():
+
+            def closure(optimizer=optimizer, loss=loss):
+                optimizer.zero_grad()
+                self.manual_backward(loss(batch[0]))
+
+            with optimizer.toggle_model():
+                optimizer.step(closure=closure)
+        assert all(parameter.requires_grad for parameter in self.parameters())
+
+
+class Untoggled(GAN):
+    """The generator's loss leaves gradients in the critic; backward passes add up."""
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        self.manual_backward(self.generator_loss(batch[0]))
+        self.manual_backward(self.critic_loss(batch[0]), retain_graph=True)
+        generator.step()
+        critic.step()
+        generator.zero_grad()
+        critic.zero_grad(set_to_none=False)
+
+
+class InTurns(GAN):
+    """The critic has three batches of four; schedulers are stepped with their optimizers."""
+
+    def training_step(self, batch, batch_idx):
+        n = int(batch_idx % 4 > 0)
+        optimizer, loss = list(self.losses())[n]
+        optimizer.zero_grad()
+        self.manual_backward(loss(batch[0]))
+        optimizer.step()
+        self.lr_schedulers()[n].step()
+        for parameter in self.critic.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+class PenalizesGradients(GAN):
+    """WGAN-GP: gradients of the critic with respect to its input, and of their norm."""
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        X = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.critic(X).sum(), X, create_graph=True)
+        critic.zero_grad()
+        self.manual_backward(self.critic_loss(batch[0]) + (gradient.norm(dim=1) - 1).square().mean())
+        critic.step()
+        generator.zero_grad()
+        self.manual_backward(self.generator_loss(batch[0]))
+        generator.step()
+
+
+@pytest.mark.parametrize("make", [Toggled, ToggledWithClosures, Untoggled, InTurns, PenalizesGradients])
+def test_two_optimizers(assert_parity, make):
+    assert_parity(make)
+
+
+@pytest.mark.parametrize("case", ["more backwards", "no step", "other optimizer", "raises"])
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
+def test_replicas_that_part_ways_end_in_an_error(train, case, sync_batchnorm):
+    """Nothing hangs."""
+
+    class Module(GAN):
+        def training_step(self, batch, batch_idx):
+            generator, critic = self.optimizers()
+            odd = is_second_shard(batch)
+            if case == "more backwards" and odd:
+                self.manual_backward(self.generator_loss(batch[0]))
+            self.manual_backward(self.generator_loss(batch[0]))
+            if case == "raises" and odd:
+                raise ArithmeticError("what the user's code says")
+            if not (case == "no step" and odd):
+                (critic if case == "other optimizer" and odd else generator).step()
+
+    train(Module, loader=ordered_loader)
+    expected = ArithmeticError if case == "raises" else RuntimeError
+    with pytest.raises(expected) as raised:
+        train(Module, 2, loader=ordered_loader, sync_batchnorm=sync_batchnorm)
+    if case == "raises":
+        assert "replica 1" in " ".join(getattr(raised.value, "__notes__", map(str, raised.value.args)))
+    else:
+        assert "manual_backward" in one_line(raised.value)
+
+
+def test_backward_by_hand(right_or_refused):
+    """`loss.backward()` where Lightning asks for `manual_backward`."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.loss(batch).backward()
+            self.optimizers().step()
+
+    right_or_refused(Module)
+
+
+def test_weights_updated_by_hand(right_or_refused):
+    """The book's `sgd`, without an optimizer."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+        def configure_optimizers(self):
+            return None
+
+    right_or_refused(Module)
+
+
+def test_hooks_see_the_whole_batchs_loss(train):
+    class Module(Manual):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_before_backward(self, loss):
+            self.seen.append(loss.item())
+
+    class Look(Callback):
+        def on_after_backward(self, trainer, module):
+            module.seen.append(float(module.net[0].weight.grad.norm()))
+
+    one, *others = (train(Module, k, callbacks=lambda: [Look()], loader=lambda: a_loader(8, 24)) for k in (1, 2, 3))
+    for other in others:
+        assert_close(other.seen, one.seen)

@@ -1,0 +1,321 @@
+"""torchmetrics objects in a step: on several devices they have the values of one, in every step and epoch."""
+
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchmetrics as tm
+from tiny_runs import NUM_CLASSES, Manual, Regression, a_loader, make_strategy, one_line
+from torch import nn
+from torchmetrics import classification as tc
+
+
+def for_stages(make):
+    return lambda: nn.ModuleDict({f"on_{stage}": make() for stage in ("train", "val", "test")})
+
+
+def update(module, name, metric, *args):
+    metric.update(*args)
+    module.log(name, metric, on_epoch=True)
+
+
+def forward(module, name, metric, *args):
+    metric(*args)
+    module.log(name, metric, on_step=True, on_epoch=True)
+
+
+def returned(module, name, metric, *args):
+    module.log(name, metric(*args), on_step=True, on_epoch=True)
+
+
+METRICS = {
+    "accuracy": lambda: tc.MulticlassAccuracy(NUM_CLASSES, average="micro"),
+    "macro": lambda: tc.MulticlassAccuracy(NUM_CLASSES, average="macro"),
+    "f1": lambda: tc.MulticlassF1Score(NUM_CLASSES),
+    "auroc": lambda: tc.MulticlassAUROC(NUM_CLASSES),
+    "calibration": lambda: tc.MulticlassCalibrationError(NUM_CLASSES),
+}
+
+
+@pytest.mark.parametrize("way", [update, forward, returned])
+def test_ways_to_log_a_metric(assert_logs_alike, way):
+    def step(module, stage, X, y, batch_idx):
+        for name, metric in module.metric[f"on_{stage}"].items():
+            way(module, f"{stage}_{name}", metric, module.probabilities(X), y)
+
+    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in METRICS.items()})))
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_computed_in_a_step(assert_logs_alike, logged, engine, is_locked):
+    """All replicas must have updated the metric, so they have to meet: `lockstep=True`."""
+
+    def step(module, stage, X, y, batch_idx):
+        metric = module.metric[f"on_{stage}"]
+        metric.update(module.probabilities(X), y)
+        module.log(f"{stage}_f1", metric.compute(), on_step=True, on_epoch=False)
+        if stage == "val":
+            metric.reset()
+
+    make = for_stages(METRICS["f1"])
+    if is_locked:
+        assert_logs_alike(step, make, strategy=lambda: make_strategy(engine, lockstep=True))
+    else:
+        with pytest.raises(RuntimeError, match="lockstep=True") as raised:
+            logged(2, step, make)
+        one_line(raised.value)
+
+
+def test_a_returned_value_is_the_shards(assert_logs_alike):
+    """What is computed with it is exact where the metric is a mean over samples."""
+
+    def step(module, stage, X, y, batch_idx):
+        module.log(f"{stage}_percent", 100 * module.metric(module.probabilities(X), y), on_step=True, on_epoch=True)
+
+    assert_logs_alike(step, METRICS["accuracy"])
+
+
+class Ratio(tm.Metric):
+    """A user's own metric, fed with sums and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, values, count):
+        self.total += values.sum()
+        self.count += count
+
+    def compute(self):
+        return self.total / self.count
+
+
+Target = namedtuple("Target", "values weights")
+
+
+class WeightedError(tm.Metric):
+    """A user's own metric, whose target is nested."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, predicted, target):
+        [y, *_], weights = target
+        weights = torch.ones_like(y) if weights is None else weights
+        self.total += (weights * (predicted - y) ** 2).sum()
+        self.count += weights.sum()
+
+    def compute(self):
+        return self.total / self.count
+
+
+OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
+    "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
+    "spearman": (tm.SpearmanCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
+    "mse": (tm.MeanSquaredError, lambda X, y: (X[:, 0], X[:, 1])),
+    "tokens": (lambda: tc.MulticlassAccuracy(5), lambda X, y: (X.repeat(5, 1), y.repeat(5) % 5)),
+    "texts": (tm.text.WordErrorRate, lambda X, y: ([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))),
+    "sums": (Ratio, lambda X, y: (X, len(X))),
+    "nested": (WeightedError, lambda X, y: (X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))),
+    "named": (WeightedError, lambda X, y: (X[:, 0], Target([X[:, 1]], None))),
+}
+
+
+def test_metrics_of_other_shapes(assert_logs_alike):
+    """Regression, tokens, texts, a part of the batch, retrieval and confusion matrices."""
+    makers = {name: make for name, (make, _) in OF_OTHER_SHAPES.items()}
+    makers |= {"map": tm.RetrievalMAP, "masked": METRICS["accuracy"]}
+    makers |= {"confusion": lambda: tc.MulticlassConfusionMatrix(NUM_CLASSES)}
+
+    def step(module, stage, X, y, batch_idx):
+        metrics = module.metric[f"on_{stage}"]
+        for name, (_, arguments) in OF_OTHER_SHAPES.items():
+            metrics[name].update(*arguments(X, y))
+        metrics["map"].update(X[:, 0], X[:, 1] > 0, indexes=y)
+        if len(kept := y > 0):
+            metrics["masked"].update(module.probabilities(X)[kept], y[kept])
+        metrics["confusion"].update(module.probabilities(X), y)
+        for name in metrics:
+            if name != "confusion":
+                module.log(f"{stage}_{name}", metrics[name], on_epoch=True, on_step=False)
+
+    def at_end(module, stage):
+        metric = module.metric[f"on_{stage}"]["confusion"]
+        module.log(f"{stage}_diagonal", metric.compute().diagonal().sum().double())
+        metric.reset()
+
+    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})), at_end)
+
+
+AGGREGATORS = {
+    "mean": (tm.MeanMetric, lambda x: (x.mean(),)),
+    "mean of a number": (tm.MeanMetric, lambda x: (x.mean().item(),)),
+    "mean with samples as weight": (tm.MeanMetric, lambda x: (x.mean(), len(x))),
+    "mean of rows": (tm.MeanMetric, lambda x: (x,)),
+    "mean of weighted rows": (tm.MeanMetric, lambda x: (x, 2.0)),
+    "sum of rows": (tm.SumMetric, lambda x: (x,)),
+    "count": (tm.SumMetric, lambda x: (len(x),)),
+    "max of rows": (tm.MaxMetric, lambda x: (x,)),
+    "min of rows": (tm.MinMetric, lambda x: (x,)),
+    "running mean": (lambda: tm.RunningMean(window=2), lambda x: (x.mean(),)),
+}
+
+
+@pytest.mark.parametrize("way", [update, forward, returned])
+def test_aggregators(assert_logs_alike, way):
+    """A float is the shard's mean, an integer a count: the metric is given the whole batch's."""
+
+    def step(module, stage, X, y, batch_idx):
+        for n, (_, arguments) in enumerate(AGGREGATORS.values()):
+            way(module, f"{stage}_{n}", module.metric[f"on_{stage}"][n], *arguments(X[:, 0].float()))
+
+    assert_logs_alike(step, for_stages(lambda: nn.ModuleList(make() for make, _ in AGGREGATORS.values())))
+
+
+def collection(**kwargs):
+    """Top-1 and top-3 accuracy begin with equal states: compute groups must not take them for one."""
+    metrics = {f"top{k}": tc.MulticlassAccuracy(NUM_CLASSES, top_k=k) for k in (1, 3)}
+    return tm.MetricCollection({**metrics, "f1": METRICS["f1"](), "auroc": METRICS["auroc"]()}, **kwargs)
+
+
+@pytest.mark.parametrize("compute_groups", [True, False])
+@pytest.mark.parametrize("way", ["update", "forward", "returned", "member", "by hand"])
+def test_collections(assert_logs_alike, way, compute_groups):
+    def step(module, stage, X, y, batch_idx):
+        metrics, args = module.metric[f"on_{stage}"], (module.probabilities(X), y)
+        if way == "returned":
+            module.log_dict({f"{stage}_{name}": value for name, value in metrics(*args).items()}, on_epoch=True)
+        elif way == "member":
+            for name, metric in metrics.items():
+                metric.update(*args)
+                module.log(f"{stage}_{name}", metric)
+        else:
+            (metrics if way == "forward" else metrics.update)(*args)
+            if way != "by hand":
+                module.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_epoch=True)
+
+    def at_end(module, stage):
+        if way == "by hand":
+            metrics = module.metric[f"on_{stage}"]
+            module.log_dict({f"{stage}_{name}": value for name, value in metrics.compute().items()})
+            metrics.reset()
+
+    assert_logs_alike(step, for_stages(lambda: collection(compute_groups=compute_groups)), at_end)
+
+
+def test_wrappers(assert_logs_alike):
+    def make():
+        accuracy = METRICS["accuracy"]
+        wrapped = [tm.MinMaxMetric(accuracy()), tm.wrappers.Running(accuracy(), window=3)]
+        return nn.ModuleList([*wrapped, tm.ClasswiseWrapper(tc.MulticlassAccuracy(NUM_CLASSES, average=None))])
+
+    def step(module, stage, X, y, batch_idx):
+        minmax, running, classwise = module.metric[f"on_{stage}"]
+        args = module.probabilities(X), y
+        minmax.update(*args)
+        running(*args)
+        classwise.update(*args)
+        module.log(f"{stage}_running", running)
+
+    def at_end(module, stage):
+        minmax, _, classwise = module.metric[f"on_{stage}"]
+        for metric in (minmax, classwise):
+            module.log_dict({f"{stage}_{name}": value for name, value in metric.compute().items()})
+            metric.reset()
+
+    assert_logs_alike(step, for_stages(make), at_end)
+
+
+def test_a_tracker(assert_logs_alike):
+    def step(module, stage, X, y, batch_idx):
+        if stage == "train":
+            if batch_idx == 0 and module.metric.n_steps == module.current_epoch:
+                module.metric.increment()
+            module.metric.update(module.probabilities(X), y)
+
+    def at_end(module, stage):
+        if stage == "train":
+            module.log("best", module.metric.best_metric())
+
+    assert_logs_alike(step, lambda: tm.MetricTracker(METRICS["f1"]()), at_end)
+
+
+PLACES = {
+    "list": (lambda: [tm.MeanMetric(), METRICS["f1"]()], lambda place: place),
+    "dict": (lambda: {"a": [tm.MeanMetric()], "b": METRICS["f1"]()}, lambda place: (place["a"][0], place["b"])),
+    "layer": (
+        lambda: nn.ModuleDict({"mean": tm.MeanMetric(), "f1": METRICS["f1"]()}),
+        lambda place: (place["mean"], place["f1"]),
+    ),
+    "object": (
+        lambda: SimpleNamespace(mean=tm.MeanMetric(), f1=METRICS["f1"]()),
+        lambda place: (place.mean, place.f1),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_metrics_in_plain_containers(assert_logs_alike, place):
+    """One for all stages; nobody logs it before the epoch ends."""
+    make, find = PLACES[place]
+
+    def step(module, stage, X, y, batch_idx):
+        mean, f1 = find(module.metric)
+        mean.update(X[:, 0].mean())
+        f1.update(module.probabilities(X), y)
+
+    def at_end(module, stage):
+        mean, f1 = find(module.metric)
+        module.log_dict({f"{stage}_mean": mean.compute(), f"{stage}_f1": f1.compute()})
+        f1.reset()
+
+    assert_logs_alike(step, make, at_end)
+
+
+@pytest.mark.parametrize("kind", ["metric", "collection", "term", "sum"])
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_a_metric_that_is_the_loss(right_or_refused, kind, base):
+    """What a call of it returns has a graph, and leads to the weights."""
+
+    class Module(base):
+        def __init__(self):
+            super().__init__()
+            self.mse, self.mae = (metric().set_dtype(torch.float64) for metric in (tm.MeanSquaredError,) * 2)
+            self.both = tm.MetricCollection([tm.MeanSquaredError(), tm.MeanAbsoluteError()])
+            self.sum = 0.5 * tm.MeanSquaredError()
+            self.double()
+
+        def loss(self, batch):
+            Z, y = self.net(batch[0]), batch[1]
+            if kind == "collection":
+                return sum(self.both(Z, y).values())
+            if kind == "sum":
+                return self.sum(Z, y)
+            return self.mse(Z, y) + (0.1 * self.net[0].weight.square().sum() if kind == "term" else self.mae(Z, y))
+
+    right_or_refused(Module)
+
+
+def test_a_mean_with_the_default_weight(assert_parity):
+    """It weighs every batch alike; a count of samples adds up."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.means = nn.ModuleList(tm.MeanMetric() for _ in range(3))
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            for metric, weight in zip(self.means, ((), (1.0,), (len(batch[0]),))):
+                metric.update(loss.detach(), *weight)
+            names = ("alike", "given", "counted")
+            self.log_dict(dict(zip(names, self.means)), on_step=False, on_epoch=True)
+            return loss
+
+    for module in assert_parity(Module, loader=lambda: a_loader(3, 13)):
+        metrics = module.trainer.callback_metrics
+        assert metrics["alike"] == metrics["given"] != metrics["counted"]

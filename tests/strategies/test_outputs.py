@@ -1,0 +1,178 @@
+"""What steps return is put together again; every sample is evaluated once; predictions come in the dataset's order."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BasePredictionWriter
+from tiny_runs import Regression, a_loader, assert_close
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+Pair = namedtuple("Pair", "X y")
+
+
+@dataclass
+class Sample:
+    X: Tensor
+    name: Any
+
+
+PREDICTIONS = {
+    "tensor": lambda Z, names: Z,
+    "dict": lambda Z, names: {"Z": Z, "names": names, "none": None},
+    "list of dicts": lambda Z, names: [{"Z": z} for z in Z],
+    "names": lambda Z, names: names,
+    "tuple of names": lambda Z, names: tuple(names),
+    "named tuple": lambda Z, names: Pair(Z, names),
+    "dataclass": lambda Z, names: Sample(Z, names),
+    "array": lambda Z, names: Z.cpu().numpy(),
+    "nothing": lambda Z, names: None,
+    "rows": lambda Z, names: list(Z),
+    "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
+    "tokens": lambda Z, names: Z.reshape(-1),
+}
+
+
+class Writer(BasePredictionWriter):
+    """Keeps what it is to write."""
+
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *at):
+        self.written.append([prediction, indices, batch, *at])
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.written.append([predictions, indices])
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_predictions(trainer_on, kind):
+    """From two loaders, returned and given to a writer."""
+
+    class Predicts(Regression):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return PREDICTIONS[kind](self.net(batch[0]), [f"{x:.2f}" for x in batch[1][:, 0].tolist()])
+
+    def predicted(k):
+        torch.manual_seed(1)
+        writer = Writer()
+        returned = trainer_on(k, callbacks=[writer]).predict(Predicts(), [a_loader(), a_loader(4, 7)])
+        return [returned, writer.written]
+
+    expected = predicted(1)
+    for k in (2, 3):
+        assert_close(predicted(k), expected)
+
+
+def test_predictions_need_not_be_returned(trainer_on):
+    class Predicts(Regression):
+        def predict_step(self, batch, batch_idx):
+            return batch[1]
+
+    assert trainer_on(2).predict(Predicts(), a_loader(), return_predictions=False) is None
+
+
+def test_every_sample_counts_once(trainer_on):
+    class Counts(Regression):
+        def test_step(self, batch, batch_idx):
+            self.log("samples", torch.tensor(float(len(batch[0]))), reduce_fx="sum", on_epoch=True)
+            self.log("index_sum", batch[0].sum(), reduce_fx="sum", on_epoch=True)
+
+        def predict_step(self, batch, batch_idx):
+            return batch[0]
+
+    indices = torch.arange(10_007, dtype=torch.float64)
+    trainer, module, loader = trainer_on(3), Counts(), DataLoader(TensorDataset(indices), 500)
+    [result] = trainer.test(module, loader, verbose=False)
+    assert result == {"samples": 10_007, "index_sum": 10_007 * 10_006 / 2}
+    assert torch.equal(torch.cat(trainer.predict(module, loader)).cpu(), indices)
+
+
+class Watch(Callback):
+    """Keeps every batch and what the step returned."""
+
+    def __init__(self):
+        self.seen = []
+
+    def keep(self, trainer, module, outputs, batch, *_):
+        self.seen.append(copy.deepcopy([outputs, batch]))
+
+    on_train_batch_end = on_validation_batch_end = keep
+
+
+class Talkative(Regression):
+    """Means, counts, samples and tokens in one dict."""
+
+    def outputs(self, batch):
+        X, y = batch
+        Z = self.net(X)
+        return {
+            "loss": F.mse_loss(Z, y), "Z": Z.detach(), "tokens": X.reshape(-1), "count": (y[:, 0] > 0).sum(),
+            "number": int((y[:, 0] > 0).sum()), "mean": float(y.mean()), "names": [f"{x:.2f}" for x in y[:, 0]],
+            "nested": {"pair": (y, X)}, "none": None,
+        }  # fmt: skip
+
+    def training_step(self, batch, batch_idx):
+        return self.outputs(batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self.outputs(batch)
+
+
+@pytest.mark.parametrize("make", [Regression, Talkative])
+def test_callbacks_see_whole_batches_and_outputs(train, make):
+    watches = {k: Watch() for k in (1, 2, 3)}
+    for k, watch in watches.items():
+        train(make, k, callbacks=lambda watch=watch: [watch], val=True)
+    assert len(watches[1].seen) == 2 * 8
+    for k in (2, 3):
+        assert_close(watches[k].seen, watches[1].seen)
+
+
+JOINED = {  # what a step returns of rows (N, 2), and what two shards of two samples and of one become
+    "means": (lambda X: X.mean(), lambda X: X.mean()),
+    "means as numbers": (lambda X: float(X.mean()), lambda X: float(X.mean())),
+    "counts": (lambda X: torch.tensor(len(X)), lambda X: torch.tensor(3)),
+    "counts as numbers": (lambda X: len(X), lambda X: 3),
+    "one shard has it": (lambda X: X[:, 0] if len(X) == 2 else None, lambda X: X[:2, 0]),
+    "the same name": (lambda X: "same", lambda X: "same"),
+    "squeezed": (lambda X: X[:, 0].squeeze(), lambda X: X[:, 0]),
+    "another mapping": (lambda X: MappingProxyType({"a": X}), lambda X: {"a": X}),
+    "arrays": (lambda X: X.cpu().numpy()[:, 0], lambda X: np.array(X[:, 0])),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_how_shards_become_one_result(trainer_on, name):
+    of_shard, of_batch = JOINED[name]
+    X = torch.arange(6, dtype=torch.float64).view(3, 2)
+
+    class Returns(Regression):
+        def predict_step(self, batch, batch_idx):
+            return of_shard(batch[0])
+
+    [found] = trainer_on(2).predict(Returns(), DataLoader(TensorDataset(X), 3))
+    found = dict(found) if isinstance(found, MappingProxyType) else found
+    assert_close(found, of_batch(X))
+
+
+@pytest.mark.parametrize("output", [5.0, "loss", [1.0], {"a": 5}])
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_lightning_refuses_what_a_step_returns(trainer_on, output, num_samples):
+    class Returns(Regression):
+        def training_step(self, batch, batch_idx):
+            return output
+
+    with pytest.raises(MisconfigurationException, match=r"`training_step` (must return|returns a dict)"):
+        trainer_on().fit(Returns(), a_loader(num_samples, num_samples))
