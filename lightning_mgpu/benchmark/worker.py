@@ -11,9 +11,8 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mgpu import models
 from lightning_mgpu.benchmark.parts import Parts, PartsProfiler

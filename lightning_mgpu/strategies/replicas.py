@@ -1,4 +1,4 @@
-"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into the module, as the book's `lenet(X, params)`.
+"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into it, as in the book's `lenet(X, params)`.
 
 A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is a list of such
 dicts, one a layer, with tensors of its own in them. All else in them (hooks, metrics, lists) is the one object it
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
+from lightning_mgpu.strategies.gather import bring_home
 from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.streams import Streams
 
@@ -75,15 +76,20 @@ class Replicas:
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[dict[int, dict[str, Any]]] = []  # what layers of the user's had when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, Any]]]] = [{} for _ in devices]  # what steps have rebound
+        self._lists: list[tuple[list[Any], int]] = []  # of the module, and how long they were when the step began
         self._optimizers: list[Optimizer] = []
         self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._own: list[Any] = []  # what the optimizers have outside of a turn
+        self._own: tuple[Any, Any] = [], []  # what the optimizers' groups and states are outside of a turn
 
     @property
     def parameters(self) -> list[tuple[Tensor, ...]]:
         """For every parameter its copies, one a replica."""
         return [copies.tensors for copies in self.copies.values()]
+
+    def has_own_parameters(self, i: int) -> bool:
+        """Whether replica i shares its parameters with none before it."""
+        return not (self.share and self.devices[i] in self.devices[:i])
 
     def begin(self, *number: int, trains: bool = True, optimizers: Iterable[Optimizer] = ()) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
@@ -110,6 +116,10 @@ class Replicas:
             self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
             self._put.append({n: dict(own) for n, own in enumerate(self._dicts[i]) if _is_users(self._owners[n])})
         self._copies_of, self._optimizers = copies_of, list(optimizers)
+        self._lists = []
+        if len({*self.devices}) > 1:
+            values = [value for owner in self._owners if _is_users(owner) for value in vars(owner).values()]
+            self._lists = [(value, len(value)) for value in values if type(value) is list]
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -126,7 +136,7 @@ class Replicas:
         new = [tensor for key, (_, tensor) in found.items() if key not in known]
         sets = [new]
         for i, device in enumerate(self.devices[1:], start=1):
-            if self.share and kind == "_parameters" and device in self.devices[:i]:  # aliases of another replica's
+            if kind == "_parameters" and not self.has_own_parameters(i):  # aliases of another replica's
                 others = sets[self.devices.index(device)]
                 sets.append([_like(other, other.detach()) for other in others])
             else:
@@ -186,6 +196,8 @@ class Replicas:
 
         A replica that was not active goes on with what the first one has.
         """
+        for collected, length in self._lists:  # `self.outputs.append(...)`
+            collected[length:] = [bring_home(item, self.devices[0]) for item in collected[length:]]
         for i in active:
             for n, put in self._put[i].items():
                 owner, own = self._owners[n], self._dicts[i][n]
