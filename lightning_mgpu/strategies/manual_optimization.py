@@ -7,7 +7,7 @@ these. What replicas meet for is done once, by the first replica's optimizer, an
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.recording import attributes
 
-if TYPE_CHECKING:
-    from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
+Strategy = Any  # a TrainBatchStrategy, which imports this file
 
 
 @contextmanager
-def meetings(strategy: "TrainBatchStrategy", optimizers: Iterable[Optimizer]) -> Iterator[None]:
+def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside the block replicas meet where they step an optimizer or a scheduler; the Trainer counts a step once."""
     own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each)) for each in optimizers]
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
@@ -33,7 +32,7 @@ def meetings(strategy: "TrainBatchStrategy", optimizers: Iterable[Optimizer]) ->
         yield
 
 
-def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
+def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
     """Evaluate this replica's closure, and meet for one step; returns the whole batch's loss.
 
     Raises:
@@ -59,7 +58,7 @@ def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: 
     return strategy.lockstep.meet(("step", id(optimizer)), loss, step_once)
 
 
-def _met_step(strategy: "TrainBatchStrategy", optimizer: Optimizer) -> Callable[..., Any]:
+def _met_step(strategy: Strategy, optimizer: Optimizer) -> Callable[..., Any]:
     """The `step` of an optimizer for replicas, who may call torch's own."""
     step, own = optimizer.step, vars(optimizer).get("step")
 
@@ -75,7 +74,7 @@ def _met_step(strategy: "TrainBatchStrategy", optimizer: Optimizer) -> Callable[
     return met_step
 
 
-def _met_schedule(strategy: "TrainBatchStrategy", scheduler: Any) -> Callable[..., Any]:
+def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
     """The `step` of a scheduler for replicas. It gets the whole batch's loss where it is given one."""
     step = getattr(scheduler, "step", None)
 
@@ -92,11 +91,11 @@ def _met_schedule(strategy: "TrainBatchStrategy", scheduler: Any) -> Callable[..
     return schedule
 
 
-def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: "TrainBatchStrategy") -> Any:
+def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: Strategy) -> Any:
     if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
         return parts[0]
     return gather(parts, sizes, strategy.devices[0])
 
 
-def _in_first(strategy: "TrainBatchStrategy", function: Callable[[], Any]) -> Callable[[], Any]:
+def _in_first(strategy: Strategy, function: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: function() if strategy.replicas.current == 0 else None
