@@ -24,7 +24,7 @@ from lightning_mgpu.errors import UsageError
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
 QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
-LIMITS = {"copy": "grey", "read-modify-write": "black"}  # of what memory can do, and their colours: dashed
+LIMITS = {"copy": "silver", "read-modify-write": "black"}  # of what memory can do, and their colours: dashed
 DISTRIBUTED = "torch.distributed"
 
 Row = dict[str, Any]
