@@ -20,7 +20,7 @@ from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.promises import NO_OPTION, Kind, Promise
 
 Spec = tuple[str, dict[str, Any]]
-"""A case, and kinds it takes as further arguments."""
+"""A case, and the fields of kinds that it takes as further arguments."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +72,8 @@ def test_checkpoints_of_every_strategy_go_on_under_every_other(tmp_path: Path) -
     uninterrupted, *_ = [run_cases(kind, [("save", {})], tmp_path)[0].value for kind in kinds]
     assert uninterrupted["scaler"]["scale"] > 2**16  # it has grown
     for after in kinds:
-        for before, seen in zip(kinds, run_cases(after, [("resume", {"before": kind}) for kind in kinds], tmp_path)):
+        cases: list[Any] = [("resume", {"before": astuple(kind)}) for kind in kinds]
+        for before, seen in zip(kinds, run_cases(after, cases, tmp_path)):
             assert not (seen.error or EXACT(seen.value, uninterrupted)), (before, after)
 
 
