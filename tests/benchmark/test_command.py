@@ -37,7 +37,8 @@ def test_the_loops_by_hand_train_alike(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "devices"), [("loop", 1), ("book", 2), ("auto", 1), ("dp", 2), ("manual_allreduce", 2), (BY_PATH, 2)]
+    ("engine", "devices"),
+    [("loop", 1), ("auto", 1), *((name, 2) for name in ("book", "dp", "manual_allreduce_foreach", BY_PATH))],
 )
 def test_a_measurement(engine: str, devices: int) -> None:
     configuration = Configuration(engine, devices=devices, batch_size=8)
@@ -46,7 +47,7 @@ def test_a_measurement(engine: str, devices: int) -> None:
     found: Any = measure(configuration, data, 2)
     assert list(found["parts"]) == list(PARTS) and found["step"] > 0 and found["memory"] > 2**20
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
-    assert (found["parts"]["allreduce"] > 0) == (engine in ("book", "manual_allreduce", BY_PATH))
+    assert (found["parts"]["allreduce"] > 0) == (engine in ("book", "manual_allreduce_foreach", BY_PATH))
 
 
 def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:

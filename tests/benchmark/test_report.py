@@ -82,9 +82,9 @@ def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:
 
 def test_ratios_and_differences_are_taken_within_a_repeat() -> None:
     """A machine that is three times slower in the second repeat changes nothing."""
-    fast, slow = result("dp", [0.1, 0.3, 0.1]), result("ddp", [0.2, 0.6, None])
+    fast, slow = result("dp", [0.1, 0.3, 0.1, 0.1]), result("ddp", [0.2, 0.6, None, 0.9])
     assert over_repeats(ratio, fast, slow) == pytest.approx(2)
-    assert over_repeats(ratio, fast, result("ddp", [None] * 3)) is None and over_repeats(ratio, fast, None) is None
+    assert over_repeats(ratio, fast, result("ddp", [None] * 4)) is None and over_repeats(ratio, fast, None) is None
     assert over_repeats(ratio, result("dp", [0.2, 0.6], batch_size=512), slow) == pytest.approx(2)  # samples, not steps
     results = [result("auto", [0.15, 0.45], 1), result("book", [0.05, 0.25]), fast, slow]
     [row] = cells(results, "dp")
