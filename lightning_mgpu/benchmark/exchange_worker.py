@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
@@ -59,6 +58,8 @@ def time_in_turns(
 
     Every round starts with another call, as a call finds the caches as the one before has left them.
     """
+    from torch.utils.benchmark import Timer  # which says that there is no CUDA: only where it is needed
+
     names, times = list(calls), {name: list[float]() for name in calls}
     for call in calls.values():
         call()  # compiles, allocates

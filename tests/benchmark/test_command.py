@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_mgpu.benchmark import cli, worker
 from lightning_mgpu.benchmark.parts import PARTS, Parts
@@ -48,6 +49,17 @@ def test_a_measurement(engine: str, devices: int) -> None:
     assert list(found["parts"]) == list(PARTS) and found["step"] > 0 and found["memory"] > 2**20
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
     assert (found["parts"]["allreduce"] > 0) == (engine in ("book", "manual_allreduce_foreach", BY_PATH))
+
+
+def test_replicas_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replicas(SingleDeviceStrategy):
+        def __init__(self, replicas: int) -> None:
+            super().__init__()
+            self.given = replicas
+
+    monkeypatch.setattr(worker, "find_strategy", lambda name: (Replicas, {}))
+    strategy: Any = worker.make_strategy(Configuration("mine", devices=1, replicas=4), Parts())
+    assert strategy.given == 4
 
 
 def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:
