@@ -1,8 +1,8 @@
 """The allreduce functions alone, over sizes and on the gradients of models, beside what memory can do and gloo or NCCL.
 
-The functions take turns in one process. A compiled one has a process of its own, because `torch.compile` leaves threads
-behind that slow down every other function; so has one of your own. The processes take turns, too, and ratios are taken
-within a turn. `flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
+The functions take turns in one process. A compiled one has a process of its own, because its OpenMP threads slow down
+the functions after it; so has one of your own. The processes take turns, too, and ratios are taken within a turn. `flat`
+is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
 """
 
 import json
@@ -74,7 +74,8 @@ def measure_exchange(
     for repeat, (k, group) in interleaved([(k, group) for k in ks for group in groups], repeats):
         print(f"allreduce alone, repeat {repeat + 1} of {repeats}: k = {k}, {', '.join(group)}", flush=True)
         own = {case: shapes for case, shapes in cases.items() if len(shapes) == 1 or group != [DISTRIBUTED]}
-        order = {"names": group, "k": k, "cases": own, "seconds": seconds, "accelerator": accelerator}
+        kind = "cpu" if group == [DISTRIBUTED] and torch.cuda.device_count() < k else accelerator  # NCCL needs k GPUs
+        order = {"names": group, "k": k, "cases": own, "seconds": seconds, "accelerator": kind}
         try:
             for found in _run(order, timeout=120 + 10 * seconds * len(group) * len(cases)):
                 for name, time in found["times"].items():
