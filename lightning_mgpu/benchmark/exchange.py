@@ -1,8 +1,8 @@
 """The allreduce functions alone, over sizes and on the gradients of models, beside what memory can do and gloo or NCCL.
 
 The functions take turns in one process. A compiled one has a process of its own, because its OpenMP threads slow down
-the functions after it; so has one of your own. The processes take turns, too, and ratios are taken within a turn. `flat`
-is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
+the functions after it; so has one of your own. The processes take turns, too. Ratios are taken within a turn.
+`flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
 """
 
 import json
