@@ -87,7 +87,4 @@ class EpochTimer(Callback):
 
 def num_samples(batch: Any) -> float:
     """The size Lightning would take a batch to have, without its warning of others in it; NaN where it finds none."""
-    try:
-        return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)
-    except RecursionError:  # items that hold themselves
-        return math.nan
+    return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)
