@@ -52,19 +52,17 @@ class RunHeader(Callback):
         """The header's lines by label."""
         facts = run_facts(trainer, pl_module, self.is_global)
         num_lazy = sum(map(is_lazy, pl_module.parameters()))
-        size = f"{facts['num_parameters']:,} parameters"
-        size += f" and {num_lazy} lazy ones of unknown size" if num_lazy else ""
-        lines = {
-            "model": f"{facts['model_class']}, {size}, precision {trainer.precision}",
-            "strategy": f"{facts['strategy']} on {facts['devices']}",
-        }
+        lazy = f" and {num_lazy} lazy ones of unknown size" if num_lazy else ""
+        size = f"{facts['num_parameters']:,} parameters{lazy}"
+        lines = {"model": f"{facts['model_class']}, {size}, precision {trainer.precision}"}
+        lines["strategy"] = f"{facts['strategy']} on {facts['devices']}"
         if "global_batch_size" in facts:
             lines["batch"] = f"{facts['global_batch_size']} global, {facts['per_device_batch_size']} per device"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
-            found = {stage: getattr(data, f"{stage}_indices", None) for stage in ("train", "val", "test")}
-            sizes = ", ".join(f"{len(indices):,} {stage}" for stage, indices in found.items() if indices is not None)
-            origin = getattr(data, "origin", "")
-            lines["data"] = "; ".join(part for part in (f"{type(data).__name__} {sizes}".strip(), origin) if part)
+            stages = [stage for stage in ("train", "val", "test") if hasattr(data, f"{stage}_indices")]
+            sizes = ", ".join(f"{len(getattr(data, f'{stage}_indices')):,} {stage}" for stage in stages)
+            parts = (f"{type(data).__name__} {sizes}".strip(), getattr(data, "origin", ""))
+            lines["data"] = "; ".join(filter(None, parts))
         if directory := run_directory(trainer):
             lines["run"] = str(directory)
         return lines
@@ -96,11 +94,7 @@ class EpochLines(ProgressBar):
 
 
 class LossBar(RichProgressBar):
-    """Lightning's bar with the `loss` last logged; the epochs' lines stay above it.
-
-    Only logged values are shown: of `self.log(prog_bar=True)` in a step the bar would make every step wait for the
-    device.
-    """
+    """Lightning's bar with the `loss` last logged, so no step waits for it; the epochs' lines stay above the bar."""
 
     def __init__(self) -> None:
         super().__init__()

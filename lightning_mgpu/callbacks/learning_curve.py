@@ -58,7 +58,7 @@ class LearningCurve(Callback):
         names = {False: "training", True: "test" if on_test_set else "validation"}
         last = max(trainer.max_epochs or 0, *(points[-1][0] for points in self.points.values()), 2)
         for what, axes in zip(measured, figure.subplots(1, len(measured), squeeze=False)[0]):
-            axes.set(xlabel="epoch", ylabel=what, xlim=(1, last))
+            axes.set(xlabel="epoch", ylabel={"acc": "accuracy"}.get(what, what), xlim=(1, last))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.4)
             for name in (name for name, (of, _) in found.items() if of == what):

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from typing import NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
@@ -54,13 +53,14 @@ class LearningRateSearch(LearningRateFinder):
         super().on_fit_start(trainer, pl_module)
         if self.optimal_lr is not None:  # fast_dev_run has none
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
-            lr, why = suggestion(rates, losses)
+            lr = suggestion(rates, losses)
             save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
+            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            if lr is not None:
+                found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
-                print(f"lr_find:  {why}; all losses: {run_directory(trainer)}/lr_find.png")
-                if lr is not None:
-                    print(f"          use it with --model.optimizer.lr={lr:.3g}", flush=True)
-        end_run()
+                print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
+        raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
 
 def smoothed(averages: list[float]) -> list[float]:
@@ -72,34 +72,29 @@ def smoothed(averages: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def suggestion(rates: list[float], losses: list[float]) -> tuple[float | None, str]:
-    """The rate where the loss falls fastest, in steps of the rate's logarithm, and what to say of it.
-
-    There is none where the loss hardly falls before it explodes, or has its lowest value at the first rates.
-    """
+def suggestion(rates: list[float], losses: list[float]) -> float | None:
+    """The rate where the loss falls fastest on a log axis; `None` where it hardly falls before it explodes."""
     end = next((i for i, loss in enumerate(losses) if not loss < SANE * losses[0]), len(losses))  # NaN is not less
     lowest = min(range(end), key=losses.__getitem__, default=0)
     if end < 3 or losses[lowest] > FALLS * losses[0]:
-        seen = f"from {losses[0]:.4g} to {losses[lowest]:.4g}" if end else "before it explodes"
-        return None, f"no suggestion, the loss hardly falls ({seen}): try more num_training_steps or other weights"
-    half = max(1, lowest // 5)  # a slope over fewer steps would be noise's; rates are evenly spaced on a log axis
+        return None
+    half = max(1, lowest // 5)  # a slope over fewer steps would be noise's
     slopes = [losses[i + half] - losses[i - half] for i in range(half, lowest - half + 1)] or [0.0]
-    steepest = half + slopes.index(min(slopes))
-    return rates[steepest], f"{rates[steepest]:.3g}, where the loss falls fastest"
+    return rates[half + slopes.index(min(slopes))]
 
 
 def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
+    """Losses by rate; the axis is that of the sane ones."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
     axes.plot(rates, losses)
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if finite:
+    axes.grid(alpha=0.4)
+    if finite := [loss for loss in losses if math.isfinite(loss)]:
         margin = 0.05 * abs(finite[0])
         axes.set_ylim(min(finite) - margin, min(max(finite), SANE * finite[0]) + margin)
     if lr is not None:
         axes.plot([lr], [losses[rates.index(lr)]], "o", color="C1", markersize=10, label=f"{lr:.3g}")
         axes.legend()
-    axes.grid(alpha=0.4)
     return figure
 
 
@@ -141,17 +136,12 @@ class BatchSizeSearch(BatchSizeFinder):
             limit = "the largest tried, nothing ran out of memory" if size >= largest else "twice as many do not fit"
             print(f"batch_find: {size} global, {per_device(size, shares)} per device; {limit}")
             print(f"          use it with --data.batch_size={size}", flush=True)
-        end_run()
+        raise _TunerExitException
 
 
 def is_search(callbacks: list[Callback]) -> bool:
     """Whether a run searches for a setting, and trains nothing."""
     return any(isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks)
-
-
-def end_run() -> NoReturn:
-    """Leave `Trainer.fit` in good order, as Lightning's Tuner does."""
-    raise _TunerExitException
 
 
 def _show_header(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -162,7 +162,8 @@ class Sweep:
             tracking = [f"--wandb.group={self.dir.name}", f"--wandb.name={self.dir.name}_{trial.number:03}"]
             is_trial = [] if TRIAL in self.fit else [TRIAL]  # a command for W&B's agent has it
             arguments = [*tracking, *self.fit, *given, f"--run_dir={run_dir}", *is_trial]
-        watched = Watched(trial, run_dir, self.plan.metric)
+        before = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values  # of an interrupted trial
+        watched = Watched(trial, run_dir, self.plan.metric, num_reported=len(before))
         status = run(arguments, log, watched.is_hopeless)
         Path(log.name).write_text(output := redact(Path(log.name).read_text(errors="replace")))
         values = metric_values(run_dir, self.plan.metric)
@@ -210,9 +211,8 @@ class Sweep:
 class Watched:
     """Tells Optuna's pruner about a trial while it runs."""
 
-    def __init__(self, trial: Trial, run_dir: Path, metric: str) -> None:
-        self.trial, self.run_dir, self.metric = trial, run_dir, metric
-        self.num_reported = 0
+    def __init__(self, trial: Trial, run_dir: Path, metric: str, num_reported: int) -> None:
+        self.trial, self.run_dir, self.metric, self.num_reported = trial, run_dir, metric, num_reported
         self.is_pruned = False
 
     def is_hopeless(self) -> bool:

@@ -50,7 +50,7 @@ def test_curve_is_redrawn_every_epoch(
     found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
     assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}  # values of their own epochs
     both = ["training", label]
-    assert panels(curve, trainer) == {"loss": both, "acc": both}
+    assert panels(curve, trainer) == {"loss": both, "accuracy": both}
     again = LearningCurve()
     again.load_state_dict(curve.state_dict())
     assert again.points == curve.points
