@@ -41,6 +41,7 @@ def test_a_killed_sweep_goes_on_and_failures_end_nothing(command: Any, tmp_path:
     while not (sweep_dir / "trial_000/checkpoints/last.ckpt").exists():
         assert first.poll() is None, first.communicate()
     first.kill()  # with kill -9, which leaves the trial's process alone
+    first.wait()
     with (sweep_dir / "trial_000.log").open() as log:
         with pytest.raises(BlockingIOError):  # so nobody takes the trial over
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
