@@ -162,13 +162,14 @@ class Gradients:
                     other.grad = gradient.to(other.device, copy=True)
                     self._mark((original, *others))
 
-    def check_owned(self) -> None:
-        """Compare the gradients that replicas have edited themselves, or computed.
+    def check_owned(self, active: Sequence[int]) -> None:
+        """Compare the gradients that active replicas have edited themselves, or computed.
 
         Raises:
             RuntimeError: If they differ.
         """
-        for first, *others in self.replicas.parameters:
+        for copies in self.replicas.parameters:
+            first, *others = (copies[i] for i in active)
             for other in others:
                 if not (self._is_changed(first) or self._is_changed(other)):
                     continue

@@ -41,7 +41,7 @@ def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: C
     loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
 
     def step_once(losses: dict[int, Any]) -> Any:
-        strategy.gradients.check_owned()
+        strategy.gradients.check_owned(list(losses))
         whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
         evaluations = iter((whole,))
 

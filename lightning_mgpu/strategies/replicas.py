@@ -75,10 +75,11 @@ class Replicas:
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[dict[int, dict[str, Any]]] = []  # what layers of the user's had when the step began
-        self._kept: list[dict[nn.Module, dict[str, tuple[Any, Any]]]] = [{} for _ in devices]  # what steps have rebound
+        self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
         self._lists: list[tuple[list[Any], int]] = []  # of the module, and how long they were when the step began
         self._optimizers: list[Optimizer] = []
         self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
+        self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
         self._own: tuple[Any, Any] = [], []  # what the optimizers' groups and states are outside of a turn
 
@@ -115,7 +116,7 @@ class Replicas:
         for i in range(1, len(self.devices)):
             self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
             self._put.append({n: dict(own) for n, own in enumerate(self._dicts[i]) if _is_users(self._owners[n])})
-        self._copies_of, self._optimizers = copies_of, list(optimizers)
+        self._copies_of, self._optimizers, self._states = copies_of, list(optimizers), {}
         self._lists = []
         if len({*self.devices}) > 1:
             values = [value for owner in self._owners if _is_users(owner) for value in vars(owner).values()]
@@ -178,10 +179,10 @@ class Replicas:
             if self.devices[i] != self.devices[0]:
                 own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
             kept = self._kept[i].get(owner, {})
-            for name, (value, base) in list(kept.items()):
-                if owner.__dict__.get(name, MISSING) is base:
+            for name, (value, base, versions) in list(kept.items()):
+                if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
                     own[name] = value
-                else:  # a hook has set another
+                else:  # a hook has set another, or has edited the first one's
                     del kept[name]
         return own
 
@@ -204,7 +205,7 @@ class Replicas:
                 for name, value in own.items():
                     if value is not put.get(name, MISSING) and name not in TENSORS:
                         base = owner.__dict__.get(name, MISSING)
-                        self._kept[i].setdefault(owner, {})[name] = value, base
+                        self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
@@ -253,8 +254,10 @@ class Replicas:
             group.update(settings)
             group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
         for optimizer in self._optimizers:
-            items = list(optimizer.state.items())
-            optimizer.state = defaultdict(dict, {self._copies_of.get(id(p), {i: p})[i]: own for p, own in items})
+            if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
+                own = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in optimizer.state.items()}
+                self._states[i, optimizer] = defaultdict(dict, own)
+            optimizer.state = self._states[i, optimizer]
 
     def _leave(self, i: int) -> None:
         if i == 0:
@@ -311,6 +314,12 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return values
     return nn.Parameter(values, tensor.requires_grad)
+
+
+def _versions(value: Any) -> list[int]:
+    """How often a tensor, or each in a tuple, was edited in place."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def _is_users(owner: nn.Module) -> bool:
