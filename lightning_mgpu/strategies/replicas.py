@@ -25,6 +25,7 @@ from lightning_mgpu.strategies.streams import Streams
 
 SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
+PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
 
 
@@ -172,7 +173,7 @@ class Replicas:
             if own[kind]:
                 own[kind] = {name: None if t is None else copies_of[id(t)][i] for name, t in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [copies_of[id(weight)][i] for weight in own["_flat_weights"]]
+            own["_flat_weights"] = [copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
         if _is_users(owner):
@@ -193,9 +194,9 @@ class Replicas:
         return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
 
     def end(self, active: Iterable[int]) -> None:
-        """A step is over: what it has rebound in a replica is the replica's until a hook rebinds it.
+        """A step is over: a tensor or an object that it has rebound in a replica is the replica's own from now on.
 
-        A replica that was not active goes on with what the first one has.
+        A hook that rebinds it does so for all. A replica that was not active goes on with what the first one has.
         """
         for collected, length in self._lists:  # `self.outputs.append(...)`
             collected[length:] = [bring_home(item, self.devices[0]) for item in collected[length:]]
@@ -203,7 +204,7 @@ class Replicas:
             for n, put in self._put[i].items():
                 owner, own = self._owners[n], self._dicts[i][n]
                 for name, value in own.items():
-                    if value is not put.get(name, MISSING) and name not in TENSORS:
+                    if value is not put.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
                         base = owner.__dict__.get(name, MISSING)
                         self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
 

@@ -208,6 +208,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         sizes = self._sizes(batch)
         self.sizes = {i: size for i, size in enumerate(sizes) if size}
         self.gradients.are_owned = trains and not module.automatic_optimization
+        self.own_updates &= not self.gradients.are_owned  # until an optimizer steps
         self.gradients.is_edited = self.updates.may_edit()
         replicas.is_stale |= self.gradients.is_edited
         is_computed = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
@@ -229,8 +230,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
-            if trains and len(self.sizes) < len(sizes):
-                replicas.copy_parameters()  # a step may have edited weights
+            if self.gradients.are_owned or (trains and len(self.sizes) < len(sizes)):  # a step may have edited weights
+                replicas.is_stale |= not self.own_updates or len(self.sizes) < len(sizes)
+                replicas.follow()
         if trains and self._auto_split is not None and not self._auto_split.is_done:
             self.shares = self._auto_split.end_step(self.shares)
         return outputs
