@@ -12,6 +12,7 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.recording import attributes
@@ -30,6 +31,28 @@ def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[No
             own.append((wrapper, name, _in_first(strategy, getattr(wrapper, name))))
     with attributes(own):
         yield
+
+
+@contextmanager
+def only_own_parameters(strategy: Strategy) -> Iterator[None]:
+    """Refuse an optimizer that is not among those of `configure_optimizers`: every replica would step the first one.
+
+    Raises:
+        RuntimeError: When it steps.
+    """
+    first = {id(tensors[0]) for tensors in strategy.replicas.parameters}
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if strategy.replicas.current and any(id(param) in first for param in params):
+            own = type(optimizer).__name__
+            raise RuntimeError(f"{own} steps in training_step, but configure_optimizers has not returned it: let it.")
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:

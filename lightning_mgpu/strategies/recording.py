@@ -177,8 +177,8 @@ class Recorder:
 
     def _batch_size(self, name: str, given: list[int], sizes: list[int]) -> tuple[list[int], int]:
         """The weights of the shards, and the whole batch's `batch_size`: a count adds up, a constant stays."""
-        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0]:
-            self._is_constant[name] = len({*given}) == 1
+        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == sum(sizes):
+            self._is_constant[name] = len({*given}) == 1  # else it may be either: shards of one size
         is_constant = self._is_constant.get(name, False)
         return (sizes, given[0]) if is_constant else (given, sum(given))
 

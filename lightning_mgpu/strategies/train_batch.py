@@ -33,7 +33,7 @@ from lightning_mgpu.strategies import split_batch as batches
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings
+from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings, only_own_parameters
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
@@ -226,6 +226,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, trains=trains, optimizers=optimizers)
             if trains:
                 self.gradients.follow()
+            if trains:
+                stack.enter_context(only_own_parameters(self))
             outputs = self._take_turns(step, optimizers)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
