@@ -5,8 +5,8 @@
 
 | file          | what is in it                                                                |
 | ------------- | ---------------------------------------------------------------------------- |
-| `promises.py` | what a promise is, how it is judged, and why a strategy may not keep it      |
-| `cases.py`    | the promises, each with the small runs of a Trainer that show it             |
+| `promises.py` | what a promise is, and how it is judged                                      |
+| `cases.py`    | the promises, the runs of a Trainer that show them, and who cannot keep them |
 | `probe.py`    | the module, the data and the callbacks of these runs                         |
 | `check.py`    | runs the cases in a process of their own (`worker.py`), and judges           |
 | `__main__.py` | the command, and the table of docs/strategies.md                             |

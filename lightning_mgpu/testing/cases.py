@@ -130,11 +130,11 @@ def predictions(kind: Kind, directory: Path) -> Any:
     return torch.cat([part.cpu() for part in returned]).tolist()  # type: ignore[misc, union-attr]
 
 
-def save(kind: Kind, directory: Path, path: Path | None = None, ckpt_path: Path | None = None) -> Any:
+def save(kind: Kind, directory: Path, ckpt_path: Path | None = None) -> Any:
     """Trains for three epochs, with a GradScaler, and leaves a checkpoint from the middle of the second one behind."""
     seed_everything(1 if ckpt_path is None else 2, verbose=False)  # what is not restored shows
     module, plugins = Probe(configure=adamw_one_cycle), _scaling(kind)
-    path = path or checkpoint_of(kind, directory)
+    path = checkpoint_of(kind, directory)
     callbacks = [SavesAtStep(path)] if ckpt_path is None else []
     trainer = trainer_for(kind, max_epochs=3, plugins=plugins, callbacks=callbacks)
     trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
@@ -205,71 +205,47 @@ def _is_torchs(thread: threading.Thread) -> bool:
     return thread.name.startswith(("pin_memory", "Dummy", "Thread-autograd"))
 
 
+WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
+LOGGED = logged("loss_step", "loss_epoch")
+LOGGED_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
+
 PROMISES = {
     "parameters": Promise("parameters after training are those of one device", trains()),
-    "uneven": Promise(
-        "... with batches that do not divide evenly",
-        trains(data=UNEVEN),
-        cannot={"ddp": "the means of the processes are averaged with equal weights"},
-    ),
-    "small": Promise(
-        "... with a batch smaller than the number of devices",
-        trains(data=SMALL),
-        cannot={"ddp": "a process cannot go without samples: a clear error"},
-    ),
+    "uneven": Promise("... with batches that do not divide evenly", trains(data=UNEVEN)),
+    "small": Promise("... with a batch smaller than the number of devices", trains(data=SMALL)),
     "clipping": Promise("... with gradients clipped, by norm and by value", clipping),
     "accumulation": Promise("... with gradients accumulated over batches", trains(accumulate_grad_batches=3)),
-    "schedulers": Promise(
-        "... with AdamW and a scheduler stepped every batch", trains(lambda: Probe(configure=adamw_one_cycle))
-    ),
-    "manual": Promise(
-        "... with two optimizers in manual optimization",
-        trains(TwoOptimizers),
-        cannot={"ddp": "parameters outside a loss need `ddp_find_unused_parameters_true`"},
-    ),
+    "schedulers": Promise("... with AdamW and a scheduler stepped every batch", WITH_ADAMW),
+    "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
     "scaler": Promise("... with a GradScaler", scaler),
-    "sync_batchnorm": Promise(
-        "... with BatchNorm and `sync_batchnorm=True`",
-        sync_batchnorm,
-        cannot={"ddp": "torch's SyncBatchNorm needs GPUs"},
-    ),
-    "batchnorm": Promise(
-        "... with BatchNorm as it is",
-        trains(_with_batch_norm),
-        cannot={"*": "BatchNorm normalises each device's shard by itself"},
-    ),
+    "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", sync_batchnorm),
+    "batchnorm": Promise("... with BatchNorm as it is", trains(_with_batch_norm)),
     "bf16": Promise("bf16 autocast reaches every replica", bf16, close(0.02)),
-    "replicas": Promise(
-        "replicas are bit-identical after every step",
-        replicas,
-        cannot={"dp": "one set of parameters is updated, and copied when the next step begins"},
-    ),
+    "replicas": Promise("replicas are bit-identical after every step", replicas),
     "gradients": Promise("callbacks see the reduced gradient", gradients),
-    "logging": Promise(
-        "logged values are those of one device, in every step", logged("loss_step", "loss_epoch"), LOOSE
-    ),
-    "logging_uneven": Promise(
-        "... with batches that do not divide evenly",
-        logged("loss_step", "loss_epoch", data=UNEVEN),
-        LOOSE,
-        {"ddp": "logged values are averaged so as well"},
-    ),
+    "logging": Promise("logged values are those of one device, in every step", LOGGED, LOOSE),
+    "logging_uneven": Promise("... with batches that do not divide evenly", LOGGED_UNEVEN, LOOSE),
     "metrics": Promise("torchmetrics objects have the value of one device", logged("error"), LOOSE),
     "evaluation": Promise("every test sample counts once (10,007)", evaluation, LOOSE),
-    "predictions": Promise(
-        "`predict` returns all samples in dataset order",
-        predictions,
-        cannot={"ddp": "every process returns its share; the `predict` subcommand puts them together"},
-    ),
+    "predictions": Promise("`predict` returns all samples in dataset order", predictions),
     "save": Promise("checkpoints have the module's own keys", save),
     "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume),
     "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, same_bits),
     "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, same_bits),
     "error": Promise("an error in one replica ends the run with it", error, ended),
-    "cleanup": Promise(
-        "nothing is left behind: threads, processes, settings",
-        cleanup,
-        cannot={"ddp": "Lightning's launcher watches its processes from a thread until the script ends"},
-    ),
+    "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup),
 }
 """By name, in the order of the table."""
+
+CANNOT = {
+    ("ddp", "uneven"): "the means of the processes are averaged with equal weights",
+    ("ddp", "small"): "a process cannot go without samples: a clear error",
+    ("ddp", "manual"): "parameters outside a loss need `ddp_find_unused_parameters_true`",
+    ("ddp", "sync_batchnorm"): "torch's SyncBatchNorm needs GPUs",
+    ("ddp", "logging_uneven"): "logged values are averaged so as well",
+    ("ddp", "predictions"): "every process returns its share; the `predict` subcommand puts them together",
+    ("ddp", "cleanup"): "Lightning's launcher watches its processes from a thread until the script ends",
+    ("dp", "replicas"): "one set of parameters is updated, and copied when the next step begins",
+    ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
+}
+"""By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""

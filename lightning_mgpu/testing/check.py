@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.testing.cases import PROMISES
+from lightning_mgpu.testing.cases import CANNOT, PROMISES
 from lightning_mgpu.testing.promises import NO_OPTION, Kind, Promise
 
 Spec = tuple[str, dict[str, Any]]
@@ -76,7 +76,7 @@ def check_strategy(
     found = run_cases(Kind(strategy, devices, accelerator), [(name, {}) for name in chosen], directory, timeout)
     for (name, promise), seen in zip(chosen.items(), found):
         wrong = _wrong(name, promise, seen, expected)
-        reason = promise.cannot.get(strategy, promise.cannot.get("*", "")) if devices > 1 else ""
+        reason = CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
         yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
 
 

@@ -53,7 +53,7 @@ def adamw_one_cycle(module: nn.Module) -> Any:
 
 
 class Probe(LightningModule):
-    """An MLP, or the net given, fitted to `Samples`; `configure` is what `configure_optimizers` does."""
+    """An MLP, or the net given, fitted to `samples`; `configure` is what `configure_optimizers` does."""
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What a promise is: a statement, the runs that show it, how they are judged, and who cannot keep it by its nature."""
+"""What a promise is: a statement, the runs that show it, and how they are judged; and what it is tried under."""
 
 import inspect
 import pydoc
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,10 +107,8 @@ class Promise:
     Args:
         case: Runs a Trainer, and returns what it has seen.
         judge: Compares what was seen with what one device saw.
-        cannot: By strategy, or for all under `*`: why it cannot keep the promise on several devices.
     """
 
     statement: str
     case: Case
     judge: Judge = EXACT
-    cannot: Mapping[str, str] = field(default_factory=dict)
