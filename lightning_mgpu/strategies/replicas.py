@@ -256,7 +256,8 @@ class Replicas:
             group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
         for optimizer in self._optimizers:
             if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
-                own = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in optimizer.state.items()}
+                states: list[tuple[Any, Any]] = list(optimizer.state.items())
+                own = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in states}
                 self._states[i, optimizer] = defaultdict(dict, own)
             optimizer.state = self._states[i, optimizer]
 
