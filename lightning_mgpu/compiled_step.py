@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 OPTION = "--fast.compile_optimizer=true"
 MOST_COMPILATIONS = 5  # a setting may change now and then, and layers may be unfrozen

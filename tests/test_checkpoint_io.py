@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from lightning_mgpu.checkpoint_io import AtomicCheckpointIO, keep_previous, read_checkpoint
 from lightning_mgpu.errors import UsageError
 

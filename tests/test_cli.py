@@ -9,12 +9,12 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import Strategy
-
-from lightning_mgpu import __version__
 from lightning_mgpu.checks import check_given, check_secrets
-from lightning_mgpu.cli import CONFIGS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.explain import class_names, did_you_mean, explain
+
+from lightning_mgpu import __version__
+from lightning_mgpu.cli import CONFIGS
 
 CPU = "--trainer.accelerator=cpu"
 

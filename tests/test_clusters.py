@@ -18,7 +18,6 @@ from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from lightning_mgpu.arguments import CONFIGS
 from lightning_mgpu.clusters import follow_launcher
 from lightning_mgpu.errors import UsageError

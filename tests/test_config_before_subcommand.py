@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from lightning_mgpu.arguments import with_subcommand_first
 
 FIT = {

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning_mgpu.errors import UsageError
 from torch import Tensor, nn
 
 from lightning_mgpu import export
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet, ResNet18
 
 ONNX = pytest.mark.skipif(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from lightning_mgpu.files import final_name, replace_text, replacing
 
 

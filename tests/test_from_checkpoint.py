@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
 from lightning_mgpu.checkpoint_io import KEY
 from lightning_mgpu.from_checkpoint import disagreements, saved_config, scaled_by
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-
 from lightning_mgpu.errors import UsageError
 
 JARGON = ("Traceback", "Parser key", "Namespace", "NestedArg", "Subtypes", "usage:", "`")

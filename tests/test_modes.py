@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning_mgpu.errors import UsageError
 from torch import Tensor
 
 from lightning_mgpu.callbacks import BatchSizeSearch
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 
 CPU = "--trainer.accelerator=cpu"

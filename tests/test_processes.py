@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_mgpu.processes import run_in_group
 
 from lightning_mgpu import processes
-from lightning_mgpu.processes import run_in_group
 
 
 def test_ctrl_c_ends_a_process_that_does_not_stop_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

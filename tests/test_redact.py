@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from lightning_mgpu.errors import in_one_line
 from lightning_mgpu.redact import redact, redact_arguments, redact_values
 

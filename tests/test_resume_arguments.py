@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.resume import choose_checkpoint, find_run, how_to_resume
 

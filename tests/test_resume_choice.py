@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lightning_mgpu.checkpoint_io import AtomicCheckpointIO
 from lightning_mgpu.resume import changes, choose_checkpoint, claim, find_run, with_resumed_run
 

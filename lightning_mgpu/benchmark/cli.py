@@ -39,12 +39,12 @@ from lightning_mgpu.benchmark.report import plot, to_markdown
 from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expected_seconds, machine, run_plan
 from lightning_mgpu.benchmark.summary import summarise
 from lightning_mgpu.benchmark.worker import make_model
-from lightning_mgpu.checks import find_strategy
+from lightning_mgpu.cli.checks import find_strategy
+from lightning_mgpu.cli.errors import ToolParser, UsageError, mistakes
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import ToolParser, UsageError, mistakes
-from lightning_mgpu.files import replace_text
-from lightning_mgpu.redact import redact_arguments, redact_values
-from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
+from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.runs.redact import redact_arguments, redact_values
+from lightning_mgpu.runs.wandb_run import Tracking, finish, save_file, start_run
 
 PROG = "python -m lightning_mgpu benchmark"
 
@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace) -> list[Configuration]:
     for name in args.strategies:
         find_strategy(name, "--strategies ")
     for name in args.models:
-        with mistakes(f"--models {name}"):
+        with mistakes():
             make_model(name)
     for name in ("repeats", "batch_size"):
         if getattr(args, name) < 1:

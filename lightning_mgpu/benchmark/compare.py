@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_mgpu.benchmark.report import name_of
 from lightning_mgpu.benchmark.summary import summarise
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

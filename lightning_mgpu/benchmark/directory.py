@@ -4,8 +4,8 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.run_dir import make_new
+from lightning_mgpu.runs.directory import make_new
+from lightning_mgpu.runs.errors import UsageError
 
 
 def new_directory(given: str | None, what: str) -> Path:

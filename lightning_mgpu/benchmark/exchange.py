@@ -26,7 +26,7 @@ from lightning_mgpu.allreduce import Allreduce, allreduce_many
 from lightning_mgpu.benchmark.cores import free_memory, num_cores
 from lightning_mgpu.benchmark.exchange_processes import measure_processes
 from lightning_mgpu.benchmark.exchange_report import plot_exchange, result, size_text, table
-from lightning_mgpu.devices import synchronize
+from lightning_mgpu.runs.devices import synchronize
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from lightning_mgpu.benchmark.cores import free_memory, num_cores
 from lightning_mgpu.benchmark.exchange_report import result
-from lightning_mgpu.processes import process_group
+from lightning_mgpu.runs.processes import process_group
 
 
 def measure_processes(

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-from lightning_mgpu.devices import synchronize
+from lightning_mgpu.runs.devices import synchronize
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "framework")
 """In the order of a step. `framework` is what is left: the Trainer, callbacks, logging."""

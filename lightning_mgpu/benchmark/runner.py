@@ -18,7 +18,7 @@ from lightning_mgpu import __version__
 from lightning_mgpu.benchmark.cores import num_cores
 from lightning_mgpu.benchmark.plan import Configuration, interleaved
 from lightning_mgpu.benchmark.worker import RESULT
-from lightning_mgpu.processes import process_group
+from lightning_mgpu.runs.processes import process_group
 
 
 class MeasurementError(RuntimeError):

@@ -25,11 +25,11 @@ from typing_extensions import override
 from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.runner import machine
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
-from lightning_mgpu.devices import own_devices, synchronize
-from lightning_mgpu.errors import ToolParser, UsageError
-from lightning_mgpu.files import replace_text
-from lightning_mgpu.processes import run_in_group
-from lightning_mgpu.redact import redact_arguments
+from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.devices import own_devices, synchronize
+from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.runs.processes import run_in_group
+from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 CLOCKS = {"seconds": "validation excluded", "seconds_with_validation": "included"}

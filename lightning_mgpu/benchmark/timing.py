@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_mgpu.devices import synchronize
+from lightning_mgpu.runs.devices import synchronize
 
 
 class Timer:

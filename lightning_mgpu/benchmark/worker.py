@@ -19,12 +19,12 @@ from lightning_mgpu.benchmark.parts import Parts, PartsProfiler
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.references import LR, book_step, loop_step, run_steps
 from lightning_mgpu.benchmark.timing import Timer
-from lightning_mgpu.checks import find_strategy
-from lightning_mgpu.console import quieten
+from lightning_mgpu.cli.checks import find_strategy
+from lightning_mgpu.cli.console import quieten
+from lightning_mgpu.cli.suggest import did_you_mean
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.devices import own_devices
-from lightning_mgpu.explain import did_you_mean
 from lightning_mgpu.malloc import keep_freed_memory
+from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 RESULT = "result: "

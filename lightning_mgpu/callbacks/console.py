@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.devices import devices
+from lightning_mgpu.runs.devices import devices
+from lightning_mgpu.runs.directory import run_directory
 
 OF_TRAINING, OF_VALIDATION = r"train(ing)?(?![a-z])", r"val(id(ation)?)?(?![a-z])"  # names of metrics
 TIMES = ("epoch_seconds", "samples_per_sec")

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.files import replacing
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.files import replacing
 
 LINES = {"train_loss": "-", "train_acc": "m--", "val_acc": "g-."}  # the book's line styles
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.classes import class_names, logits_and_labels
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.files import replacing
-from lightning_mgpu.tracking.in_time import in_time
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.files import replacing
+from lightning_mgpu.runs.in_time import in_time
 
 
 class PredictionGrid(Callback):

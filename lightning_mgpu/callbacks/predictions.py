@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.classes import class_names
 from lightning_mgpu.callbacks.gather import gather_lists
-from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import replacing
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import replacing
 
 COLUMNS = ("label", "prediction", "probabilities")  # what `predict_step` returns of a batch: (N,), (N,), (N, C)
 

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.console import RunHeader, per_device
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.devices import devices
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import replacing
+from lightning_mgpu.runs.devices import devices
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import replacing
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 SKIPPED = 10  # of the first losses, which Lightning smooths badly and leaves out of its suggestion, too

@@ -6,7 +6,7 @@ W&B's server fits a Gaussian process instead: the trials differ, the idea is the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep.plan import Parameter, Plan, Values, readable
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.arguments import with_shipped_configs, with_strategy_class
-from lightning_mgpu.cli import CLI
-from lightning_mgpu.errors import ToolParser, UsageError
-from lightning_mgpu.files import replace_text
-from lightning_mgpu.redact import redact_arguments, redact_values
-from lightning_mgpu.resume import claim
+from lightning_mgpu.cli.arguments import prepare
+from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.cli.lightning import CLI
+from lightning_mgpu.runs.directory import claim
+from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.runs.redact import redact_arguments, redact_values
 from lightning_mgpu.sweep.bayes import propose
 from lightning_mgpu.sweep.plan import Plan, Values, as_argument, read_plan
 from lightning_mgpu.sweep.report import Result, metric_of, ranked, write_report
@@ -134,11 +134,10 @@ class Sweep:
         """
         mistakes: list[UsageError] = []
         for index in range(min(self.plan.num_trials or 1, 4)):
-            sys.argv[1:] = ["fit", *self.arguments(index, self.values(index)), "--print_config"]
             try:
-                sys.argv[1:] = with_strategy_class(with_shipped_configs(sys.argv[1:]))
+                arguments = prepare("fit", [*self.arguments(index, self.values(index)), "--print_config"])
                 with contextlib.redirect_stdout(io.StringIO()):
-                    CLI()
+                    CLI(["fit", *arguments])
             except SystemExit as end:
                 if end.code:  # SIGTERM
                     raise

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from lightning_mgpu.arguments import find_config
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.cli.yaml_files import find_config
+from lightning_mgpu.runs.errors import UsageError
 
 METHODS = ("grid", "random", "bayes")
 COMMAND = "command: [python, -m, lightning_mgpu, fit, '${args}']"

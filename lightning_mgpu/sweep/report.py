@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_mgpu.files import replace_text, replacing
+from lightning_mgpu.runs.files import replace_text, replacing
 from lightning_mgpu.sweep.plan import Parameter, Plan, as_argument
 
 Result = dict[str, Any]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_mgpu.processes import run_in_group
-from lightning_mgpu.redact import redact
+from lightning_mgpu.runs.processes import run_in_group
+from lightning_mgpu.runs.redact import redact
 
 Metrics = dict[str, list[tuple[int, float]]]
 """(epoch from 1, value), by name."""

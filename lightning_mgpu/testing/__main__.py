@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lightning_mgpu.processes import exit_on_sigterm
+from lightning_mgpu.runs.processes import exit_on_sigterm
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.check import check_strategy
 from lightning_mgpu.testing.promises import PROMISES, reason

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.processes import process_group
+from lightning_mgpu.runs.processes import process_group
 from lightning_mgpu.testing.cases import Kind
 from lightning_mgpu.testing.promises import PROMISES, Promise
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.files import replacing
-from lightning_mgpu.processes import leave_group
+from lightning_mgpu.runs.files import replacing
+from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.testing.cases import CASES, Kind
 
 

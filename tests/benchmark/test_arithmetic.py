@@ -17,8 +17,8 @@ from lightning_mgpu.benchmark.references import book_step, loop_step, run_steps
 from lightning_mgpu.benchmark.report import _one_device, _plot_scaling, plot, to_markdown
 from lightning_mgpu.benchmark.runner import MeasurementError, environment, expected_seconds, run_plan
 from lightning_mgpu.benchmark.summary import efficiency, ratio, summarise
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 
 class Clock:

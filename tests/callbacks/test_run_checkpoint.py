@@ -10,12 +10,12 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning_mgpu.checkpoint_io import best_there_is
 
 from lightning_mgpu.callbacks import RunCheckpoint
-from lightning_mgpu.checkpoint_io import best_there_is
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.tracking import UploadBest
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.wandb_run import UploadBest
 
 
 @pytest.fixture

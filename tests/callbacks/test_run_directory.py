@@ -16,7 +16,7 @@ from lightning_mgpu.callbacks import (
     run_directory,
 )
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.run_dir import RUN_DIR
+from lightning_mgpu.runs.directory import RUN_DIR
 
 
 def test_fast_dev_run_writes_nothing(

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.callbacks import Watch
-from lightning_mgpu.callbacks.watch import NUM_BINS, histogram
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.watch import NUM_BINS, histogram
 
 
 def test_histogram_counts_finite_values() -> None:
@@ -59,5 +59,5 @@ def test_every_few_steps(log: Any, kinds: int, make_data: Callable, make_trainer
 def test_without_wandb_nothing_is_computed(
     make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_mgpu.callbacks.watch.histogram", lambda tensor: pytest.fail("computed"))
+    monkeypatch.setattr("lightning_mgpu.runs.watch.histogram", lambda tensor: pytest.fail("computed"))
     make_trainer(callbacks=[Watch(every=1)]).fit(LeNet(), make_data())

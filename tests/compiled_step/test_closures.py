@@ -18,8 +18,8 @@ from lightning_mgpu import compiled_step
 from lightning_mgpu.callbacks import FastModel
 from lightning_mgpu.compiled_step import compile_step
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 
 class Polyak(SGD):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep.bayes import propose
 from lightning_mgpu.sweep.plan import Plan, Values, read_parameter
 

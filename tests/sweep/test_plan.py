@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_mgpu.arguments import CONFIGS
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.cli.yaml_files import CONFIGS
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep.plan import Parameter, Plan, read_parameter, read_plan
 from lightning_mgpu.sweep.report import write_report
 

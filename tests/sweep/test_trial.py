@@ -58,7 +58,7 @@ def test_ctrl_c_before_there_is_a_log(tmp_path: Path, monkeypatch: pytest.Monkey
 
 SLEEPER = """
 import signal, sys
-from lightning_mgpu.processes import exit_on_sigterm, run_in_group
+from lightning_mgpu.runs.processes import exit_on_sigterm, run_in_group
 signal.signal(signal.SIGHUP, signal.{before})
 exit_on_sigterm()
 sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from lightning_mgpu.tracking import code_version
 
 

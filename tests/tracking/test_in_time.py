@@ -3,7 +3,6 @@
 import time
 
 import pytest
-
 from lightning_mgpu.tracking.in_time import in_time
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import wandb
-
 from lightning_mgpu.tracking import server as module
 from lightning_mgpu.tracking.server import choose_mode
 

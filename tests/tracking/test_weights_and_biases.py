@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import wandb
 import yaml
-
 from lightning_mgpu.tracking import Tracking, finish, saved_run_id, start_run
 from lightning_mgpu.tracking import weights_and_biases as module
 from lightning_mgpu.tracking.weights_and_biases import RUN_ID
