@@ -133,7 +133,7 @@ class CLI(LightningCLI):
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
             options = [name.lstrip("-") for name in self._parser(subcommand)._option_string_actions]
-            told = explain(str(error), others, options, given_options(subcommand, others))
+            told = explain(str(error), given_options(subcommand, others), options)
             raise UsageError(told) from error
         config = self.config[self.config.subcommand]
         expand_home(config)

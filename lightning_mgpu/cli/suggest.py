@@ -11,10 +11,12 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-NOISE = (  # how the lines begin that tell of jsonargparse's inner life
+NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
     *("Does not validate against any", "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Given value type:"),
-    *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg("),
+    *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg(", "Given value: {", "Given value: ["),
+    *("Parser key ", "Problem with given class_path"),
 )
+BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
 KINDS: dict[str, type] = {  # what the last part of an option takes a class of
     "model": LightningModule,
     "data": LightningDataModule,
@@ -28,34 +30,41 @@ MOST_NAMES = 8
 MOST_HINTS = 2
 
 
-def explain(message: str, args: Sequence[str], options: Iterable[str], given: dict[str, Any]) -> str:
-    """What a parser's message says, and what was probably meant.
+def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
+    """What was given, what a parser's message says of it, and what was probably meant.
 
     Args:
         message: As jsonargparse or argparse wrote it.
-        args: The arguments, each with its value.
+        given: What was given, flags and files, by name, with the classes that would run.
         options: Those of the parser, without dashes.
-        given: What was given, flags and files, with the classes that would run.
     """
+    spoken_of = [name for name in given if _quotes(message, name)]
+    first = max(spoken_of, key=lambda name: (name.count("."), len(name)), default=None)
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(NOISE)]
-    return "\n  ".join([*lines[: 6 - MOST_HINTS], *hints(message, args, [*options, *class_options(given)])])
+    lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines if line and not line.startswith(NOISE)]
+    lines = [f"--{first}={given[first]}:", *lines] if first else lines or [message]
+    more = hints(message, given, [*options, *class_options(given)])[:MOST_HINTS]
+    return "\n  ".join([*list(dict.fromkeys(lines))[: 6 - len(more)], *more])
 
 
-def hints(message: str, args: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Lines with 'did you mean' for options and classes that are not known; of those the message speaks of, if any."""
-    found: dict[str, str] = {}
-    for arg in args:
-        name, _, value = arg.removeprefix("--").partition("=")
-        kind = KINDS.get(name.rstrip("+").rpartition(".")[2])
-        if arg.startswith("--") and name.rstrip("+") not in options:
-            found[name.rpartition(".")[2]] = f"--{name}: {did_you_mean(name, options, '--')}"
-        elif kind and value and value.rpartition(".")[2] not in (names := class_names(kind)):
-            known = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES)
-            near = did_you_mean(value.rpartition(".")[2], names)
-            found[value] = f"--{name}={value}: {near} Take one of {known}, or a path: my_package.MyClass"
-    of_message = [hint for word, hint in found.items() if word in message]
-    return (of_message or list(found.values()))[:MOST_HINTS]
+def hints(message: str, given: dict[str, Any], options: Sequence[str]) -> list[str]:
+    """Lines with 'did you mean' for the options and classes that a message speaks of and nobody knows."""
+    found = []
+    for name, value in given.items():
+        kind = KINDS.get(name.rpartition(".")[2])
+        if name not in options and (_quotes(message, name) or f"--{name}" in message):
+            found.append(f"--{name}: {did_you_mean(name, options, '--')}")
+        elif kind and isinstance(value, str) and value in message:
+            names = class_names(kind)
+            if value.rpartition(".")[2] not in names:
+                known = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES)
+                found.append(f"{did_you_mean(value, names)} Take one of {known}, or a path: my_package.MyClass")
+    return found
+
+
+def _quotes(message: str, name: str) -> bool:
+    """Whether a message has the option, or the last part of its name, in quotes."""
+    return any(f"{quote}{part}{quote}" in message for part in (name, name.rpartition(".")[2]) for quote in "\"'")
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import set_loader
+from jsonargparse import _loaders_dumpers
 
 from lightning_mgpu.cli.subcommands import RUNS
 from lightning_mgpu.runs.errors import UsageError
@@ -64,7 +64,7 @@ def load(text: str) -> Any:
         raise yaml.YAMLError("nested too deeply") from error
 
 
-set_loader("yaml", load, exceptions=(yaml.YAMLError,))  # of all values, in files and on the command line
+_loaders_dumpers.yaml_default_loader = StrictLoader  # of all values, in files and on the command line
 
 
 def find_config(name: str) -> Path:

@@ -18,7 +18,7 @@ class GlobalBatchCheck(Callback):
             own = getattr(plain[0], "batch_size", None)
             whole = f"{trainer.world_size} x {own} = {trainer.world_size * own}" if own else f"{trainer.world_size} x"
             rank_zero_warn(
-                f"each of the {trainer.world_size} processes takes batches of its own: a global batch has {whole} samples; "
+                f"each of the {trainer.world_size} processes takes batches of its own: in all {whole} samples; "
                 "make the loader with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
                 "shuffle=True), which deals one batch out to all processes"
             )

@@ -7,7 +7,7 @@
 reduced over the devices, and unscaled under mixed precision.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
@@ -43,5 +43,7 @@ class Watch(Callback):
             if id(parameter) in own and self.what != "gradients":
                 tensors[f"parameters/{name}"] = parameter
         finite = {name: values[values.isfinite()].detach().float().cpu() for name, values in tensors.items()}
-        histograms = {name: wandb.Histogram(values.numpy())  # type: ignore[arg-type] for name, values in finite.items() if len(values)}
-        logger.log_metrics(histograms, trainer.global_step)  # type: ignore[arg-type]
+        histograms: dict[str, Any] = {
+            name: wandb.Histogram(values.tolist()) for name, values in finite.items() if len(values)
+        }
+        logger.log_metrics(histograms, trainer.global_step)
