@@ -285,9 +285,10 @@ class CLI(LightningCLI):
     def fit(self, **kwargs: Any) -> None:
         try:
             self.trainer.fit(**kwargs)
-        finally:
-            if self.trainer.interrupted and self.trainer.is_global_zero and self.run_dir:
+        except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
+            if self.trainer.is_global_zero and self.run_dir:
                 print(f"stopped; go on with: {resume.how_to_resume(self.run_dir)}", flush=True)
+            raise
 
     def after_fit(self) -> None:
         """Test the best checkpoint, and print the fingerprint of the trained weights and the book's closing line."""

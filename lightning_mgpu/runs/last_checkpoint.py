@@ -42,6 +42,7 @@ class LastCheckpoint(Callback):
         self.saved = saved
         self._has_trained = False  # an epoch, in this process
         self._is_checked = False
+        self._starts_epoch = False  # the first one after a checkpoint
         self._resumed: dict[str, Any] = {}
 
     @override
@@ -51,9 +52,11 @@ class LastCheckpoint(Callback):
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             _check_loaders(trainer)
-        if loop.restarted_on_epoch_start:  # Lightning would skip this epoch: it takes all of its batches for done
-            loop.restarting = False
+        if self._starts_epoch:  # Lightning would take the batches of the epoch before for those of this one
+            loop._restarting = loop.epoch_loop.restarting = False  # its setter knows better where max_steps is given
+            loop.reset_restart_stage()
             loop.epoch_loop.reset_restart_stage()
+            self._starts_epoch = False
         trainer._logger_connector._callback_metrics.update(self._resumed.get("callback_metrics", {}))
         if "replicas" in self._resumed:
             trainer.strategy.set_random_state(self._resumed["replicas"])  # type: ignore[attr-defined]
@@ -95,16 +98,20 @@ class LastCheckpoint(Callback):
             return
         try:
             loop, _ = checkpoint["loops"]["fit_loop"], checkpoint["optimizer_states"]
-            batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]
+            batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
         except (KeyError, TypeError) as error:
             raise UsageError("the checkpoint holds weights only: no run can go on from it") from error
         if batches["is_last_batch"]:
             loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
+            self._starts_epoch = epochs["completed"] == epochs["started"]
         elif epochs["processed"] == epochs["ready"]:
             raise UsageError(
                 "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
                 "predict and export take it"
             )
+        if self._starts_epoch:
+            for counts in loop["epoch_progress"].values():
+                counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
         self._resumed = checkpoint.get(KEY, {})
         if (writer := _writer(trainer)) and "rows" in self._resumed:
             writer.keep(self._resumed["rows"])
