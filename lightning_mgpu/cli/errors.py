@@ -30,6 +30,14 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full, or
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
 NO_SUCH_METRIC = "Early stopping conditioned on metric"  # how Lightning's callback begins when nobody logs it
 
+UNION = "Does not validate against any"
+NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
+    *(UNION, "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Given value type:", "Expected a <class 'str'>"),
+    *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg(", "Given value: {", "Given value: ["),
+    *("Parser key ", "Problem with given class_path"),
+)
+BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
+
 
 class ToolParser(argparse.ArgumentParser):
     """A parser whose errors are UsageErrors."""
@@ -49,10 +57,12 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         first: BaseException = error
-        while first.__cause__ is not None and not isinstance(first, UsageError):
+        while first.__cause__ is not None and not isinstance(first, UsageError) and not str(first).startswith(UNION):
             first = first.__cause__
         if isinstance(first, UsageError):
             raise first from None
+        if str(first).startswith(UNION):  # of several types; what the constructors raised stands in the message alone
+            raise UsageError("\n".join(without_noise(str(first)))) from error
         if isinstance(first, (ValueError, MisconfigurationException, argparse.ArgumentError, *more)):
             raise UsageError(str(first)) from error
         raise first from None
@@ -92,6 +102,12 @@ def is_mistake(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     raised_here = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
     return raised_here and isinstance(error, (ValueError, OSError))  # of a data module or a strategy of this package
+
+
+def without_noise(message: str) -> list[str]:
+    """The lines of jsonargparse's message that say what is wrong."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    return [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines if line and not line.startswith(NOISE)]
 
 
 def in_lines(error: BaseException) -> str:

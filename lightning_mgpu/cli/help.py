@@ -21,6 +21,11 @@ OPTIONS = {
     "--resume DIR": "go on with a run, as if it had never stopped; last: the newest in runs/",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
 }
+MORE = {
+    "--help.all": "every option",
+    "--model.help, --data.help": "those of the model and the data module",
+    "--trainer.strategy.help NAME": "those of a strategy",
+}
 OF_FIT = ("--resume", "--trainer.max_epochs", "--model.optimizer", "--model.lr_scheduler")
 WHAT = {
     "fit": "Train a model, test its best epoch, and leave the run in a directory of its own.",
@@ -51,8 +56,6 @@ def short_help(args: list[str]) -> str | None:
         return None
     options = {name: text for name, text in OPTIONS.items() if args[0] == "fit" or not name.startswith(OF_FIT)}
     lines = [f"usage: {PROG} {args[0]} [options]", "", WHAT[args[0]], ""]
-    lines += [f"  {name:<28}{text}" for name, text in options.items()]
-    lines += ["", "  --help.all                  every option", "  --model.help [CLASS]        the options of a model"]
-    lines += ["  --data.help [CLASS]         the options of a data module"]
-    lines += ["  --trainer.strategy.help NAME", "                              the options of a strategy"]
+    lines += [*(f"  {name:<32}{text}" for name, text in options.items()), ""]
+    lines += [f"  {name:<32}{text}" for name, text in MORE.items()]
     return "\n".join(lines) + "\n"

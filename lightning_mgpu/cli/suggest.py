@@ -1,4 +1,4 @@
-"""jsonargparse's messages without their noise, and 'did you mean'."""
+"""What a parser's message speaks of, and 'did you mean'."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
-    *("Does not validate against any", "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Given value type:"),
-    *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg(", "Given value: {", "Given value: ["),
-    *("Parser key ", "Problem with given class_path"),
-)
-BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
+from lightning_mgpu.cli.errors import without_noise
+
 KINDS: dict[str, type] = {  # what the last part of an option takes a class of
     "model": LightningModule,
     "data": LightningDataModule,
@@ -40,8 +36,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """
     spoken_of = [name for name in given if _quotes(message, name)]
     first = max(spoken_of, key=lambda name: (name.count("."), len(name)), default=None)
-    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines if line and not line.startswith(NOISE)]
+    lines = without_noise(message)
     lines = [f"--{first}={given[first]}:", *lines] if first else lines or [message]
     more = hints(message, given, [*options, *class_options(given)])[:MOST_HINTS]
     return "\n  ".join([*list(dict.fromkeys(lines))[: 6 - len(more)], *more])

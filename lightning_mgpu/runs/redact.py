@@ -16,6 +16,7 @@ HIDDEN = "***"
 IN_URL = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")  # https://user:password@host
 IN_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|secret|password|signature|key|sig|auth)=)[^\s&'\"#]+")
 SECRET_NAME = re.compile(r"(?i)(?:.*[._-])?(?:api_?key|token|secret|password|passwd|credentials?)")
+LONG = 16  # characters of an access token
 SHORTEST = 8  # characters; a shorter value of the environment is as likely a word of its own
 
 
@@ -46,7 +47,9 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _hides(name: Any, value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and SECRET_NAME.fullmatch(str(name)) is not None
+    if not isinstance(value, str) or not value or not SECRET_NAME.fullmatch(str(name)):
+        return False
+    return "token" not in str(name).lower() or len(value) >= LONG  # `pad_token: <|end|>` is none
 
 
 def _known() -> set[str]:

@@ -12,7 +12,7 @@ from lightning_mgpu.benchmark.cli import parser as benchmark_parser
 from lightning_mgpu.sweep.cli import parser as sweep_parser
 from lightning_mgpu.sweep.plan import read_plan
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PAGES = {path: path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))}
 README = PAGES[REPOSITORY / "README.md"]
 TEXT = "\n".join(PAGES.values())

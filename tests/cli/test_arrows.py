@@ -39,6 +39,11 @@ def test_no_file_imports_one_that_imports_it() -> None:
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
+def test_callbacks_and_runs_know_no_command_line() -> None:
+    known = {other for name in FILES if name.split(".")[1:2] == ["runs"] for other in imported(name)}
+    assert not [name for name in known if ".cli" in name]
+
+
 @pytest.mark.parametrize("part", ["allreduce", "models", "data", "strategies"])
 def test_these_know_no_other_part(part: str) -> None:
     known = {other.split(".")[1] for name in FILES if f".{part}." in name for other in imported(name)}
