@@ -57,12 +57,14 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         first: BaseException = error
-        while first.__cause__ is not None and not isinstance(first, UsageError) and not str(first).startswith(UNION):
+        told: list[str] = []
+        while first.__cause__ is not None and not isinstance(first, UsageError):
+            told = without_noise(str(first)) if str(first).startswith(UNION) else told
             first = first.__cause__
         if isinstance(first, UsageError):
             raise first from None
-        if str(first).startswith(UNION):  # of several types; what the constructors raised stands in the message alone
-            raise UsageError("\n".join(without_noise(str(first)))) from error
+        if told and str(first).startswith("Expected a "):  # the first of several types; the message has the others
+            raise UsageError("\n".join(told)) from error
         if isinstance(first, (ValueError, MisconfigurationException, argparse.ArgumentError, *more)):
             raise UsageError(str(first)) from error
         raise first from None

@@ -64,7 +64,7 @@ def load(text: str) -> Any:
         raise yaml.YAMLError("nested too deeply") from error
 
 
-_loaders_dumpers.yaml_default_loader = StrictLoader  # of all values, in files and on the command line
+_loaders_dumpers.yaml_default_loader = StrictLoader  # type: ignore[assignment]  # of all values, in files and on the command line
 
 
 def find_config(name: str) -> Path:

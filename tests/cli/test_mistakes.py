@@ -1,4 +1,4 @@
-"""A mistake on the command line ends in at most six lines with status 2, and leaves no file; defects keep tracebacks."""
+"""A mistake on the command line ends in at most six lines with status 2, and leaves no file."""
 
 from collections.abc import Callable
 from pathlib import Path
