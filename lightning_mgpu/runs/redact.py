@@ -14,7 +14,7 @@ from typing import Any
 
 HIDDEN = "***"
 IN_URL = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")  # https://user:password@host
-IN_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|secret|password|signature|key|sig|auth)=)[^\s&'\"#]+")
+IN_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|secret|password|signature)|(?:\w+[_-])?key|sig|auth)=)[^\s&'\"#]+")
 SECRET_NAME = re.compile(r"(?i)(?:.*[._-])?(?:api_?key|token|secret|password|passwd|credentials?)")
 LONG = 16  # characters of an access token
 SHORTEST = 8  # characters; a shorter value of the environment is as likely a word of its own

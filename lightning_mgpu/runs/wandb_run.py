@@ -199,7 +199,7 @@ def _is_logged_in(host: str) -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return host in netrc.netrc(os.environ.get("NETRC")).hosts
+        return not {host, "api.wandb.ai"}.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
     return False
 
 
