@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 import lightning_mgpu.data
+import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu.callbacks import (
     ConfusionMatrix,

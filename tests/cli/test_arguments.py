@@ -166,3 +166,13 @@ def test_words_of_a_command_line() -> None:
     assert did_you_mean("batch_size", known) == "did you mean data.batch_size?"
     assert did_you_mean("devcies", known, "--") == "did you mean --trainer.devices?"
     assert did_you_mean("zzz", known) == "unknown."
+
+
+@pytest.mark.slow
+def test_a_process_that_imports_nothing_else(command: Any) -> None:
+    """Short names are found; help needs none of the packages that take seconds to import."""
+    code, _, err = command("fit", "--model=ResNett18")
+    assert code == 2 and "did you mean ResNet18?" in err
+    seen = "import sys; from lightning_mgpu.__main__ import main; main(); print('torch' in sys.modules)"
+    code, out, err = command.finish(command.start("fit", "--help", launcher=("-c", seen)), timeout=60)
+    assert code == 0 and out.endswith("False\n"), err
