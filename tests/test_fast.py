@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning_mgpu.errors import UsageError
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD
@@ -21,6 +20,7 @@ from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.callbacks.fast_model import networks
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet, ResNet18
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.strategies.threads.team import _Modes
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning_mgpu.errors import UsageError
 from torch import Tensor
 
 from lightning_mgpu.callbacks import BatchSizeSearch
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")

@@ -37,6 +37,8 @@ def prepare(subcommand: str, args: Sequence[str]) -> list[str]:
     if "resume" in given:
         raise UsageError(f"{FLAG} needs a run: {FLAG}=RUN_DIR or {FLAG}=last, on the command line")
     defaults = _defaults(given)
+    if subcommand != "fit":
+        defaults.pop("scale_by_devices", None)  # of a checkpoint's run
     return _help([f"--config={json.dumps(defaults)}", *_strategy(args, given)], {**flatten(defaults), **given})
 
 

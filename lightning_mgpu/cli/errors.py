@@ -49,7 +49,8 @@ class ToolParser(argparse.ArgumentParser):
 
 @contextmanager
 def mistakes(*more: type[Exception]) -> Iterator[None]:
-    """Around building objects from arguments: a `ValueError` tells of a wrong one, as do the types named.
+    """Around building objects from arguments: a `ValueError` tells of a wrong one, as do a package that
+    is not installed and the types named.
 
     Anything else is raised as the constructor raised it, without what jsonargparse wraps around it.
     """
@@ -65,7 +66,7 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
             raise first from None
         if told and str(first).startswith("Expected a "):  # the first of several types; the message has the others
             raise UsageError("\n".join(told)) from error
-        if isinstance(first, (ValueError, MisconfigurationException, argparse.ArgumentError, *more)):
+        if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(first)) from error
         raise first from None
 

@@ -107,7 +107,7 @@ class LastCheckpoint(Callback):
         for loader in loop["state_dict"].get("combined_loader", []):
             if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
                 loader["num_yielded"] = batches["current"]["processed"]
-        if not batches["is_last_batch"] and epochs["processed"] == epochs["ready"]:
+        if batches["total"]["ready"] and not batches["is_last_batch"] and epochs["processed"] == epochs["ready"]:
             raise UsageError(
                 "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
                 "predict and export take it"
