@@ -34,7 +34,8 @@ UNION = "Does not validate against any"
 NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
     *(UNION, "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Given value type:", "Expected a <class 'str'>"),
     *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg(", "Given value: {", "Given value: ["),
-    *("Parser key ", "Problem with given class_path"),
+    *("Parser key ", "Problem with given class_path", "Not a valid subclass of ", "Subclass types expect one of"),
+    *("a class path (str)", "a dict with"),
 )
 BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
 
@@ -64,7 +65,9 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
             first = first.__cause__
         if isinstance(first, UsageError):
             raise first from None
-        if told and str(first).startswith("Expected a "):  # the first of several types; the message has the others
+        if told and str(first).startswith(
+            ("Expected a ", "Not a valid subclass of ")
+        ):  # the first of several types; the message has the others
             raise UsageError("\n".join(told)) from error
         if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(first)) from error
