@@ -95,6 +95,8 @@ def assert_same(whole: Path, resumed: Path) -> None:
     a, b = last(whole), last(resumed)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
         assert equal(a[key], b[key]), key
+    for key in ("epoch_progress", "epoch_loop.batch_progress"):  # else a later resume goes on at another place
+        assert a["loops"]["fit_loop"][key] == b["loops"]["fit_loop"][key], key
     assert a["callbacks"]["LearningCurve"] == b["callbacks"]["LearningCurve"]
     assert metrics(whole) == metrics(resumed)
     names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (whole, resumed)]
