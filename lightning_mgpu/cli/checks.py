@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ def find_strategy(name: str, option: str = "--trainer.strategy=") -> str | type[
     shown = [known for known in names if not ("find_unused" in known or "stage_" in known)]  # variants of others
     near = did_you_mean(class_name.lower(), names) if not module else did_you_mean(class_name, class_names(Strategy))
     raise UsageError(f"{option}{name}: no such strategy, {near}\nregistered are {', '.join(shown)}")
+
+
+def check_dirpath(config: Namespace) -> None:
+    """Look where a new run is told to save its checkpoints.
+
+    Raises:
+        UsageError: If those of another run are there, or the place is no local directory.
+    """
+    dirpath = config.dirpath
+    if dirpath and "://" in dirpath and config.save_last:
+        raise UsageError(
+            f"--checkpoint.dirpath={dirpath}: last.ckpt, from which a run goes on, is kept in local directories: take "
+            "one, or add --checkpoint.save_last=false"
+        )
+    if dirpath and any(Path(dirpath).glob("*.ckpt")):
+        raise UsageError(
+            f"--checkpoint.dirpath={dirpath} holds checkpoints of another run, which would be overwritten: name a new "
+            "directory, or leave it out"
+        )
 
 
 def check_devices(config: Namespace) -> None:

@@ -36,7 +36,7 @@ from lightning_mgpu.callbacks import (
     is_search,
 )
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, find_strategy
+from lightning_mgpu.cli.checks import check_devices, check_dirpath, find_strategy
 from lightning_mgpu.cli.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.cli.parser import Parser
 from lightning_mgpu.cli.subcommands import RUNS
@@ -193,6 +193,8 @@ class CLI(LightningCLI):
             keep_freed_memory()
         if config.trainer.fast_dev_run:
             return
+        if self.subcommand == "fit" and self.resumed is None:
+            check_dirpath(config.checkpoint)
         if self.resumed is None:
             self.run_dir, self.made = make_run_dir(config)
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]

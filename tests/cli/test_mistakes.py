@@ -56,6 +56,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --run_dir=used/a_file/x": ("cannot be made", "--run_dir"),
     "fit --run_dir=***": ("--run_dir=***: a secret, which is written to no file",),
+    "fit --checkpoint.dirpath=.": ("--checkpoint.dirpath=. holds checkpoints of another run",),
+    "fit --checkpoint.dirpath=s3://x/y": ("last.ckpt, from which a run goes on, is kept in local directories",),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
     "test --resume=used": ("--resume goes on with training",),
