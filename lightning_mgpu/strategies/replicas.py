@@ -257,8 +257,8 @@ class Replicas:
         for optimizer in self._optimizers:
             if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
                 states: list[tuple[Any, Any]] = list(optimizer.state.items())
-                own = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in states}
-                self._states[i, optimizer] = defaultdict(dict, own)
+                copied: dict[Any, Any] = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in states}
+                self._states[i, optimizer] = defaultdict(dict, copied)
             optimizer.state = self._states[i, optimizer]
 
     def _leave(self, i: int) -> None:
