@@ -7,10 +7,9 @@ Read in this order:
 3. `allreduce/`   ways to sum tensors over devices, the book's first
 4. `strategies/`  the textbook's engine and `dp`, for Lightning's Trainer
 5. `callbacks/`   run header, epoch times, learning curve, predictions
-6. `tracking/`    Weights & Biases, offline unless somebody is logged in
-7. `cli.py`       the LightningCLI that puts them together; `resume.py`, `from_checkpoint.py`: checkpoints;
-                  `clusters.py`, `slurm.py`: several machines; `sweep/`: many runs
-8. `testing/`     what strategies promise, `benchmark/` how fast they are
+6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
+7. `cli/`         the LightningCLI that puts them together; `sweep/` starts many runs
+8. `testing/`     what strategies promise, `benchmark/` how fast they are; `book.py` is the chapter from scratch
 """
 
 import gc

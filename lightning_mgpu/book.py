@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
+from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import one_line_errors
 
 Params = list[Tensor]
 

@@ -22,6 +22,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 import lightning_mgpu.data.fashion_mnist
+import lightning_mgpu.strategies  # registers them, for Trainers made in Python
 from lightning_mgpu import __main__ as program
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist

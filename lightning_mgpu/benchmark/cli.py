@@ -34,9 +34,9 @@ from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS
 from lightning_mgpu.benchmark.plan import configurations, find_strategy, make_model
 from lightning_mgpu.benchmark.report import draw, headline, tables
 from lightning_mgpu.benchmark.runner import load, machine, measure_in_process, new_directory, run_plan
+from lightning_mgpu.cli.errors import ToolParser, UsageError
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import ToolParser, UsageError
-from lightning_mgpu.redact import redact_arguments
+from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark"
 TOOLS = ("compare", "time_to_accuracy")  # files of this directory

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_mgpu.benchmark.plan import key_of
 from lightning_mgpu.benchmark.report import steps
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 ABOUT = ("cpu", "cores", "gpus", "malloc", "torch", "lightning")
 

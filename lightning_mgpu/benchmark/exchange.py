@@ -20,7 +20,7 @@ from lightning_mgpu.allreduce import check_allreduce
 from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, find_algorithm
 from lightning_mgpu.benchmark.plan import interleaved
 from lightning_mgpu.benchmark.runner import MeasurementError, output_of
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
 QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]

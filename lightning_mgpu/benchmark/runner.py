@@ -20,7 +20,7 @@ import torch
 from lightning_mgpu import __version__
 from lightning_mgpu.benchmark.plan import Configuration, interleaved, key_of
 from lightning_mgpu.benchmark.worker import RESULT
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 SEVERAL_PROCESSES = ("ddp", "fsdp", "deepspeed")  # how the names of strategies begin that start a process a device
 KEEP = {  # has glibc keep what a step frees: no page fault for every 4 KiB of it in the next step

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark.runner import machine, new_directory, process_group
-from lightning_mgpu.errors import ToolParser, UsageError
-from lightning_mgpu.redact import redact_arguments
+from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 

@@ -8,10 +8,7 @@ from lightning_mgpu.callbacks.learning_curve import LearningCurve
 from lightning_mgpu.callbacks.prediction_grid import PredictionGrid
 from lightning_mgpu.callbacks.predictions import PredictionWriter
 from lightning_mgpu.callbacks.profile import Profile
-from lightning_mgpu.callbacks.run_checkpoint import RunCheckpoint
-from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.callbacks.search import BatchSizeSearch, LearningRateSearch, is_search
-from lightning_mgpu.callbacks.watch import Watch
 
 __all__ = [
     "BatchSizeSearch",
@@ -25,9 +22,6 @@ __all__ = [
     "PredictionGrid",
     "PredictionWriter",
     "Profile",
-    "RunCheckpoint",
     "RunHeader",
-    "Watch",
     "is_search",
-    "run_directory",
 ]

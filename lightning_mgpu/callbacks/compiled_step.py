@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 
 OPTION = "--fast.compile_optimizer=true"
 

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.epoch_metrics import TIMES, epoch_metrics, quantity
-from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.devices import devices, in_words
+from lightning_mgpu.runs.devices import devices, in_words
+from lightning_mgpu.runs.directory import run_directory
 
 
 class RunHeader(Callback):

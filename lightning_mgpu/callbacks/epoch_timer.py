@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import _extract_batch_size
 from typing_extensions import override
 
-from lightning_mgpu.devices import own_devices, synchronize
+from lightning_mgpu.runs.devices import own_devices, synchronize
 
 
 class EpochTimer(Callback):

@@ -22,8 +22,8 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.compiled_step import compile_step
-from lightning_mgpu.devices import own_devices
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.devices import own_devices
+from lightning_mgpu.runs.errors import UsageError
 
 COMPILERS = {  # by device: what Inductor, or Triton for its launchers, looks for
     "cpu": ("C++", "g++", ("c++", "g++", "clang++")),

@@ -7,8 +7,8 @@ from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.files import replacing
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.files import replacing
 
 
 def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool = True) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import class_names, logits_and_labels, save_picture, wandb_loggers
-from lightning_mgpu.tracking.in_time import in_time
+from lightning_mgpu.runs.in_time import in_time
 
 
 class PredictionGrid(Callback):

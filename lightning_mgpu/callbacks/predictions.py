@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import class_names
-from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import replacing
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import replacing
 
 Table = dict[str, Tensor]
 """Columns by name: a vector (N,), or a matrix (N, C) for C columns."""

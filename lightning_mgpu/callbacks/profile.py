@@ -11,7 +11,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.run_directory import run_directory
+from lightning_mgpu.runs.directory import run_directory
 
 
 class Profile(Callback):

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.console import RunHeader, per_device
 from lightning_mgpu.callbacks.pictures import save_picture
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.devices import devices
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.devices import devices
+from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.errors import UsageError
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 BETA = 0.98  # of Lightning's moving average

@@ -29,7 +29,7 @@ class FashionMNIST(LightningDataModule):
 
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        root: Where the files are, or are put: `{root}/FashionMNIST/raw`, torchvision's layout.
+        root: Where the files are, or are put, once for all working directories: `{root}/FashionMNIST/raw`.
         source: Where missing files come from. `auto` tries `system` (the distribution's package
             `dataset-fashion-mnist`, if it is installed), `torchvision` (its download) and `package` (the same package
             through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
@@ -54,7 +54,7 @@ class FashionMNIST(LightningDataModule):
     def __init__(
         self,
         batch_size: int = 256,
-        root: str = "data",
+        root: str = "~/.cache/lightning_mgpu",
         source: Literal["auto", "local", "system", "torchvision", "package", "synthetic"] = "auto",
         val_size: int = 5000,
         normalize: bool = False,

@@ -127,7 +127,7 @@ class Classifier(LightningModule):
     # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
     def on_train_start(self) -> None:
         self._check_schedule()
-        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
+        if self.trainer.fit_loop.restarted_mid_epoch:
             self._log_epoch("train")  # a run resumed in the middle of an epoch calls no on_train_epoch_start
 
     def on_train_epoch_start(self) -> None:

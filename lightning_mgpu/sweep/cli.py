@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.cli.errors import ToolParser, UsageError
 
 try:
     import optuna
@@ -31,7 +31,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
-from lightning_mgpu.redact import redact, redact_arguments
+from lightning_mgpu.runs.redact import redact, redact_arguments
 from lightning_mgpu.sweep.plan import TRIAL, Plan, as_argument, read_plan
 from lightning_mgpu.sweep.report import write_report
 from lightning_mgpu.sweep.trial import metric_values, run, why_it_failed

@@ -15,8 +15,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
-from lightning_mgpu.arguments import find_config
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.cli.yaml_files import find_config
+from lightning_mgpu.runs.errors import UsageError
 
 METHODS = ("grid", "random", "bayes")
 KEYS = {"program", "command", "method", "metric", "parameters", "name", "project", "entity", "description", "run_cap"}

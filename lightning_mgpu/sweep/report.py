@@ -10,7 +10,7 @@ from optuna.distributions import CategoricalDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_mgpu.files import replace_text, replacing
+from lightning_mgpu.runs.files import replace_text, replacing
 from lightning_mgpu.sweep.plan import Plan
 
 

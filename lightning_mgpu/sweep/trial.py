@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import ConfusionMatrix, LearningCurve, PredictionGrid
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.processes import STOP_SECONDS, process_group
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.processes import STOP_SECONDS, process_group
 
 POLL_SECONDS = 1.0  # from one look at the metrics to the next
 

@@ -13,7 +13,7 @@ from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
 from lightning_mgpu.benchmark.report import HEAD, draw, over_repeats, parts, ratio, tables
 from lightning_mgpu.benchmark.runner import MeasurementError, environment, run_plan
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from lightning_mgpu.callbacks import FastModel, compiled_step
 from lightning_mgpu.callbacks.compiled_step import compile_step
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 OPTIMIZERS = {
     "SGD": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.01),

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_mgpu.callbacks import BatchSizeSearch
 from lightning_mgpu.callbacks.search import draw, suggestion
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
 

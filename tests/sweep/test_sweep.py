@@ -12,8 +12,8 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial
 from lightning_mgpu.sweep import cli as sweep_cli
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_mgpu.arguments import CONFIGS
+from lightning_mgpu.cli.yaml_files import CONFIGS
 
 SWEEP = (CONFIGS / "sweep" / "lenet_lr.yaml").read_text()  # as it is shipped
 SWEEP_ID, RUN_ID = "abcd1234", "run45678"

@@ -1,0 +1,67 @@
+"""Keeps what other packages print about themselves out of a run's output: exactly these messages, and no others."""
+
+import logging
+import re
+import warnings
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+# Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
+WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
+    r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
+    r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
+    r"Checkpoint directory .* exists and is not empty",  # of a resumed run
+    r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
+)
+# What the run header says better, and tips for other products.
+INFO = (
+    "GPU available: ",
+    "TPU available: ",
+    "💡 Tip: ",
+    "Seed set to ",
+    "Initializing distributed: ",
+    "----------",
+    "distributed_backend=",
+    "All distributed processes registered",
+    "`Trainer.fit` stopped: `max_epochs=",
+    "`Trainer.fit` stopped: `max_steps=",
+    "`Trainer(limit_",
+    "Loading `train_dataloader` to estimate number of stepping batches.",
+    "Restoring states from the checkpoint path at",
+    "Restored all states from the checkpoint at",
+    "Loaded model weights from the checkpoint at",
+    "Finished batch size finder, will continue with full run",  # which it does not
+    "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
+)
+LOGGERS = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "lightning.pytorch.tuner.batch_size_scaling",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+    "lightning.fabric.utilities.distributed",
+)
+
+
+def quieten() -> None:
+    """Filter the messages above, here and (through the environment) nowhere else."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_wanted)
+    theirs = warnings.formatwarning
+
+    def format_warning(message, category, filename, lineno, line=None):  # type: ignore[no-untyped-def]
+        """This package's own warnings are for the user, whom a source line tells nothing."""
+        if Path(filename).is_relative_to(PACKAGE):
+            return f"warning: {message}\n"
+        return theirs(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    message = re.sub(r"^\[rank: \d+\] ", "", record.getMessage().lstrip())
+    return not message.startswith(INFO)

@@ -1,0 +1,61 @@
+"""`--help`: the options people use first, on one screen. Nothing is imported for it."""
+
+from lightning_mgpu import __version__
+from lightning_mgpu.cli.subcommands import RUNS, subcommands
+
+PROG = "python -m lightning_mgpu"
+OPTIONS = {
+    "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",
+    "--model CLASS": "LeNet (default), ResNet18, or a path: my_package.MyModel",
+    "--model.optimizer CLASS": "SGD (default), AdamW, any of torch.optim, or a path",
+    "--model.optimizer.lr RATE": "0.2 for LeNet, 0.1 for ResNet18, else the optimizer's own",
+    "--model.lr_scheduler CLASS": "none (default), OneCycleLR, StepLR, any of torch.optim.lr_scheduler",
+    "--data.batch_size N": "the global batch, over all devices (default: 256)",
+    "--data.val_size N": "images set apart for validation; 0: validate on the test set (default: 5000)",
+    "--trainer.max_epochs N": "how long to train (default: 10)",
+    "--trainer.devices N": "GPUs, or processes on the CPU (default: auto)",
+    "--trainer.strategy NAME": "auto (default), ddp, manual_allreduce, dp, fsdp, ...",
+    "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
+    "--seed_everything N": "seed of weights, batches and dropout (default: 42)",
+    "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
+    "--resume DIR": "go on with a run, as if it had never stopped; last: the newest in runs/",
+    "--ckpt_path FILE": "start from a checkpoint, which knows its model",
+}
+MORE = {
+    "--help.all": "every option",
+    "--model.help, --data.help": "those of the model and the data module",
+    "--trainer.strategy.help NAME": "those of a strategy",
+}
+OF_FIT = ("--resume", "--trainer.max_epochs", "--model.optimizer", "--model.lr_scheduler")
+WHAT = {
+    "fit": "Train a model, test its best epoch, and leave the run in a directory of its own.",
+    "validate": "Evaluate a model on the validation set.",
+    "test": "Evaluate a model on the test set.",
+    "predict": "Write a model's answers for the test set to predictions.csv.",
+}
+OVERVIEW = """\
+usage: {prog} SUBCOMMAND [options]
+
+    {prog} fit --trainer.devices=2
+    {prog} fit --config model/resnet18.yaml --trainer.limit_train_batches=10
+    {prog} fit --resume=last
+    {prog} test --ckpt_path runs/NAME/checkpoints/last.ckpt
+
+subcommands: {subcommands}
+SUBCOMMAND --help shows the options of one.
+"""
+
+
+def short_help(args: list[str]) -> str | None:
+    """The text for these arguments; `None` if they ask for no help, or for that of one class or of everything."""
+    if args == ["--version"]:
+        return f"{PROG} {__version__}\n"
+    if not args or args[0] in ("-h", "--help"):
+        return OVERVIEW.format(prog=PROG, subcommands=", ".join(subcommands()))
+    if args[0] not in RUNS or not {"-h", "--help"}.intersection(args[1:]):
+        return None
+    options = {name: text for name, text in OPTIONS.items() if args[0] == "fit" or not name.startswith(OF_FIT)}
+    lines = [f"usage: {PROG} {args[0]} [options]", "", WHAT[args[0]], ""]
+    lines += [*(f"  {name:<32}{text}" for name, text in options.items()), ""]
+    lines += [f"  {name:<32}{text}" for name, text in MORE.items()]
+    return "\n".join(lines) + "\n"

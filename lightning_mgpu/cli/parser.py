@@ -1,0 +1,62 @@
+"""Lightning's argument parser, in which a class that is named starts from its own defaults."""
+
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from jsonargparse.typing import register_type
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from typing_extensions import override
+
+# StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
+register_type(torch.device, str, torch.device, fail_already_registered=False)
+
+
+class Parser(LightningArgumentParser):
+    """Drops the arguments of a default class where another class is named.
+
+    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the learning rate of the
+    model's own SGD. What a file or a flag says is kept, too: it was said.
+    """
+
+    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # else __main__.py in `--model.help`
+
+    @override
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Called for the arguments of every class."""
+        before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))  # its older name
+        given = {name: value for part in (before, obj) if part for name, value in _as_dict(part).items()}
+        outer = self._named  # of the same class, around this one
+        self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
+        try:
+            return super().parse_object(obj, *args, **kwargs)
+        finally:
+            self._named = outer
+
+    @override
+    def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
+        defaults = super().get_defaults(*args, **kwargs)
+        for name, class_path in self._named.items():
+            if _names_class(default := defaults.get(name)) and default["class_path"] != class_path:
+                defaults[name] = Namespace(class_path=class_path)
+        return defaults
+
+    @override
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> Any:
+        """A logger whose `save_dir` is left out writes to the run directory, which is filled in later."""
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if isinstance(theclass, type) and issubclass(theclass, Logger) and "save_dir" in added:
+            self.set_defaults(save_dir="")
+        return added
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return config if isinstance(config, dict) else vars(config)
+
+
+def _names_class(value: Any) -> bool:
+    return isinstance(value, (dict, Namespace)) and "class_path" in value

@@ -1,0 +1,19 @@
+"""The subcommands by name. One whose room of the package was deleted is not offered."""
+
+from importlib.util import find_spec
+
+RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
+TOOLS = {  # the modules whose `main` the others are
+    "export": "lightning_mgpu.runs.export",
+    "sweep": "lightning_mgpu.sweep.cli",
+    "benchmark": "lightning_mgpu.benchmark.cli",
+}
+
+
+def tools() -> dict[str, str]:
+    """The tools that are there."""
+    return {name: module for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])}
+
+
+def subcommands() -> tuple[str, ...]:
+    return (*RUNS, *tools())

@@ -1,0 +1,59 @@
+"""Checkpoint files are checked before they are used: whole, a Trainer's, without code. They know their model."""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mgpu.runs.errors import UsageError
+
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
+SECTIONS = ("seed_everything", "model", "data", "scale_by_devices")  # of the configuration, in every checkpoint
+OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`).
+
+    Raises:
+        UsageError: If the file is not there, is damaged, holds an object of some class, or is no Trainer's.
+    """
+    if not Path(path).is_file():
+        raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:  # torch.save writes a CRC-32 of every tensor, torch.load reads none
+                if archive.testzip():
+                    raise zipfile.BadZipFile
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path} cannot be read: it is damaged, or it holds objects of classes; only tensors and plain values are "
+            "read, never code"
+        ) from error
+    except Exception as error:  # whatever the zip reader and the unpickler make of noise
+        raise UsageError(f"{path} cannot be read: it is damaged, or no checkpoint of a Trainer") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
+    for name, tensor in checkpoint["state_dict"].items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.isnan().any():
+            raise UsageError(f"{path}: {name} holds NaN, the run had diverged; take an earlier checkpoint")
+    return checkpoint
+
+
+def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of model, data and seed in a checkpoint.
+
+    A checkpoint of Lightning's own has the model's hyperparameters alone, and perhaps not even these.
+    """
+    config = dict(checkpoint.get(KEY, {}).get("config", {}))
+    if not config and "_class_path" in (saved := checkpoint.get("hyper_parameters", {})):
+        init_args = {name: value for name, value in saved.items() if not name.startswith("_")}
+        config = {"model": {"class_path": saved["_class_path"], "init_args": init_args}}
+    if data := config.get("data"):
+        kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
+        config["data"] = {**data, "init_args": kept}
+    return config

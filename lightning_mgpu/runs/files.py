@@ -1,0 +1,34 @@
+"""Files that are whole or not there: written aside, then renamed.
+
+Whoever looks at a file, or is killed while it is written, finds the old one or the new one, never half of one.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
+    """The name to write to: the file takes the place of `path` after the block, and is removed if the block fails.
+
+    Args:
+        sync: Wait until the disk has the file, so that it outlives a power cut, too.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        if sync:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file anew, in one step."""
+    with replacing(path) as part:
+        part.write_text(text)

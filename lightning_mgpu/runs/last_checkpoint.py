@@ -1,0 +1,157 @@
+"""`last.ckpt`: what `--resume` goes on from, as if the run had never stopped.
+
+The file is saved when the next epoch starts, or training ends: then all of the epoch is logged, stepped and validated.
+Nothing of an epoch in progress is kept. Every epoch begins with random numbers from the seed and the epoch alone, so
+that there is no state of generators to keep.
+"""
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST, PREVIOUS, read_checkpoint
+from lightning_mgpu.runs.csv_logger import MetricsWriter, RunCSVLogger
+from lightning_mgpu.runs.errors import UsageError
+
+
+class LastCheckpoint(Callback):
+    """Saves `last.ckpt` after every epoch, and goes on from it.
+
+    It stands before all other callbacks: what they do at the start of an epoch belongs to the next one.
+
+    Args:
+        best: Says where, and whether at all.
+        seed: Of the random numbers of a step, such as dropout's; null leaves them alone.
+        saved: What else every checkpoint holds: the configuration of model and data.
+    """
+
+    def __init__(self, best: RunCheckpoint, seed: int | None, saved: dict[str, Any]) -> None:
+        self.best = best
+        self.seed = seed
+        self.saved = saved
+        self._has_trained = False  # an epoch, in this process
+        self._is_checked = False
+        self._starts_epoch = False  # the first one after a checkpoint
+        self._resumed: dict[str, Any] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not SLURMEnvironment.detect() and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Lightning's would end with status 0
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
+            _check_loaders(trainer)
+        if self._starts_epoch:  # Lightning would take the batches of the epoch before for those of this one
+            loop._restarting = loop.epoch_loop.restarting = False  # its setter knows better where max_steps is given
+            loop.reset_restart_stage()
+            loop.epoch_loop.reset_restart_stage()
+            self._starts_epoch = False
+        trainer._logger_connector._callback_metrics.update(self._resumed.get("callback_metrics", {}))
+        if "replicas" in self._resumed:
+            trainer.strategy.set_random_state(self._resumed["replicas"])  # type: ignore[attr-defined]
+        self._resumed = {}
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_trained:
+            self._save(trainer)
+        self._has_trained = True
+        if self.seed is None:
+            return
+        # not by seed_everything: it would set PL_GLOBAL_SEED, from which data modules draw the order of all epochs
+        seed = self.seed + trainer.current_epoch
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one, which others draw from
+        torch.manual_seed(seed)
+        if trainer.fit_loop.is_resuming and trainer.current_epoch:
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # a DataLoader had drawn its order too early
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        writer = _writer(trainer)
+        checkpoint[KEY] = {
+            **self.saved,
+            "rows": writer.sync() if writer else 0,
+            "callback_metrics": {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()},
+        }
+        if hasattr(trainer.strategy, "random_state"):  # streams of random numbers of its own, one a replica
+            checkpoint[KEY]["replicas"] = trainer.strategy.random_state()
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
+        try:
+            loop, _ = checkpoint["loops"]["fit_loop"], checkpoint["optimizer_states"]
+            batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
+        except (KeyError, TypeError) as error:
+            raise UsageError("the checkpoint holds weights only: no run can go on from it") from error
+        if batches["is_last_batch"]:
+            loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
+            self._starts_epoch = epochs["completed"] == epochs["started"]
+        for loader in loop["state_dict"].get("combined_loader", []):
+            if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
+                loader["num_yielded"] = batches["current"]["processed"]
+        if batches["total"]["ready"] and not batches["is_last_batch"] and epochs["processed"] == epochs["ready"]:
+            raise UsageError(
+                "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
+                "predict and export take it"
+            )
+        if self._starts_epoch:
+            for counts in loop["epoch_progress"].values():
+                counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
+        self._resumed = checkpoint.get(KEY, {})
+        if (writer := _writer(trainer)) and "rows" in self._resumed:
+            writer.keep(self._resumed["rows"])
+
+    def _save(self, trainer: Trainer) -> None:
+        """Write aside, sync, rename: `last.ckpt` is whole or not there, and `previous.ckpt` the one before."""
+        if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        last = Path(str(self.best.dirpath), LAST)
+        part = last.with_name(f".{LAST}.part")
+        self.best.last_model_path = str(last)
+        trainer.save_checkpoint(part, self.best.save_weights_only)
+        if not trainer.is_global_zero:
+            return
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        if last.exists():
+            os.replace(last, last.with_name(PREVIOUS))
+        os.replace(part, last)
+        if not self._is_checked:
+            self._is_checked = True
+            try:
+                read_checkpoint(last)  # early, rather than when it is needed
+            except UsageError as error:
+                rank_zero_warn(f"{error}. Nothing can go on from this run.")
+
+
+def _check_loaders(trainer: Trainer) -> None:
+    loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+    if not all(hasattr(loader, "state_dict") for loader in loaders):
+        raise UsageError(
+            "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: make it "
+            "with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
+        )
+
+
+def _writer(trainer: Trainer) -> MetricsWriter | None:
+    if not trainer.is_global_zero:
+        return None
+    return next((logger.experiment for logger in trainer.loggers if isinstance(logger, RunCSVLogger)), None)

@@ -1,0 +1,50 @@
+"""Several machines: what torchrun and SLURM say of them. All else about launchers is Lightning's.
+
+torchrun --nnodes=2 ... -m lightning_mgpu fit       # num_nodes and devices are torchrun's
+srun python -m lightning_mgpu fit                   # are SLURM's
+NODE_RANK=1 MASTER_ADDR=... MASTER_PORT=... python -m lightning_mgpu fit --trainer.num_nodes=2
+"""
+
+import os
+
+from jsonargparse import Namespace
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+def set_rank() -> None:
+    """Tell the processes of the second and later machines, started by hand, that they are not the first.
+
+    Until there is a Trainer, Lightning looks at the variables of launchers alone.
+    """
+    if os.environ.get("NODE_RANK", "0") != "0" and not TorchElasticEnvironment.detect():
+        rank_zero_only.rank = max(1, rank_zero_only.rank)  # type: ignore[attr-defined]
+
+
+def follow_launcher(config: Namespace) -> None:
+    """Take the Trainer's `num_nodes` and `devices` from torchrun or SLURM where nobody gave any."""
+    env = os.environ
+    if TorchElasticEnvironment.detect():
+        per_node = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        num_nodes = int(env["WORLD_SIZE"]) // per_node
+    elif SLURMEnvironment.detect():
+        num_nodes = int(env.get("SLURM_NNODES", "1"))
+        per_node = int(env.get("SLURM_NTASKS_PER_NODE") or int(env["SLURM_NTASKS"]) // num_nodes)
+    else:
+        return
+    if config.num_nodes == 1:
+        config.num_nodes = num_nodes
+    if config.devices == "auto" and per_node > 1:  # one process may drive all devices of its machine
+        config.devices = per_node
+
+
+def job_name() -> str | None:
+    """A name that all machines and all restarts of a SLURM job agree on, as they would not on the time of day."""
+    if not SLURMEnvironment.detect():
+        return None
+    return f"slurm_{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
+
+
+def is_restart() -> bool:
+    """Whether SLURM has queued this job again and starts it once more."""
+    return SLURMEnvironment.detect() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -1,0 +1,63 @@
+"""Processes end together: those that this package starts in a group of their own, and those that train together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NoReturn
+
+import torch.distributed as dist
+
+STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
+
+
+def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
+    """Run a command to its end, with its output in a file if one is given; returns its status.
+
+    On Ctrl-C, or any other exception, the command is told to stop, and killed after `STOP_SECONDS`.
+    """
+    with process_group(command, stdout=output, stderr=output and subprocess.STDOUT) as process:
+        try:
+            process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(STOP_SECONDS)
+            raise
+    return int(process.returncode)
+
+
+@contextlib.contextmanager
+def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
+    """Start a command, as `subprocess.Popen` does; at the end of the block it is killed with those it has started."""
+    process = subprocess.Popen(command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **kwargs})
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def leave_group() -> None:
+    """Leave the group of processes, at the end of a run where all is well.
+
+    Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange while Python ends,
+    which now and then ends a process that has done everything with SIGABRT (pytorch/pytorch#179291).
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def exit_on_sigterm() -> None:
+    """SIGTERM, and a closed terminal's SIGHUP, end this process by an exception, so that it leaves none behind."""
+    signal.signal(signal.SIGTERM, _exit)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup asks for
+        signal.signal(signal.SIGHUP, _exit)
+
+
+def _exit(signum: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal and of its shell: the second must not disturb the end
+    sys.exit(128 + signum)

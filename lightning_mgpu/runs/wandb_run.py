@@ -1,0 +1,210 @@
+"""Weights & Biases that never asks, never waits and never stops a run.
+
+    --wandb.project=fashion --wandb.name=first-try --wandb.tags='[lenet, book]'
+    --wandb.mode=offline                 # record on disk; `wandb sync` later
+    --no-wandb                           # or --wandb.mode=disabled
+
+`auto`, the default, goes online where somebody is logged in and the server answers, else offline. Uploads happen in a
+process of W&B's own; training hands it records and never waits for them.
+"""
+
+import contextlib
+import importlib.util
+import netrc
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.runs.flatten import flatten
+from lightning_mgpu.runs.in_time import in_time, wait_for
+from lightning_mgpu.runs.redact import redact, redact_arguments
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+PROJECT = "lightning-mgpu"
+REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
+INIT_SECONDS = 8.0  # a server that answered may still take that long to make a run; then the run goes offline
+RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
+
+
+@dataclass
+class Tracking:
+    """What Weights & Biases is told about a run; what is left out may stand in its own variables, as `WANDB_PROJECT`.
+
+    Args:
+        mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE` goes before `auto`.
+        project: The project; created if there is none of this name. Left out: `lightning-mgpu`.
+        name: Shown name of the run; the run directory's if left out.
+        group: Runs of one group are shown together.
+        tags: Labels to filter runs by.
+        notes: A longer description.
+        job_type: What the run does, to group by; the subcommand's name if left out.
+        entity: Team or user the run belongs to.
+        watch: Histograms to record while training: of the (reduced) `gradients`, the `parameters` or `all`.
+        watch_freq: Optimizer steps from one histogram to the next.
+        log_model: Upload the best checkpoint as an artifact when `fit` ends; needs to be online.
+        finish_timeout: Seconds that the end of a run may wait for uploads; `wandb sync` uploads what is left.
+    """
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    project: str | None = None
+    name: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
+    job_type: str | None = None
+    entity: str | None = None
+    watch: Literal["gradients", "parameters", "all"] | None = None
+    watch_freq: int = 100
+    log_model: bool = False
+    finish_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.watch_freq < 1:
+            raise ValueError(f"--wandb.watch_freq={self.watch_freq}: take a number of optimizer steps from 1")
+        if self.finish_timeout <= 0:
+            raise ValueError(f"--wandb.finish_timeout={self.finish_timeout:g}: take a number of seconds above 0")
+        if self.mode in ("online", "offline") and not _is_installed():
+            raise ValueError(f"--wandb.mode={self.mode}: wandb is not installed: pip install wandb, or use --no-wandb")
+
+
+def start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[str, Any]) -> tuple["Run | None", str]:
+    """Start the one W&B run of a job, in its first process; continue the one that `run_dir` had before, if it had one.
+
+    Returns:
+        The run, `None` where tracking is disabled or cannot start, and a line that says where it is recorded and why.
+    """
+    try:
+        mode, reason = choose_mode(tracking.mode)
+        if mode == "online":
+            try:
+                run = _init(mode, tracking, run_dir, job_type, config)
+                return run, f"online, {run.url}"
+            except Exception as error:  # refused login, dead server: the run goes on without it
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                import wandb
+
+                wait_for(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
+        if mode == "disabled":
+            return None, f"off ({reason})"
+        run = _init("offline", tracking, run_dir, job_type, config)
+        return run, f"offline ({redact(reason)}); upload it with: wandb sync {_parts(run)}"
+    except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
+        return None, f"off ({redact(' '.join(f'{type(error).__name__}: {error}'.split()))[:200]})"
+
+
+def choose_mode(mode: str) -> tuple[str, str]:
+    """Resolve `auto` and `online` to online, offline or disabled, with the reason in words."""
+    if mode != "disabled" and not _is_installed():
+        return "disabled", "not installed: pip install wandb"
+    reason = f"--wandb.mode={mode}"
+    if mode == "auto" and (from_environment := os.environ.get("WANDB_MODE")):
+        mode, reason = from_environment, f"WANDB_MODE={from_environment}"
+    if mode not in ("auto", "online"):
+        return {"dryrun": "offline"}.get(mode, mode), reason
+    import wandb  # takes half a second
+
+    url = wandb.setup(wandb.Settings(silent=True)).settings.base_url
+    host = str(urlsplit(url).hostname)
+    if not _is_logged_in(host):
+        return "offline", "no login"
+    try:
+        urllib.request.urlopen(url, timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:
+        pass  # the server is there; W&B finds out what it is ready for
+    except (OSError, ValueError) as error:
+        return "offline", f"{host} cannot be reached: {getattr(error, 'reason', error)}"
+    return "online", "logged in"
+
+
+def save_file(run: "Run", path: Path, name: str) -> None:
+    """Upload a file with the run, under a name that is none of W&B's own (`config.yaml` is)."""
+    copy = shutil.copy(path, Path(run.dir, name))
+    run.save(str(copy), base_path=run.dir, policy="now")
+
+
+def upload_model(run: "Run", path: str, metadata: dict[str, Any], seconds: float) -> None:
+    """The checkpoint as an artifact of an online run."""
+    import wandb
+
+    artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=metadata)
+    artifact.add_file(path, name="model.ckpt", policy="immutable")  # no copy of it is made
+    in_time(f"the best checkpoint, {path},", lambda: run.log_artifact(artifact, aliases=["best"]), seconds)
+
+
+def finish(run: "Run") -> None:
+    """End a run; if an online one could not upload everything in time, say how to do so later."""
+    try:
+        run.finish()
+    except TimeoutError:
+        path = shlex.quote(str(Path(run.settings.sync_dir)))
+        print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
+
+
+def _init(mode: str, tracking: Tracking, run_dir: Path, job_type: str, config: dict[str, Any]) -> "Run":
+    import wandb
+
+    # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    environment = os.environ.get  # W&B's own variables, which `wandb agent` sets too, where nothing else is said
+    saved = run_dir / RUN_ID
+    run_id = saved.read_text().strip() if saved.exists() else environment("WANDB_RUN_ID") or secrets.token_hex(4)
+    arguments, sys.argv = sys.argv, redact_arguments(sys.argv)  # wandb writes them down
+    try:
+        run = wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            project=tracking.project or environment("WANDB_PROJECT") or PROJECT,
+            name=tracking.name or environment("WANDB_NAME") or run_dir.name,
+            group=tracking.group,
+            tags=tracking.tags or None,
+            notes=tracking.notes,
+            entity=tracking.entity,
+            job_type=tracking.job_type or environment("WANDB_JOB_TYPE") or job_type,
+            id=run_id,
+            resume="allow",  # the first process with this id creates the run, later ones continue it
+            dir=str(run_dir),
+            config=flatten(config),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=INIT_SECONDS,
+                finish_timeout=tracking.finish_timeout,
+                finish_timeout_raises=True,
+            ),
+        )
+    finally:
+        sys.argv = arguments
+    replace_text(saved, f"{run.id}\n")
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)  # the axis of every chart
+    return run
+
+
+def _is_installed() -> bool:
+    """Whether wandb can be imported, without the half second that takes."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+def _is_logged_in(host: str) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return not {host, "api.wandb.ai"}.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
+    return False
+
+
+def _parts(run: "Run") -> str:
+    """What `wandb sync` is told to upload: all parts of a run that was resumed, in the order they were made."""
+    path = Path(run.settings.sync_dir)
+    several = len(list(path.parent.glob("offline-run-*"))) > 1
+    return f"{shlex.quote(str(path.parent))}/offline-run-*" if several else shlex.quote(str(path))

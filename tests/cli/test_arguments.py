@@ -1,0 +1,178 @@
+"""What was given becomes one configuration: files compose, classes have their own defaults, names are found."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_mgpu.cli import subcommands
+from lightning_mgpu.cli.arguments import join, split_subcommand
+from lightning_mgpu.cli.help import OPTIONS, short_help
+from lightning_mgpu.cli.suggest import did_you_mean
+from lightning_mgpu.cli.yaml_files import CONFIGS, load
+
+Config = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def config(main: Callable, capfd: pytest.CaptureFixture) -> Config:
+    """The configuration that a command line comes to."""
+
+    def config(*args: str) -> dict[str, Any]:
+        assert main(*args, "--print_config") == 0, capfd.readouterr().err
+        return yaml.safe_load(capfd.readouterr().out)
+
+    return config
+
+
+def test_configurations_compose(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer:\n  max_epochs: 3\n  devices: 5\n")
+    shipped = ("--config", "model/resnet18.yaml", "--config=trainer/one_device.yaml")
+    found = config("fit", "-c", "mine.yaml", *shipped, "--data.batch_size", "32")
+    assert found["model"]["class_path"].endswith("ResNet18")
+    assert found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1  # the later file wins
+    assert found["data"]["init_args"]["batch_size"] == 32 and found["seed_everything"] == 42
+
+
+def test_sections_of_a_file(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("fit: {trainer: {max_epochs: 3}}\ntest: {verbose: false}\n")
+    (tmp_path / "one.yaml").write_text("fit: {trainer: {max_epochs: 4}}\n")
+    assert config("fit", "--config=two.yaml")["trainer"]["max_epochs"] == 3
+    assert config("test", "--config=two.yaml")["verbose"] is False
+    assert config("--config", "two.yaml", "fit", "--trainer.max_epochs=5")["trainer"]["max_epochs"] == 5
+    assert config("--config=one.yaml")["trainer"]["max_epochs"] == 4  # its section names the subcommand
+
+
+DEFAULTS = {
+    ("--model=ResNet18",): {"lr": 0.1, "weight_decay": 0},
+    ("--config=experiment/resnet18_book.yaml",): {"lr": 0.1, "weight_decay": 0},
+    ("--model=ResNet18", "--model.optimizer.momentum=0.9"): {"lr": 0.1, "momentum": 0.9},
+    ("--model.optimizer.momentum=0.9",): {"lr": 0.2, "momentum": 0.9},
+    ("--model.optimizer=AdamW",): {"lr": 0.001, "weight_decay": 0.01},
+    ("--model.optimizer.weight_decay=0.1", "--model.optimizer=AdamW"): {"lr": 0.001, "weight_decay": 0.1},
+    ("--model=ResNet18", "--model.optimizer=AdamW", "--model.optimizer.lr=0.1"): {"lr": 0.1, "weight_decay": 0.01},
+}
+
+
+@pytest.mark.parametrize("args", DEFAULTS, ids=" ".join)
+def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], config: Config) -> None:
+    optimizer = config("fit", *args)["model"]["init_args"]["optimizer"]["init_args"]
+    assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
+
+
+OWN = """
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.models import LeNet
+
+class Letters(LeNet):
+    def __init__(self, num_classes: int = 26) -> None:
+        super().__init__(num_classes=num_classes)
+
+class Small(FashionMNIST):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__(batch_size)
+"""
+
+
+def test_classes_of_ones_own_have_their_own_defaults(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "own_classes.py").write_text(OWN)  # found as the console script finds it, which is no `python -m`
+    found = config("fit", "--model=own_classes.Letters", "--data=own_classes.Small")
+    assert found["model"]["init_args"] == {"num_classes": 26} and found["data"]["init_args"] == {"batch_size": 16}
+
+
+def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
+    for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):
+        found = config("fit", *args, "--trainer.strategy.bucket_mb=3")["trainer"]["strategy"]
+        assert found["class_path"].endswith("ManualAllreduceStrategy") and found["init_args"]["bucket_mb"] == 3
+        assert found["init_args"]["allreduce"].endswith("ring_allreduce")
+    assert config("fit", "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
+    name = "lightning.pytorch.strategies.SingleDeviceStrategy"
+    assert config("fit", f"--trainer.strategy={name}")["trainer"]["strategy"]["class_path"] == name
+
+
+def test_a_checkpoint_brings_its_configuration(config: Config, tmp_path: Path, main: Callable) -> None:
+    saved = {
+        "model": {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"num_classes": 7}},
+        "data": {"class_path": "lightning_mgpu.data.FashionMNIST", "init_args": {"batch_size": 9, "root": "there"}},
+        "seed_everything": 3,
+    }
+    torch.save({"state_dict": {}, "lightning_mgpu": {"config": saved}}, tmp_path / "x.ckpt")
+    found = config("test", "--ckpt_path=x.ckpt", "--data.val_size=5")
+    assert found["model"]["init_args"]["num_classes"] == 7 and found["seed_everything"] == 3
+    data = found["data"]["init_args"]
+    assert data["batch_size"] == 9 and data["val_size"] == 5 and data["root"] != "there"  # that is of a machine
+    torch.save({"state_dict": {}, "hyper_parameters": {"_class_path": "lightning_mgpu.models.ResNet18"}}, "y.ckpt")
+    assert config("test", "--ckpt_path=y.ckpt")["model"]["class_path"].endswith("ResNet18")  # of Lightning's own
+    assert main("test", "--model=LeNet", "--ckpt_path=y.ckpt") == 2
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_shipped_config_parses_and_names_its_command(path: Path, config: Config) -> None:
+    if "parameters" not in yaml.safe_load(path.read_text()):  # a sweep's
+        config("fit", "--config", str(path.relative_to(CONFIGS)))
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(command in line for line in comment for command in ("lightning_mgpu fit", "lightning_mgpu sweep"))
+
+
+def test_yaml_means_what_it_says() -> None:
+    text = "{a: 1e-3, b: .5, c: -3, d: 1:30, e: 010, f: .inf, g: 2026-11-24, h: true, i: null, j: 5., k: 1_0}"
+    found = {"a": 0.001, "b": 0.5, "c": -3, "d": "1:30", "e": "010", "f": ".inf", "g": "2026-11-24"}
+    assert load(text) == {**found, "h": True, "i": None, "j": 5.0, "k": "1_0"}
+    assert load(json.dumps({"lr": 1e-05, "x": [1, None]})) == {"lr": 1e-05, "x": [1, None]}
+
+
+def test_help_shows_the_options_people_use_first(main: Callable, capfd: pytest.CaptureFixture) -> None:
+    text = short_help(["fit", "--help"])
+    assert text and text.count("\n") <= 24 and len(OPTIONS) == 15 and max(map(len, text.splitlines())) <= 120
+    assert short_help([]).startswith("usage: ") and "export" in short_help(["--help"])  # type: ignore[union-attr]
+    values = {"--config": "model/lenet.yaml", "--resume": None, "--ckpt_path": None, "--run_dir": "x"}
+    values |= {"--model": "LeNet", "--model.optimizer": "SGD", "--model.lr_scheduler": "StepLR"}
+    values |= {"--trainer.strategy": "dp", "--trainer.precision": "bf16-mixed", "--model.optimizer.lr": "0.1"}
+    given = [f"{name}={values.get(name, '1')}" for name in (option.split()[0] for option in OPTIONS)]
+    taken = [arg for arg in given if not arg.endswith("=None")]
+    assert main("fit", *taken, "--model.lr_scheduler.step_size=1", "--print_config") == 0
+    for args, word in {
+        ("fit", "--help"): "--trainer.devices N",
+        ("fit", "--help.all"): "--trainer.gradient_clip_val",
+        ("fit", "--model.help"): "--model.init",
+        ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
+        ("fit", "--data.help"): "--data.cutout",
+        ("fit", "--trainer.strategy.help", "manual_allreduce"): "bucket_mb",
+    }.items():
+        capfd.readouterr()
+        assert main(*args) == 0
+        assert word in capfd.readouterr().out, args
+
+
+def test_a_room_that_is_gone_is_not_offered(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    assert {"fit", "export", "sweep", "benchmark"} <= {*subcommands.subcommands()}
+    monkeypatch.setitem(subcommands.TOOLS, "sweep", "lightning_mgpu.no_such_room.cli")
+    assert "sweep" not in subcommands.subcommands()
+    assert main("sweep") == 2
+    assert "no subcommand 'sweep'" in capfd.readouterr().err
+
+
+def test_words_of_a_command_line() -> None:
+    assert join(["fit", "--a", "1", "--b=2", "--traceback", "-c", "x", "--n", "-1"]) == [
+        *("fit", "--a=1", "--b=2", "--traceback", "--config=x", "--n=-1")
+    ]
+    assert split_subcommand(["test", "--a", "1"]) == ("test", ["--a=1"])
+    known = ["data.batch_size", "trainer.devices", "model.optimizer"]
+    assert did_you_mean("batch_size", known) == "did you mean data.batch_size?"
+    assert did_you_mean("devcies", known, "--") == "did you mean --trainer.devices?"
+    assert did_you_mean("zzz", known) == "unknown."
+
+
+@pytest.mark.slow
+def test_a_process_that_imports_nothing_else(command: Any) -> None:
+    """Short names are found; help needs none of the packages that take seconds to import."""
+    code, _, err = command("fit", "--model=ResNett18")
+    assert code == 2 and "did you mean ResNet18?" in err
+    seen = "import sys; from lightning_mgpu.__main__ import main; main(); print('torch' in sys.modules)"
+    code, out, err = command.finish(command.start("fit", "--help", launcher=("-c", seen)), timeout=60)
+    assert code == 0 and out.endswith("False\n"), err

@@ -1,0 +1,180 @@
+"""A mistake on the command line ends in at most six lines with status 2, and leaves no file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+CPU = "--trainer.accelerator=cpu"
+MANUAL = "--trainer.strategy=manual_allreduce"
+MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines must say
+    "fit --trainer.strategy=dpp": ("--trainer.strategy=dpp: no such strategy, did you mean dp?", "manual_allreduce"),
+    "fit --trainer.strategy=my.Strategy": ("--trainer.strategy", "my.Strategy"),
+    f"fit {CPU} --trainer.devices=99": ("--trainer.devices=99: take a number of processes from 1 to",),
+    f"fit {CPU} --trainer.devices=-3": ("--trainer.devices=-3: take a number of processes from 1 to",),
+    f"fit {CPU} --trainer.devices=abc": ("--trainer.devices=abc: take",),
+    "fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here; take cpu or auto",),
+    "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?", "ResNet18", "my_package.MyClass"),
+    "fit --model=no.such.Module": ("--model=no.such.Module",),
+    "fit --trainer.devcies=2": ("--trainer.devcies: did you mean --trainer.devices?",),
+    "fit --batch_size=3": ("did you mean --data.batch_size?",),
+    "fit --lr=3": ("did you mean --model.optimizer.lr?",),
+    "fit --data.batchsize=3": ("--data.batchsize=3", "did you mean --data.batch_size?"),
+    "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("did you mean --model.optimizer.lr?",),
+    "fit --model.optimizer=Adm": ("--model.optimizer=Adm", "did you mean Adam?"),
+    "fit --model.optimizer=torch.optim": ("--model.optimizer=torch.optim", "Take one of"),
+    "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
+    "fit --trainer.callbacks=EarlyStopping": ("required: monitor",),
+    "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
+    "fit --trainer.max_epochs=1:30": ("--trainer.max_epochs=1:30", "Expected a <class 'int'>"),
+    "fit --model.optimizer.lr=nan": ("--model.optimizer.lr=nan", "Expected a <class 'float'>"),
+    "fit --model.optimizer.lr=.inf": ("--model.optimizer.lr=.inf", "Expected a <class 'float'>"),
+    "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
+    "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
+    "fit --data.batch_size=0": ("data.batch_size=0: the global batch needs at least one sample",),
+    "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
+    f"fit {MANUAL} --trainer.strategy.bucket_mb=-1": ("bucket_mb=-1",),
+    "fit --config nope.yaml": ("--config=nope.yaml: no such file",),
+    "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
+    "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: line 2",),
+    "fit --config list.yaml": ("--config=list.yaml: it needs options by name",),
+    "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
+    "fit --config twice.yaml": ("max_epochs stands twice",),
+    "fit --config base_60.yaml": ("Expected a <class 'int'>",),
+    "fit --config one_test.yaml": ("has options of test, but none of fit",),
+    "fit --config mixed.yaml": ("put all options under the subcommands' names, or none",),
+    "fit --config resume.yaml": ("say --resume=RUN_DIR on the command line",),
+    "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
+    "test --ckpt_path foreign.ckpt": ("foreign.ckpt is no checkpoint of a Trainer",),
+    "fit --ckpt_path torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
+    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
+    "--trainer.devices=2": ("name a subcommand first",),
+    "fit foo": ("unrecognized arguments: foo",),
+    "fit --wandb.mode=foo": ("--wandb.mode=foo", "offline"),
+    "fit --wandb.watch_freq=0": ("--wandb.watch_freq=0: take a number of optimizer steps from 1",),
+    "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
+    "fit --run_dir=used/a_file/x": ("cannot be made", "--run_dir"),
+    "fit --run_dir=***": ("--run_dir=***: a secret, which is written to no file",),
+    "fit --checkpoint.dirpath=.": ("--checkpoint.dirpath=. holds checkpoints of another run",),
+    "fit --checkpoint.dirpath=s3://x/y": ("last.ckpt, from which a run goes on, is kept in local directories",),
+    "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
+    "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
+    "test --resume=used": ("--resume goes on with training",),
+    "export --output=x.pt2": ("export takes --ckpt_path=CHECKPOINT and --output",),
+    "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt: no such file",),
+    "export --ckpt_path=nope.ckpt --output=x.bin": ("--output=x.bin: end the name in .onnx or .pt2",),
+}
+FILES = {
+    "broken.yaml": "trainer: [1, {\n",
+    "list.yaml": "- a\n",
+    "key.yaml": "trainer:\n  max_epoch: 2\n",
+    "twice.yaml": "trainer: {max_epochs: 3, max_epochs: 4}\n",
+    "base_60.yaml": "trainer: {max_epochs: 1:30}\n",
+    "one_test.yaml": "test: {}\n",
+    "mixed.yaml": "fit: {}\ntrainer: {max_epochs: 2}\n",
+    "resume.yaml": "resume: runs/x\n",
+    "torn.ckpt": "PK\x03\x04 no zip",
+    "used/a_file": "",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The working directory, with files to give to the command line."""
+    (tmp_path / "used").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("args", MISTAKES)
+@pytest.mark.filterwarnings("ignore:data.source=synthetic")
+def test_mistake_ends_in_a_few_lines(args: str, here: Path, main: Callable, capfd: pytest.CaptureFixture) -> None:
+    if "gpu" in args and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    before = sorted(here.rglob("*"))
+    assert main(*args.split()) == 2
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("warning: data.source=synthetic")]
+    assert out == "" and lines[0].startswith("error: ") and len(lines) <= 6, err
+    assert lines[-1].endswith("(--traceback shows where)") and max(map(len, lines)) < 400
+    assert not [word for word in ("Traceback", "Namespace", "NestedArg", "Subtypes", "usage:") if word in err]
+    for part in MISTAKES[args]:
+        assert part in err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_traceback_shows_where(main: Callable) -> None:
+    with pytest.raises(Exception, match=r"data\.batch_size=0"):
+        main("fit", "--data.batch_size=0", "--traceback")
+
+
+OWN = """
+from lightning_mgpu.models import LeNet
+
+class Broken(LeNet):
+    def __init__(self) -> None:
+        super().__init__()
+        {}["a defect"]
+
+class Picky(LeNet):
+    def __init__(self, width: int = 3) -> None:
+        raise ValueError(f"model.width={width}: take an even number")
+
+class Late(LeNet):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("a defect")
+
+class Vector(LeNet):
+    def training_step(self, batch, batch_idx):
+        self.log("x", batch[0])
+"""
+
+
+def test_code_of_ones_own(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """A constructor's ValueError is a mistake; whatever else its code raises keeps its traceback."""
+    (tmp_path / "own_code.py").write_text(OWN)
+    run = ("fit", f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
+    assert main(*run, "--model=own_code.Picky") == 2
+    assert "error: model.width=3: take an even number" in capfd.readouterr().err
+    with pytest.raises(KeyError, match="a defect") as caught:
+        main(*run, "--model=own_code.Broken")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__  # without jsonargparse's wrapping
+    with pytest.raises(ValueError, match="a defect"):
+        main(*run, "--model=own_code.Late")
+    with pytest.raises(ValueError, match="single element"):
+        main(*run, "--model=own_code.Vector")
+
+
+def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """In training Lightning handles it."""
+
+    def interrupted(args: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_mgpu.cli.main.CLI", interrupted)
+    assert main("fit") == 130 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("left", ["", "out.csv"])
+@pytest.mark.parametrize("run_dir", ["new/run", "mine"])
+def test_a_mistake_takes_no_file_of_the_users(
+    run_dir: str, left: str, main: Callable, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_mgpu.runs.errors import UsageError
+
+    path = tmp_path / run_dir
+    (tmp_path / "mine").mkdir()
+
+    def fail(module: object) -> None:
+        assert {file.name for file in path.iterdir()} == {"config.yaml", "model.txt", "hparams.yaml"}
+        if left:
+            (path / left).touch()
+        raise UsageError("wrong")
+
+    monkeypatch.setattr("lightning_mgpu.models.LeNet.on_predict_start", fail, raising=False)
+    assert main("predict", f"--data.root={root}", "--data.val_size=9", CPU, f"--run_dir={run_dir}") == 2
+    assert (path / "config.yaml").is_file() == bool(left) and (tmp_path / "mine").exists()
+    assert path.exists() == (run_dir == "mine" or bool(left))

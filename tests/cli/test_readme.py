@@ -1,0 +1,69 @@
+"""Every command of the README and of docs/ is one the command line takes; the files they name are there."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_mgpu.benchmark import time_to_accuracy
+from lightning_mgpu.benchmark.cli import parser as benchmark_parser
+from lightning_mgpu.sweep.cli import parser as sweep_parser
+from lightning_mgpu.sweep.plan import read_plan
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = {path: path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))}
+README = PAGES[REPOSITORY / "README.md"]
+TEXT = "\n".join(PAGES.values())
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+LINES = dict.fromkeys(line for block in BLOCKS for line in block.splitlines())
+COMMANDS = [line for line in LINES if line.startswith("python -m lightning_mgpu ")]
+LINKS = [(path, link) for path, text in PAGES.items() for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", text)]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 20
+    assert all(f"<!-- run: {name} -->\n```bash\n" in README for name in ("main", "test"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_taken(
+    line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    if line.startswith("python -m lightning_mgpu benchmark"):  # nothing to print: taken is what parses
+        args = shlex.split(line)[4:]
+        if args[:1] == ["time_to_accuracy"]:
+            _, of_fit = time_to_accuracy.parse(args[1:])
+            assert main("fit", *of_fit, "--print_config") == 0
+        else:
+            assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
+        return
+    if line.startswith("python -m lightning_mgpu sweep"):
+        args, fit = sweep_parser().parse_known_args(shlex.split(line)[4:])
+        assert read_plan(args.config[0], args.count)
+        line = shlex.join(["python", "-m", "lightning_mgpu", "fit", *fit, *(f"--config={c}" for c in args.config[1:])])
+    if line.startswith("python -m lightning_mgpu export"):  # of a checkpoint that is not there
+        assert main(*shlex.split(line)[3:]) == 2 and "no such file" in capsys.readouterr().err
+        return
+    if "--resume=" in line:  # of a run that is not there
+        assert main(*shlex.split(line)[3:]) == 2 and "--resume=" in capsys.readouterr().err
+        return
+    args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
+    shows_help = "help" in args[-1]
+    assert main(*args, *([] if shows_help else ["--print_config"])) == 0
+    assert ("usage: " if shows_help else "trainer") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS, ids=[f"{page.name}:{link}" for page, link in LINKS])
+def test_link_leads_somewhere(page: Path, link: str) -> None:
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    assert target.exists()
+    if anchor:
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]

@@ -1,0 +1,152 @@
+"""Runs of a small model with dropout, momentum and a scheduler; one that is stopped where a test says."""
+
+import csv
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_mgpu.data.fashion_mnist
+from lightning_mgpu import __main__ as program
+from lightning_mgpu.data.sources import ensure_fashion_mnist
+
+OWN = '''
+import os
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning_mgpu.models.classifier import Classifier, OptimizerCallable
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(Classifier):
+    """Draws random numbers in a step, and logs a value of its own beside torchmetrics objects."""
+
+    def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **kwargs):
+        super().__init__(optimizer, **kwargs)
+        self.example_input_array = torch.zeros(1, 1, 28, 28)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_mine", 1.0, batch_size=len(batch[1]), sync_dist=True)
+
+
+class Stop(Callback):
+    """Ctrl-C before a batch, `STOP=epoch,batch` in the environment."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if os.environ.get("STOP") == f"{trainer.current_epoch},{batch_idx}":
+            raise KeyboardInterrupt
+
+
+class Shuffled(LightningDataModule):
+    """A plain DataLoader, which has no state."""
+
+    def train_dataloader(self):
+        X = torch.arange(40.0).reshape(40, 1, 1, 1).expand(40, 1, 28, 28) / 40
+        return DataLoader(TensorDataset(X, torch.arange(40) % 10), 8, shuffle=True)
+'''
+RUN = (
+    *("--model=own_run.Net", "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1"),
+    *("--model.lr_scheduler.gamma=0.7", "--trainer.callbacks=own_run.Stop", "--trainer.log_every_n_steps=2"),
+    *("--trainer.accelerator=cpu", "--trainer.max_epochs=4"),
+)
+DATA = ("--data.val_size=101", "--data.batch_size=64", "--data.augment=true")
+STRATEGIES = {
+    "one_device": ("--trainer.devices=1",),
+    "manual_allreduce": ("--trainer.devices=2", "--trainer.strategy=manual_allreduce"),
+    "ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"),
+}
+TIMES = ("epoch_seconds", "samples_per_sec")
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    """The rows of `metrics.csv`, without the times."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{key: value for key, value in row.items() if key not in TIMES} for row in csv.DictReader(file)]
+
+
+def last(run: Path) -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+def assert_same(whole: Path, resumed: Path) -> None:
+    """The same weights, optimizer, schedulers, metrics and files."""
+    a, b = last(whole), last(resumed)
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+        assert equal(a[key], b[key]), key
+    for key in ("epoch_progress", "epoch_loop.batch_progress"):  # else a later resume goes on at another place
+        assert a["loops"]["fit_loop"][key] == b["loops"]["fit_loop"][key], key
+    assert a["callbacks"]["LearningCurve"] == b["callbacks"]["LearningCurve"]
+    assert metrics(whole) == metrics(resumed)
+    names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (whole, resumed)]
+    assert names[0] == names[1]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, where `own_run.py` is."""
+    (tmp_path / "own_run.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_run", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def fit(own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`fit` in this process, in the directory of `own_run.py`; `stop="epoch,batch"` is Ctrl-C there."""
+
+    def fit(*args: str, stop: str = "") -> int:
+        monkeypatch.setenv("STOP", stop)
+        is_new = not any(arg.startswith(("--resume", "--data=")) for arg in args)
+        return main("fit", *((*RUN, f"--data.root={root}", *DATA) if is_new else ()), *args)
+
+    return fit
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_files: Any) -> Path:
+    """A run of two epochs, `run` beside its `own_run.py`; made once."""
+    directory = tmp_path_factory.mktemp("trained")
+    root, files = tiny_files
+    (directory / "own_run.py").write_text(OWN)
+    args = ("fit", *RUN, f"--data.root={root}", *DATA, "--trainer.devices=1", "--trainer.max_epochs=2", "--run_dir=run")
+    with pytest.MonkeyPatch.context() as patch:
+        ensure = partial(ensure_fashion_mnist, files=files)
+        patch.setattr(lightning_mgpu.data.fashion_mnist, "ensure_fashion_mnist", ensure)
+        patch.chdir(directory)
+        patch.syspath_prepend(directory)
+        patch.setattr(sys, "argv", ["lightning-mgpu", *args])
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        patch.delitem(sys.modules, "own_run", raising=False)
+        program.main()
+        os.environ.pop("LIGHTNING_MGPU_RUN_DIR", None)
+    return directory
+
+
+@pytest.fixture
+def run(trained: Path, own: Path) -> Path:
+    """A copy of the trained run in the working directory."""
+    shutil.copytree(trained / "run", own / "run")
+    return own / "run"

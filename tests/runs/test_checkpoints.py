@@ -1,0 +1,119 @@
+"""The best checkpoint, checkpoints from elsewhere, what they know of their model; the closing lines."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mgpu.runs.checkpoint_file import read_checkpoint
+from lightning_mgpu.runs.closing_line import closing_line, fingerprint
+from lightning_mgpu.runs.errors import UsageError
+from tests.runs.conftest import last, metrics
+
+
+def test_a_runs_directory(trained: Path, run_files: set[str]) -> None:
+    """The model logs a metric of its own in validation, as one does: the best is still that of val_acc."""
+    run = trained / "run"
+    assert {path.name for path in run.iterdir()} == run_files
+    assert {path.name for path in (run / "checkpoints").glob("[lp]*")} == {"last.ckpt", "previous.ckpt"}
+    values = {int(row["epoch"]): float(row["val_acc"]) for row in metrics(run) if row["val_acc"]}
+    (best,) = (run / "checkpoints").glob("epoch=*.ckpt")
+    assert best.name.startswith(f"epoch={max(values, key=lambda epoch: (values[epoch], -epoch))}-")
+    assert any(row.get("lr-SGD") for row in metrics(run))
+
+
+def test_the_best_is_tested_and_the_last_has_the_fingerprint(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """A run that diverges after its first epoch: 'best' is not 'last'."""
+    rates = ("--model.lr_scheduler.step_size=3", "--model.lr_scheduler.gamma=1e6")
+    assert fit("--trainer.devices=1", *rates, "--run_dir=a") == 0
+    out = capfd.readouterr().out.splitlines()
+    (best,) = (tmp_path / "a" / "checkpoints").glob("epoch=[012]-*.ckpt")
+    (row,) = [row for row in metrics(tmp_path / "a") if row["test_acc"]]
+    assert "testing the last epoch" not in "".join(out)
+    assert out[-1].startswith(f"test acc: {float(row['test_acc']):.2f}, ")
+    weights = last(tmp_path / "a")["state_dict"]
+    assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
+    assert not torch.equal(weights["net.1.bias"], torch.load(best, weights_only=True)["state_dict"]["net.1.bias"])
+
+
+def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+    assert fit("--trainer.devices=1", "--data.val_size=0", "--trainer.max_epochs=1", "--run_dir=a") == 0
+    assert "testing the last epoch" in capfd.readouterr().out
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["last.ckpt"]
+    none = ("--checkpoint.save_last=false", "--checkpoint.save_top_k=0", "--trainer.limit_test_batches=0")
+    assert fit("--trainer.devices=1", *none, "--trainer.max_epochs=1", "--run_dir=b") == 0
+    assert not list((tmp_path / "b").rglob("*.ckpt"))
+
+
+def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Path, capfd: Any) -> None:
+    path = "--ckpt_path=run/checkpoints/last.ckpt"
+    data = (f"--data.root={root}", "--trainer.accelerator=cpu", "--trainer.devices=1")
+    assert main("test", path, *data, "--run_dir=tested", "--data.batch_size=9") == 0
+    out = capfd.readouterr().out
+    assert "Net, 12,730 parameters" in out and "ckpt:     run/checkpoints/last.ckpt; data.batch_size 64 -> 9" in out
+    assert main("predict", path, *data, "--run_dir=predicted") == 0
+    assert len(list(csv.reader((run.parent / "predicted" / "predictions.csv").open()))) == 108
+    assert main("validate", "--model=LeNet", path, *data) == 2
+    assert "is of Net, not of LeNet" in capfd.readouterr().err
+
+
+def test_training_on_in_a_new_directory(run: Path, fit: Callable[..., int], capfd: Any) -> None:
+    path = "--ckpt_path=run/checkpoints/last.ckpt"
+    assert fit(path, "--trainer.devices=1", "--trainer.max_epochs=3", "--run_dir=b", "--data.batch_size=32") == 0
+    out = capfd.readouterr().out
+    assert "epoch 3/3" in out and "epoch 2/3" not in out and "data.batch_size 64 -> 32" in out
+    assert fit(path, "--trainer.devices=1", "--model.optimizer.lr=0.5", "--run_dir=c") == 2
+    err = capfd.readouterr().err
+    assert "model.optimizer.lr 0.1 -> 0.5 disagrees with --ckpt_path" in err and not (run.parent / "c").exists()
+    scaled = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce", "--scale_by_devices=true")
+    assert fit(path, *scaled, "--run_dir=c") == 2
+    assert "its run multiplied batch and learning rate by 1, this one would by 2" in capfd.readouterr().err
+
+
+def test_scaled_by_devices(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+    two = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce", "--trainer.max_epochs=1")
+    assert fit(*two, "--scale_by_devices=true", "--run_dir=a") == 0
+    assert "scaled:   x 2, the number of devices: batch_size 64 -> 128, lr 0.1 -> 0.2" in capfd.readouterr().out
+    assert last(tmp_path / "a")["optimizer_states"][0]["param_groups"][0]["initial_lr"] == 0.2
+    assert fit("--resume=a", "--trainer.max_epochs=2", "--trainer.devices=1") == 2
+    assert "other devices mean another batch and learning rate" in capfd.readouterr().err
+    assert fit("--resume=a", "--trainer.max_epochs=2") == 0
+    assert last(tmp_path / "a")["optimizer_states"][0]["param_groups"][0]["initial_lr"] == 0.2
+
+
+class Pwned:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code of a checkpoint runs",)
+
+
+def test_what_cannot_be_used_is_told(run: Path, tmp_path: Path, capfd: Any) -> None:
+    good, path = last(run), tmp_path / "x.ckpt"
+    read_checkpoint(run / "checkpoints" / "last.ckpt")
+    content = (run / "checkpoints" / "last.ckpt").read_bytes()
+    for torn in (content[:-7], content[: len(content) // 2], b"", content[:900] + b"x" + content[901:]):
+        path.write_bytes(torn)
+        with pytest.raises(UsageError, match=r"x\.ckpt cannot be read"):
+            read_checkpoint(path)
+    torch.save({**good, "hyper_parameters": Pwned()}, path)
+    with pytest.raises(UsageError, match="it holds objects of classes"):
+        read_checkpoint(path)
+    assert "code of a checkpoint" not in capfd.readouterr().out
+    good["state_dict"]["net.1.bias"][3] = float("nan")
+    torch.save(good, path)
+    with pytest.raises(UsageError, match=r"net\.1\.bias holds NaN"):
+        read_checkpoint(path)
+
+
+def test_fingerprint_and_closing_line() -> None:
+    tensors = [torch.ones(2, 3), torch.tensor(1.5, dtype=torch.bfloat16)]
+    assert fingerprint(tensors) == fingerprint([t.clone() for t in tensors]) != fingerprint(tensors[::-1])
+    assert len(fingerprint(tensors)) == 12 and fingerprint([torch.zeros(1)]) != fingerprint([torch.zeros(2)])
+    assert (
+        closing_line({"test_acc": 0.834, "test_loss": 1.0}, 3.06, "[cpu]") == "test acc: 0.83, 3.1 sec/epoch on [cpu]"
+    )
+    assert closing_line({}, float("nan"), "[cpu]") == "no epoch trained on [cpu]"

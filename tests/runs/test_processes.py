@@ -1,0 +1,150 @@
+"""Several processes: launchers as Lightning knows them, loaders that share no batch, processes that end together."""
+
+import csv
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_mgpu.cli.arguments import prepare
+from lightning_mgpu.runs.directory import make_run_dir
+from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.launchers import follow_launcher
+from lightning_mgpu.runs.processes import run_in_group
+from tests.runs.conftest import OWN
+
+PLAIN = """
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Plain(LightningDataModule):
+    batch_size = 8
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(64, 1, 28, 28), torch.arange(64) % 10), 8)
+
+    predict_dataloader = train_dataloader
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
+    """One process on each of two machines, which are one here; their data module shares no global batch."""
+    (tmp_path / "own_run.py").write_text(OWN)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for rank in (0, 1):
+        where = (f"--node_rank={rank}", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
+        launcher = ("-m", "torch.distributed.run", *where, f"--master_port={port}", "-m", "lightning_mgpu")
+        run = (
+            "--trainer.accelerator=cpu",
+            "--trainer.max_epochs=1",
+            "--run_dir=run",
+            "--config=trainer/multinode.yaml",
+        )
+        nodes.append(
+            command.start(
+                "fit",
+                "--model=own_run.Net",
+                "--data=plain.Plain",
+                "--config=trainer/multinode.yaml",
+                *run,
+                launcher=launcher,
+            )
+        )
+    (code, out, err), (second, second_out, second_err) = (command.finish(node, timeout=120) for node in nodes)
+    assert code == second == 0, err + second_err
+    assert "strategy: DDPStrategy on 2 x cpu" in out or "strategy: DDPStrategy on [device" in out
+    assert "in all 2 x 8 = 16 samples; make the loader with lightning_mgpu.data.batch_loader" in err
+    assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
+    (epoch,) = [row for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open()) if row["epoch_seconds"]]
+    assert int(epoch["step"]) == 3  # 64 samples in steps of 16
+
+
+def test_what_launchers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trainer(**kwargs: Any) -> Any:
+        return SimpleNamespace(**{"num_nodes": 1, "devices": "auto", **kwargs})
+
+    follow_launcher(alone := trainer())
+    assert alone == trainer()
+    for name, value in {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 8, "SLURM_NNODES": 2, "SLURM_JOB_NAME": "x"}.items():
+        monkeypatch.setenv(name, str(value))
+    follow_launcher(slurm := trainer())
+    assert (slurm.num_nodes, slurm.devices) == (2, 4)
+    follow_launcher(given := trainer(devices=1))
+    assert (given.num_nodes, given.devices) == (2, 1)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
+    follow_launcher(one_process := trainer())
+    assert one_process.devices == "auto"  # all devices of the machine
+
+
+def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 1, "SLURM_JOB_NAME": "x", "SLURM_STEP_ID": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    run_dir, made = make_run_dir(SimpleNamespace(run_dir=None, trainer=SimpleNamespace(default_root_dir=None)))  # type: ignore[arg-type]
+    assert run_dir == Path("runs/slurm_7.2") and made[0] == run_dir and run_dir.is_dir()
+    (run_dir / "config.yaml").write_text("{}")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert prepare("fit", ["--trainer.max_epochs=3"])[-1] == "--resume=runs/slurm_7.2"
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    with pytest.raises(UsageError, match="exists and is not empty"):
+        make_run_dir(SimpleNamespace(run_dir="runs/slurm_7.2"))  # type: ignore[arg-type]
+
+
+def test_lightnings_own_checkpoint_before_the_time_is_up(
+    fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """SLURM's signal has Lightning save within an epoch; the job queued again goes on with the next batch."""
+    plain = ("--trainer.devices=1", "--model=LeNet", "--trainer.max_epochs=2")
+    assert fit(*plain, "--run_dir=whole") == 0
+    original = Trainer.fit
+
+    @functools.wraps(original)  # the command line looks at its signature
+    def fit_and_save(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        def save(*_: Any) -> None:
+            if trainer.global_step == 10 and not list((tmp_path / "run").glob("hpc*")):
+                trainer.save_checkpoint(tmp_path / "run" / "hpc_ckpt_1.ckpt")
+                raise KeyboardInterrupt
+
+        trainer.callbacks[-1].on_train_batch_start = save  # type: ignore[attr-defined]
+        original(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "fit", fit_and_save)
+    assert fit(*plain, "--run_dir=run") == 1
+    assert fit("--resume=run") == 0
+    assert "ckpt:     run/hpc_ckpt_1.ckpt" in capfd.readouterr().out
+    a, b = (torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True) for run in ("whole", "run"))
+    assert all(torch.equal(a["state_dict"][name], b["state_dict"][name]) for name in a["state_dict"])
+
+
+def test_ctrl_c_ends_a_process_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); "
+    script = f"{child} print('up', flush=True); time.sleep(99)"
+    groups: list[int] = []
+
+    def interrupted(process: subprocess.Popen, *args: Any) -> int:
+        groups.append(process.pid)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_group([sys.executable, "-c", script])
+    with pytest.raises(ProcessLookupError):
+        os.killpg(groups[0], signal.SIG_DFL)
