@@ -245,7 +245,6 @@ CANNOT = {
     ("ddp", "logging_uneven"): "logged values are averaged so as well",
     ("ddp", "predictions"): "every process returns its share; the `predict` subcommand puts them together",
     ("ddp", "cleanup"): "Lightning's launcher watches its processes from a thread until the script ends",
-    ("dp", "replicas"): "one set of parameters is updated, and copied when the next step begins",
     ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
 }
 """By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""
