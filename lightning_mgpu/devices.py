@@ -13,6 +13,12 @@ def devices(trainer: Trainer) -> list[torch.device]:
     return list(own) * trainer.num_nodes
 
 
+def in_words(devices: Iterable[torch.device]) -> str:
+    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that stands there several times is counted."""
+    counts = Counter(map(str, devices))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
+
+
 def own_devices(trainer: Trainer) -> list[torch.device]:
     """The devices this process works on; to wait for another process's GPU would open a context of its own there."""
     several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(trainer.strategy, "parallel_devices", None)
@@ -26,9 +32,3 @@ def synchronize(devices: Sequence[torch.device] | None = None) -> None:
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def in_words(devices: Iterable[torch.device]) -> str:
-    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that stands there several times is counted."""
-    counts = Counter(map(str, devices))
-    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
