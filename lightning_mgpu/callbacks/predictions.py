@@ -59,7 +59,8 @@ class PredictionWriter(BasePredictionWriter):
 def table_of(batches: Sequence[Any], indices: list[list[Any]]) -> Table | None:
     """All batches as one, with every row's `index`, counted where it is not known; `None` if they are no tables."""
     tables = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in batches]
-    if not all(isinstance(x, Tensor) and x.ndim in (1, 2) for table in tables for x in table.values()):
+    is_column = all(isinstance(x, Tensor) and x.ndim in (1, 2) for table in tables for x in table.values())
+    if not is_column or any(table.keys() != tables[0].keys() for table in tables):
         return None
     sizes = [{len(column) for column in table.values()} for table in tables]
     own = [[int(i) for i in batch] for batch in indices[: len(tables)]] if indices else None

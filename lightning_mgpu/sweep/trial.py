@@ -68,5 +68,5 @@ def why_it_failed(output: str, status: int) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
     lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"ended with status {status}"]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    told = [line.removeprefix("error: ").partition(" (--traceback")[0] for line in lines if line.startswith("error: ")]
     return told[-1] if told else lines[-1]

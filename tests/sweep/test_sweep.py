@@ -85,7 +85,7 @@ class Fits:
             log.flush()
             return 1
         if rate == "bad":
-            log.write("error: --x=bad: no such option\nand another line\n")
+            log.write("error: --x=bad: no such option (--traceback shows where)\nand another line\n")
             log.flush()
             return 2
         (run_dir := Path(options["run_dir"])).mkdir()
@@ -163,7 +163,8 @@ def test_a_mistake_in_all_trials_leaves_nothing(
 ) -> None:
     write(tmp_path / "rates.yaml", parameters={LR: {"values": ["bad", 0.3]}})
     assert sweep() == 2 and not any((tmp_path / "sweeps").iterdir())
-    assert capsys.readouterr().err.startswith("error: --x=bad: no such option")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --x=bad: no such option") and line.count("--traceback") == 1
     write(tmp_path / "rates.yaml", parameters={LR: {"values": [0.3, "bad"]}})
     assert sweep() == 0 and len(table(tmp_path / "sweeps/rates")) == 2
 
