@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: the strategy's name, the devices."""
+"""What can be seen to be wrong before anything starts: secrets, directories, devices."""
 
 import importlib
 import os
@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_mgpu.cli.suggest import class_names, did_you_mean
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.flatten import flatten
+from lightning_mgpu.runs.redact import HIDDEN
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
 
@@ -34,6 +36,17 @@ def find_strategy(name: str, option: str = "--trainer.strategy=") -> str | type[
     shown = [known for known in names if not ("find_unused" in known or "stage_" in known)]  # variants of others
     near = did_you_mean(class_name.lower(), names) if not module else did_you_mean(class_name, class_names(Strategy))
     raise UsageError(f"{option}{name}: no such strategy, {near}\nregistered are {', '.join(shown)}")
+
+
+def check_secrets(config: Namespace) -> None:
+    """Hold a configuration that was saved to what it was: secrets were left out of it.
+
+    Raises:
+        UsageError: If one of them is not given again.
+    """
+    for key, value in flatten(config.as_dict()).items():
+        if isinstance(value, str) and HIDDEN in value and not key.startswith("wandb."):  # notes are words
+            raise UsageError(f"--{key}={value}: a secret, which is written to no file; give it on the command line")
 
 
 def check_dirpath(config: Namespace) -> None:

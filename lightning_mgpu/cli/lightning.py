@@ -37,14 +37,14 @@ from lightning_mgpu.callbacks import (
 )
 from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_dirpath, find_strategy
+from lightning_mgpu.cli.checks import check_devices, check_dirpath, check_secrets, find_strategy
 from lightning_mgpu.cli.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.cli.parser import Parser
 from lightning_mgpu.cli.subcommands import RUNS
 from lightning_mgpu.cli.suggest import explain
 from lightning_mgpu.runs import resume
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
-from lightning_mgpu.runs.checkpoint_file import KEY, SECTIONS, read_checkpoint, saved_config
+from lightning_mgpu.runs.checkpoint_file import SECTIONS, read_checkpoint, saved_config
 from lightning_mgpu.runs.closing_line import closing_line, fingerprint
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.devices import devices
@@ -54,8 +54,8 @@ from lightning_mgpu.runs.global_batch import GlobalBatchCheck
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
 from lightning_mgpu.runs.launchers import follow_launcher
 from lightning_mgpu.runs.record import RunRecord
-from lightning_mgpu.runs.redact import HIDDEN, redact_values
-from lightning_mgpu.runs.scale import scaled_by_devices
+from lightning_mgpu.runs.redact import redact_values
+from lightning_mgpu.runs.scale import check_scale, scaled_by_devices
 from lightning_mgpu.runs.wandb_run import Tracking, finish, upload_model
 from lightning_mgpu.runs.watch import Watch
 
@@ -138,9 +138,7 @@ class CLI(LightningCLI):
             raise UsageError(told) from error
         config = self.config[self.config.subcommand]
         expand_home(config)
-        for key, value in flatten(config.as_dict()).items():
-            if isinstance(value, str) and HIDDEN in value and not key.startswith("wandb."):  # notes are words
-                raise UsageError(f"--{key}={value}: a secret, which is written to no file; give it on the command line")
+        check_secrets(config)
         if "weights_only" in config:
             config.weights_only = True  # a checkpoint runs no code
         if config.get("resume"):
@@ -239,12 +237,7 @@ class CLI(LightningCLI):
         last = LastCheckpoint(self.best, self.config[self.subcommand].seed_everything, saved)
         trainer.callbacks.insert(0, last)  # type: ignore[attr-defined]
         if self.subcommand == "fit" and self.ckpt_path and Path(self.ckpt_path).is_file():
-            before = read_checkpoint(self.ckpt_path).get(KEY, {}).get("scaled_by", k)
-            if before != k:
-                raise UsageError(
-                    f"--ckpt_path={self.ckpt_path}: its run multiplied batch and learning rate by {before}, this one "
-                    f"would by {k}: take the same --scale_by_devices and as many devices"
-                )
+            check_scale(self.ckpt_path, k)
         return trainer
 
     def _callbacks(self, has_logger: bool) -> list[Any]:
@@ -304,9 +297,7 @@ class CLI(LightningCLI):
         if run is not None:
             run.summary["fingerprint"] = trained
             if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
-                score = self.best.best_model_score
-                about = {"monitor": self.best.monitor, "score": None if score is None else float(score)}
-                upload_model(run, path, about, tracking.finish_timeout)
+                upload_model(run, path, {"monitor": self.best.monitor if best else None}, tracking.finish_timeout)
         metrics: dict[str, Any] = {}
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
             if best is None and self.trainer.is_global_zero:

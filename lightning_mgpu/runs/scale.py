@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
 
+from lightning_mgpu.runs.checkpoint_file import KEY, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 BATCH = "data.init_args.batch_size"
@@ -46,6 +47,20 @@ def scaled_by_devices(config: Namespace) -> Iterator[dict[str, Any]]:
     finally:
         for key, value in given.items():
             config[key] = value
+
+
+def check_scale(path: str, k: int) -> None:
+    """Compare what is multiplied by here with what it was in the run of a checkpoint, whose optimizer keeps its rate.
+
+    Raises:
+        UsageError: If they differ.
+    """
+    before = read_checkpoint(path).get(KEY, {}).get("scaled_by", k)
+    if before != k:
+        raise UsageError(
+            f"--ckpt_path={path}: its run multiplied batch and learning rate by {before}, this one would by {k}: take "
+            "the same --scale_by_devices and as many devices"
+        )
 
 
 def num_devices(config: Namespace) -> int:

@@ -212,3 +212,16 @@ def test_secrets_are_hidden_and_nothing_else() -> None:
     assert redact_values(values) == hidden and yaml.safe_load(yaml.safe_dump(hidden)) == hidden
     arguments = ["fit", "--l.api_key=abc", "--l.password", "abc", "--lr", "0.1"]
     assert redact_arguments(arguments) == ["fit", "--l.api_key=***", "--l.password", "***", "--lr", "0.1"]
+
+
+def test_the_best_checkpoint_is_an_artifact(tmp_path: Path, capfd: Any) -> None:
+    """A server that takes none is a line, and ends nothing."""
+    path = tmp_path / "x.ckpt"
+    path.write_text("x")
+    logged: list[Any] = []
+    run: Any = SimpleNamespace(id="abc", log_artifact=lambda artifact, aliases: logged.append((artifact.name, aliases)))
+    wandb_run.upload_model(run, str(path), {"monitor": "val_acc"}, 60)
+    assert logged == [("model-abc", ["best"])]
+    run.log_artifact = None
+    wandb_run.upload_model(run, str(path), {}, 60)
+    assert f"wandb:    the best checkpoint, {path}, was not uploaded: TypeError" in capfd.readouterr().out
