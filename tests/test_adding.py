@@ -24,7 +24,7 @@ from torch import Tensor
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## An idea for exchanging gradients\n")[2]
+ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\n")[2]
 SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + ALLREDUCE.partition("\nA model, a dataset")[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()]

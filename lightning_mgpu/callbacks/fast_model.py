@@ -89,10 +89,8 @@ class FastModel(Callback):
                 "would be compiled: leave one of the two out, or take --trainer.strategy=ddp"
             )
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs entries of its own
-        replicas = getattr(trainer.strategy, "replicas", None)
-        for replica in replicas() if callable(replicas) else [pl_module]:
-            for network in networks(replica):
-                network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
+        for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
+            network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
 
     def _begin_step(self, *_: Any, **__: Any) -> None:
         """What CUDA graphs return lives for a batch, whose step may call several networks, or one of them twice."""

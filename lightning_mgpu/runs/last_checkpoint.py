@@ -58,8 +58,6 @@ class LastCheckpoint(Callback):
             loop.epoch_loop.reset_restart_stage()
             self._starts_epoch = False
         trainer._logger_connector._callback_metrics.update(self._resumed.get("callback_metrics", {}))
-        if "replicas" in self._resumed:
-            trainer.strategy.set_random_state(self._resumed["replicas"])  # type: ignore[attr-defined]
         self._resumed = {}
 
     @override
@@ -89,8 +87,6 @@ class LastCheckpoint(Callback):
             "rows": writer.sync() if writer else 0,
             "callback_metrics": {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()},
         }
-        if hasattr(trainer.strategy, "random_state"):  # streams of random numbers of its own, one a replica
-            checkpoint[KEY]["replicas"] = trainer.strategy.random_state()
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ class DataParallelStrategy(TrainBatchStrategy):
             `Trainer(accelerator, devices)`.
         split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
             steps. Left out: even ones.
+        replicas: How many there are, a multiple of the number of devices. Left out: one a device.
         lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
 
     Raises:
@@ -36,10 +37,11 @@ class DataParallelStrategy(TrainBatchStrategy):
         self,
         parallel_devices: list[str] | None = None,
         split: list[float] | Literal["auto"] | None = None,
+        replicas: int | None = None,
         lockstep: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(parallel_devices, split, lockstep=lockstep, **kwargs)
+        super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
 
     @override
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
