@@ -17,15 +17,12 @@ What a model may need besides:
 
 | file                     | for whom                                                                   |
 | ------------------------ | -------------------------------------------------------------------------- |
-| `recording.py`           | `self.log` and torchmetrics; `find_metrics.py` finds the latter            |
+| `recording.py`           | `self.log` and torchmetrics                                                |
 | `streams.py`             | dropout: random numbers of each replica                                    |
 | `lockstep.py`            | replicas that meet in the middle of a step                                 |
 | `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                      |
 | `sync_batchnorm.py`      | ... in BatchNorm                                                           |
-| `hooks.py`               | hooks of the user's that may edit weights                                  |
-| `auto_split.py`          | devices of different speed                                                 |
-| `own_state.py`           | strategies that keep something in checkpoints                              |
-| `one_process.py`         | devices by name, ranks and launchers                                       |
+| `one_process.py`         | devices by name, ranks and launchers, checkpoints                          |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

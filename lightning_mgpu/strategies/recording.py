@@ -177,8 +177,10 @@ class Recorder:
 
     def _batch_size(self, name: str, given: list[int], sizes: list[int]) -> tuple[list[int], int]:
         """The weights of the shards, and the whole batch's `batch_size`: a count adds up, a constant stays."""
-        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == sum(sizes):
-            self._is_constant[name] = len({*given}) == 1  # else it may be either: shards of one size
+        total = sum(self.sizes.values())  # of those, too, that have not logged
+        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total:
+            was_count = self._is_constant.get(name) is False  # counts may be equal by chance
+            self._is_constant[name] = len({*given}) == 1 and not was_count  # else either: shards of one size
         is_constant = self._is_constant.get(name, False)
         return (sizes, given[0]) if is_constant else (given, sum(given))
 
@@ -285,8 +287,11 @@ def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device
         return [torch.cat(rows), torch.cat([weight.reshape(-1) for weight in weights])]
     kinds = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
     kind = next((kind for base, kind in kinds.items() if isinstance(metric, base)), "mean")
-    weight = [gather([each["weight"] for each in given], sizes, device)] if "weight" in given[0] else []
-    return [_reduced(values, sizes, kind), *weight]
+    weights = [each["weight"] for each in given if "weight" in each]
+    if not weights or (isinstance(weights[0], float) and len({*weights}) == 1):  # it weighs every batch alike
+        return [_reduced(values, sizes, kind), *weights[:1]]
+    amounts = [float(weight) for weight in weights]
+    return [_reduced(values, amounts if any(amounts) else sizes, kind), sum(weights)]
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

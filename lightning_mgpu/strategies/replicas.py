@@ -5,6 +5,7 @@ dicts, one a layer, with tensors of its own in them. All else in them (hooks, me
 always was. A turn exchanges the dicts. An attribute that a step rebinds is the replica's own by that.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,6 @@ class Copies:
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
-        places = [tensor.data_ptr() for tensor in tensors]
-        self.bases = [places.index(place) for place in places]  # whose memory each uses
         self.marks: list[tuple[int, int]] = []
 
     def mark(self) -> None:
@@ -63,21 +62,23 @@ class Replicas:
     Args:
         module: The user's, which is the first replica.
         devices: One a replica.
-        share: Whether replicas on one device share parameters. Gradients, buffers and random numbers stay their own.
         streams: Their random numbers.
     """
 
-    def __init__(self, module: LightningModule, devices: Sequence[torch.device], share: bool, streams: Streams) -> None:
-        self.module, self.devices, self.share, self.streams = module, list(devices), share, streams
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device], streams: Streams) -> None:
+        self.module, self.devices, self.streams = module, list(devices), streams
         self.current = 0  # whose turn it is
         self.is_stale = True  # somebody may have edited the original without a mark
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self._buffers: dict[str, Copies] = {}
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
-        self._put: list[dict[int, dict[str, Any]]] = []  # what layers of the user's had when the step began
+        self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
-        self._lists: list[tuple[list[Any], int]] = []  # of the module, and how long they were when the step began
+        self._meet = False
+        self._lists: list[
+            tuple[list[Any], int, list[Any]]
+        ] = []  # a list, its length when a step began, a replica's own
         self._optimizers: list[Optimizer] = []
         self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
         self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
@@ -89,16 +90,15 @@ class Replicas:
         """For every parameter its copies, one a replica."""
         return [copies.tensors for copies in self.copies.values()]
 
-    def has_own_parameters(self, i: int) -> bool:
-        """Whether replica i shares its parameters with none before it."""
-        return not (self.share and self.devices[i] in self.devices[:i])
-
-    def begin(self, *number: int, trains: bool = True, optimizers: Iterable[Optimizer] = ()) -> None:
+    def begin(
+        self, *number: int, trains: bool = True, meet: bool = False, optimizers: Iterable[Optimizer] = ()
+    ) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
         Args:
             number: Names the step, for the random numbers.
             trains: Whether the step needs gradients. Else replicas on the first one's device use its parameters.
+            meet: Whether replicas meet in the step. They have lists and dicts of their own then.
             optimizers: In a turn they have the replica's parameters, too.
         """
         self.streams.begin(*number)
@@ -113,15 +113,12 @@ class Replicas:
             own = {id(c.tensors[0]): c.tensors for c in self.copies.values()}
             same = [device == self.devices[0] for device in self.devices]
             copies_of |= {key: tuple(t[0] if s else c for c, s in zip(t, same)) for key, t in own.items()}
-        self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [{}]
+        self._meet, self._lists = meet, []
+        self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [[]]
         for i in range(1, len(self.devices)):
             self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
-            self._put.append({n: dict(own) for n, own in enumerate(self._dicts[i]) if _is_users(self._owners[n])})
+            self._put.append([dict(own) for own in self._dicts[i]])
         self._copies_of, self._optimizers, self._states = copies_of, list(optimizers), {}
-        self._lists = []
-        if len({*self.devices}) > 1:
-            values = [value for owner in self._owners if _is_users(owner) for value in vars(owner).values()]
-            self._lists = [(value, len(value)) for value in values if type(value) is list]
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -137,12 +134,7 @@ class Replicas:
                         del known[id(tensor)]
         new = [tensor for key, (_, tensor) in found.items() if key not in known]
         sets = [new]
-        for i, device in enumerate(self.devices[1:], start=1):
-            if kind == "_parameters" and not self.has_own_parameters(i):  # aliases of another replica's
-                others = sets[self.devices.index(device)]
-                sets.append([_like(other, other.detach()) for other in others])
-            else:
-                sets.append(get_params(new, device))
+        sets += [get_params(new, device) for device in self.devices[1:]]
         for tensor, copies_of_it in zip(new, zip(*sets)):
             known[id(tensor)] = Copies(copies_of_it)
         return {name: known[key] for key, (name, _) in found.items()}
@@ -176,15 +168,21 @@ class Replicas:
             own["_flat_weights"] = [copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
+        if self.devices[i] != self.devices[0]:
+            own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
         if _is_users(owner):
-            if self.devices[i] != self.devices[0]:
-                own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
-            kept = self._kept[i].get(owner, {})
-            for name, (value, base, versions) in list(kept.items()):
-                if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
-                    own[name] = value
-                else:  # a hook has set another, or has edited the first one's
-                    del kept[name]
+            for name, value in owner.__dict__.items():
+                if type(value) in (list, dict) and name not in TENSORS:
+                    if self._meet:
+                        own[name] = copy.copy(value)
+                    if type(value) is list:
+                        self._lists.append((value, len(value), own[name]))
+        kept = self._kept[i].get(owner, {})
+        for name, (value, base, versions) in list(kept.items()):
+            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
+                own[name] = value
+            else:  # a hook has set another, or has edited the first one's
+                del kept[name]
         return own
 
     def _moved(self, value: Any, i: int) -> Any:
@@ -198,11 +196,11 @@ class Replicas:
 
         A hook that rebinds it does so for all. A replica that was not active goes on with what the first one has.
         """
-        for collected, length in self._lists:  # `self.outputs.append(...)`
-            collected[length:] = [bring_home(item, self.devices[0]) for item in collected[length:]]
+        for collected, length, others in self._lists:  # `self.outputs.append(...)`
+            end = length if others is collected else len(collected)
+            collected[end:] = bring_home(others[length:], self.devices[0])
         for i in active:
-            for n, put in self._put[i].items():
-                owner, own = self._owners[n], self._dicts[i][n]
+            for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
                     if value is not put.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
                         base = owner.__dict__.get(name, MISSING)
@@ -280,16 +278,11 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
     """Give the first tensor's values to its copies."""
     all_copies = list(all_copies)
     for i in range(1, len(all_copies[0].tensors) if all_copies else 1):
-        own = [copies.tensors for copies in all_copies if copies.bases[i] == i]
-        for tensors in (copies.tensors for copies in all_copies if copies.bases[i] == i and copies.is_moved()):
-            tensors[i].data = torch.empty_like(tensors[0], device=tensors[i].device)
-        if own:
-            # by `.data`: a hook may have edited weights before the backward pass, which checks versions
-            torch._foreach_copy_([tensors[i].data for tensors in own], [tensors[0] for tensors in own])
         for copies in all_copies:
-            base = copies.tensors[copies.bases[i]]
-            if copies.tensors[i].data_ptr() != base.data_ptr():
-                copies.tensors[i].data = base.detach()
+            if copies.is_moved():
+                copies.tensors[i].data = torch.empty_like(copies.tensors[0], device=copies.tensors[i].device)
+        # by `.data`: a hook may have edited weights before the backward pass, which checks versions
+        torch._foreach_copy_([c.tensors[i].data for c in all_copies], [c.tensors[0] for c in all_copies])
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

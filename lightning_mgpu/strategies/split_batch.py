@@ -120,7 +120,10 @@ def leaves(part: Any) -> Iterator[Any]:
 
 def _cut(part: Any, total: int, rows: slice) -> Any:
     if isinstance(part, Array):
-        return part[rows] if part.ndim and len(part) == total else part
+        if not part.ndim or len(part) != total:
+            return part
+        shard = part[rows]  # a view; by `.data` it counts edits in place for itself, as the backward pass checks
+        return shard.data if isinstance(shard, Tensor) and not shard.requires_grad else shard
     items = items_of(part)
     if items is None:
         return part

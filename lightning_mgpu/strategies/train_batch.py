@@ -113,7 +113,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         devices, is_fixed = self.devices, self.num_replicas is not None
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self._auto_split = batches.AutoSplit() if self.split == "auto" else None
-        self.replicas = Replicas(self.lightning_module, devices, is_fixed, Streams(devices, is_fixed))
+        self.replicas = Replicas(self.lightning_module, devices, Streams(devices, is_fixed))
         self.gradients = Gradients(self.replicas, self.exchange_gradients, self.replicas_update)
         self.updates = Updates(self.replicas)
         self.lockstep = Lockstep(devices, self.turn)
@@ -223,12 +223,14 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             if len(self.sizes) > 1:
                 stack.enter_context(self.recorder.recording(self.sizes))
             optimizers = self._stepped_optimizers() if trains else []
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, trains=trains, optimizers=optimizers)
+            meet = len(self.sizes) > 1 and (self.is_locked or self.gradients.are_owned or self._layer_sync is not None)
+            number = STEPS.index(name), module.current_epoch, *numbers
+            replicas.begin(*number, trains=trains, meet=meet, optimizers=optimizers)
             if trains:
                 self.gradients.follow()
             if trains:
                 stack.enter_context(only_own_parameters(self))
-            outputs = self._take_turns(step, optimizers)
+            outputs = self._take_turns(step, optimizers, meet)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
@@ -239,10 +241,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             self.shares = self._auto_split.end_step(self.shares)
         return outputs
 
-    def _take_turns(self, step: Callable[[int], Any], optimizers: list[Optimizer]) -> list[Any]:
+    def _take_turns(self, step: Callable[[int], Any], optimizers: list[Optimizer], meet: bool) -> list[Any]:
         """Call `step(i)` for every active replica, one after the other; in lockstep where they may meet."""
-        is_locked = self.is_locked or self.gradients.are_owned or self._layer_sync is not None
-        if is_locked and len(self.sizes) > 1:
+        if meet:
             with meetings(self, optimizers if self.gradients.are_owned else []), self._synchronized():
                 return self.lockstep.run(step, list(self.sizes))
         outputs = []
@@ -340,9 +341,14 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             and getattr(self.precision_plugin, "scaler", None) is None
             and (not self.gradients.are_owned or len(self.sizes) == len(self.devices))
         )
-        if can_repeat:
-            self.updates.prepare(optimizer)
-        result = step(closure)
+
+        def evaluated() -> Any:
+            loss = closure()
+            if can_repeat:  # now: the step may have edited states
+                self.updates.prepare(optimizer)
+            return loss
+
+        result = step(evaluated)
         self.own_updates = can_repeat and self._num_evaluations <= 1
         self.update_replicas(optimizer)
         return result
@@ -395,7 +401,8 @@ def _sent(shard: Any, home: torch.device, device: torch.device) -> Any:
     """A shard on a replica's device. What the user has put elsewhere stays there."""
     if home == device:
         return shard
-    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=True) if t.device == home else t)
+    is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
+    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
 
 
 def _without_graph(outputs: Any) -> Any:

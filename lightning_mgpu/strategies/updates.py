@@ -27,6 +27,7 @@ class Updates:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self._states: dict[Optimizer, list[Any]] = {}  # by replica; missing: the first one's is copied
+        self._marks: dict[Optimizer, Any] = {}  # of the first one's state, after its last update
         self._verified: set[Optimizer] = set()  # whose update was compared in this epoch
         self._refused: set[Optimizer] = set()  # and was another one
         self._places: Any = None  # where hooks were looked for
@@ -67,15 +68,15 @@ class Updates:
         self._states.pop(optimizer, None)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """The first replica's update follows: copy the state that it begins with, if the others have none."""
-        if optimizer not in self._states:
+        """The first one's update follows: copy the state that it begins with, if the others have another."""
+        if optimizer not in self._states or self._marks.get(optimizer) != _marks(optimizer):
             self._states[optimizer] = [self._state_of(optimizer, i) for i in range(len(self.replicas.devices))]
 
     def _state_of(self, optimizer: Optimizer, i: int) -> Any:
         own: defaultdict[Any, Any] = defaultdict(dict)
         copies = {id(tensors[0]): tensors[i] for tensors in self.replicas.parameters}
         home, device = self.replicas.devices[0], self.replicas.devices[i]
-        if i and self.replicas.has_own_parameters(i):
+        if i:
             for param, state in optimizer.state.items():  # a counter on the CPU stays there
                 move = lambda t: t.to(device if t.device == home else t.device, copy=True)  # noqa: E731
                 own[copies[id(param)]] = apply_to_collection(state, Tensor, move)
@@ -92,12 +93,11 @@ class Updates:
         copies = {id(tensors[0]): tensors for tensors in self.replicas.parameters}
         try:
             for i, device in enumerate(self.replicas.devices[1:], start=1):
-                if self.replicas.has_own_parameters(i):
-                    for group, own in zip(groups, params):
-                        group["params"] = [copies[id(param)][i] for param in own]
-                    optimizer.state = self._states[optimizer][i]
-                    with current_device(device):
-                        type(optimizer).step(optimizer)
+                for group, own in zip(groups, params):
+                    group["params"] = [copies[id(param)][i] for param in own]
+                optimizer.state = self._states[optimizer][i]
+                with current_device(device):
+                    type(optimizer).step(optimizer)
         finally:
             optimizer.state = state
             for group, own in zip(groups, params):
@@ -109,7 +109,14 @@ class Updates:
                 return False
         for each in self.replicas.copies.values():
             each.mark()
+        self._marks[optimizer] = _marks(optimizer)
         return True
+
+
+def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Which tensors an optimizer's state has, and how often each was edited in place."""
+    states = (state.values() for state in optimizer.state.values())
+    return [(id(t), t._version) for values in states for t in values if isinstance(t, Tensor)]
 
 
 def _is_users(hook: str, owner: Any) -> bool:
