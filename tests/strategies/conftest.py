@@ -65,6 +65,7 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
         check: bool = True,
         own_updates: bool | None = None,
         plugins: Callable[[], Any] = lambda: None,
+        ckpt_path: Path | None = None,
         **kwargs: Any,
     ) -> LightningModule:
         seed_everything(1, verbose=False)
@@ -76,7 +77,13 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
             settings["strategy"] = strategy
         trainer = trainer_on(k, callbacks=[*checks, *callbacks()], plugins=plugins(), **settings)
         before = functions()
-        trainer.fit(module, make_loader(), make_loader() if val else None)
+        trainer.fit(
+            module,
+            make_loader(),
+            make_loader() if val else None,
+            ckpt_path=ckpt_path,
+            weights_only=None if ckpt_path is None else False,
+        )
         changed = [name for name, function in functions().items() if function != before.get(name, function)]
         assert set(changed) <= {"Module.__init__", "Module.__setstate__"}  # torch.compile's affair
         assert all(check.num_steps > 0 for check in checks)

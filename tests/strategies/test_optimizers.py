@@ -231,7 +231,7 @@ class RatesInTheStep(Regression):
 class LooksAtStates(Regression):
     def training_step(self, batch, batch_idx):
         state = self.optimizers().optimizer.state
-        norms = [buffers["momentum_buffer"].norm() for buffers in state.values()]
+        norms = [buffers["momentum_buffer"].norm().to(self.device) for buffers in state.values()]
         assert len(norms) == (0 if self.global_step == 0 else 4)
         return self.loss(batch) * (1 + sum(norms))
 
