@@ -1,4 +1,4 @@
-"""Fixtures that run a test under every engine: set ENGINES to two names to test other ones than those shipped."""
+"""Fixtures that run a test under both strategies, on one device and on several, and compare."""
 
 import logging
 import sys
@@ -120,7 +120,7 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
 
 @pytest.fixture
 def right_or_refused(assert_parity: Callable[..., Any]) -> Callable[..., None]:
-    """Several devices end where one does, or the run ends with an exception of one line. Nothing is wrong in silence."""
+    """Several devices end where one does, or the run ends with an error of one line. Nothing is wrong in silence."""
 
     def check(make: Make, **kwargs: Any) -> None:
         try:
@@ -161,11 +161,11 @@ def logged(trainer_on: Callable[..., Trainer]) -> Callable[..., list[Any]]:
 def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
     """Two and three devices log what one does, in every step and epoch."""
 
-    def check(*args: Any, strategy: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+    def check(*args: Any, strategy: Callable[[int], Any] | None = None, **kwargs: Any) -> None:
         expected = logged(1, *args, **kwargs)
         assert len(expected) > 2
         for k in (2, 3):
-            options = {"strategy": strategy()} if strategy else {}
+            options = {"strategy": strategy(k)} if strategy else {}
             assert_close(logged(k, *args, **kwargs, **options), expected, 2e-6, 1e-7)  # aggregates are float32
 
     return check

@@ -1,4 +1,4 @@
-"""Whoever looks at a gradient or edits it has the whole batch's: hooks, callbacks, clipping, accumulation, `backward`."""
+"""Whoever looks at a gradient or edits it has the whole batch's: hooks, callbacks, clipping, `backward`."""
 
 import pytest
 import torch

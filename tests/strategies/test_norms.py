@@ -114,7 +114,7 @@ class Fixed(Regression):
 
 
 class Looks(Callback):
-    """At the statistics, in validation and in a checkpoint of the middle of an epoch; a hook that could edit weights."""
+    """At the statistics, in validation and in a checkpoint of the middle of an epoch."""
 
     def __init__(self, path):
         self.path, self.means, self.variances = path, [], []
@@ -139,9 +139,8 @@ def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
     kwargs = {"val": True, "limit_train_batches": 3}
     looks = [Looks(tmp_path / f"{k}.ckpt") for k in (1, 2)]
     strategies = (None, make_strategy(engine, split=split))
-    one, two = (
-        train(base, k, strategy, lambda look=look: [look], **kwargs) for k, strategy, look in zip((1, 2), strategies, looks)
-    )
+    runs = zip((1, 2), strategies, looks)
+    one, two = (train(base, k, strategy, lambda look=look: [look], **kwargs) for k, strategy, look in runs)
     assert_close(looks[1].means, looks[0].means)
     assert all((own != expected).all() for own, expected in zip(looks[1].variances, looks[0].variances))
     assert torch.equal(two.net.num_batches_tracked.cpu(), one.net.num_batches_tracked.cpu())
