@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import Manual, Regression, a_loader, assert_close
+from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close
 from torch import nn
 from torch.nn import functional as F
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])

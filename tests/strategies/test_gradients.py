@@ -125,7 +125,7 @@ def test_hooks_on_weights(assert_parity, name, base, accumulate):
         return module
 
     assert_parity(make, **({} if base is Manual else {"accumulate_grad_batches": accumulate}))
-    assert len(calls) == 3 * 8
+    assert len(calls) == 2 * 8
 
 
 @ACCUMULATE
@@ -147,7 +147,7 @@ def test_hooks_after_accumulation(assert_parity, updates, accumulate):
         return module
 
     assert_parity(make, accumulate_grad_batches=accumulate, check=not updates or accumulate == 1)
-    assert len(calls) == 3 * 8
+    assert len(calls) == 2 * 8
 
 
 def in_the_step(self, batch, batch_idx):

@@ -1,9 +1,6 @@
 """What `self.log` is given in a step: on several devices the values of one, in every step and epoch."""
 
-import os
-import subprocess
-import sys
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -11,6 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy
 from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 WHEN = [{"on_step": True, "on_epoch": False}, {"on_step": False, "on_epoch": True}, {"on_step": True, "on_epoch": True}]
 
@@ -131,6 +130,16 @@ class LogOnTheInstance(Regression):
         return loss
 
 
+class Decorated(Regression):
+    """A class whose `log` somebody has decorated."""
+
+    log = wraps(LightningModule.log)(lambda self, *args, **kwargs: LightningModule.log(self, *args, **kwargs))
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.loss(batch), on_epoch=True)
+        return loss
+
+
 class InForward(Regression):
     """Logs in `forward` and in methods that steps share."""
 
@@ -142,7 +151,7 @@ class InForward(Regression):
         return (self(batch[0]) - batch[1]).square().mean()
 
 
-@pytest.mark.parametrize("make", [ByHand, Keeps, LogOfItsOwn, LogOnTheInstance, InForward])
+@pytest.mark.parametrize("make", [ByHand, Keeps, LogOfItsOwn, LogOnTheInstance, Decorated, InForward])
 def test_logged_values_are_those_of_one_device(assert_parity, make):
     """`assert_parity` compares `callback_metrics`."""
     modules = assert_parity(make)
@@ -182,45 +191,6 @@ def test_where_lightning_logs_nothing(trainer_on):
     assert made.tolist() == [0, 1, 2, 3]
 
 
-DECORATED = """
-import sys
-from functools import wraps
-import torch
-from lightning.pytorch import LightningModule, Trainer
-log = LightningModule.log
-@wraps(log)
-def decorated(self, name, *args, **kwargs):
-    return log(self, name, *args, **kwargs)
-LightningModule.log = decorated
-
-from tiny_runs import lightning_mgpu
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        self.log("value", batch.mean(), on_epoch=True)
-        return self.net(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, **quiet)
-trainer.fit(Module(), torch.utils.data.DataLoader(torch.arange(9.0)[:, None], 4))
-print(float(trainer.callback_metrics["value_epoch"]))
-"""
-
-
-def test_a_log_somebody_has_decorated():
-    """Before this package was imported."""
-    command = [sys.executable, "-W", "ignore", "-c", DECORATED, MANUAL]
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    output = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert output.stdout.splitlines()[-1:] == ["4.0"], output.stderr
-
-
-@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 def test_uneven_shares(assert_logs_alike, engine):
     """Shards count by their size."""
 

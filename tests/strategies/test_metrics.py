@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import HOME, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, one_line
+from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, one_line
 from torch import nn
 from torchmetrics import classification as tc
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
 def for_stages(make):
