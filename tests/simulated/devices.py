@@ -40,7 +40,6 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
     "-new list-": "a tensor that a hook puts into a list stays on the first device",
     "-new object-": "a tensor that a hook puts into an object stays on the first device",
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
-    "test_lists_collected_in_validation": "a list that steps append to holds tensors of all devices",
 }
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")

@@ -203,14 +203,27 @@ def test_a_strategy_that_leaves_replicas_with_other_sums(train):
         train(Regression, 2, strategy=Uneven(), check=False)
 
 
+def books(data):
+    """d2l.ai's, as it is today."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def popping(data):
+    """Leaves nothing in its list."""
+    everyone = list(data)
+    while len(data) > 1:
+        data[0].add_(data.pop().to(data[0].device))
+    for tensor in everyone[1:]:
+        tensor.copy_(data[0])
+
+
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-def test_the_books_allreduce_trains_0d_parameters(assert_parity):
-    def books(data):
-        """d2l.ai's, as it is today."""
-        for i in range(1, len(data)):
-            data[0][:] += data[i].to(data[0].device)
-        for i in range(1, len(data)):
-            data[i][:] = data[0].to(data[i].device)
+@pytest.mark.parametrize("allreduce", [books, popping])
+def test_an_allreduce_of_ones_own(assert_parity, allreduce):
+    """It trains parameters without dimensions, too."""
 
     class Scaled(Regression):
         def __init__(self):
@@ -220,7 +233,7 @@ def test_the_books_allreduce_trains_0d_parameters(assert_parity):
         def loss(self, batch):
             return super().loss(batch) * self.scale.exp()
 
-    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)
+    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(allreduce), own_updates=True)
 
 
 REFUSED = {  # modules that several devices would train wrongly, and what is said

@@ -83,8 +83,8 @@ class Ratio(tm.Metric):
 
     def __init__(self):
         super().__init__()
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        for name in ("total", "count"):
+            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values, count):
         self.total += values.sum()
@@ -94,27 +94,16 @@ class Ratio(tm.Metric):
         return self.total / self.count
 
 
-Target = namedtuple("Target", "values weights")
-
-
-class WeightedError(tm.Metric):
-    """A user's own metric, whose target is nested."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("total", "count"):
-            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+class WeightedError(Ratio):
+    """Its target is nested."""
 
     def update(self, predicted, target):
         [y, *_], weights = target
         weights = torch.ones_like(y) if weights is None else weights
-        self.total += (weights * (predicted - y) ** 2).sum()
-        self.count += weights.sum()
-
-    def compute(self):
-        return self.total / self.count
+        super().update(weights * (predicted - y) ** 2, weights.sum())
 
 
+Target = namedtuple("Target", "values weights")
 OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
     "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
     "spearman": (tm.SpearmanCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),

@@ -29,10 +29,6 @@ def make_strategy(engine: str, **options: Any) -> Any:
     return known["strategy"](**{**known["init_params"], **options})
 
 
-def strategy_class(engine: str) -> Any:
-    return StrategyRegistry[engine]["strategy"]
-
-
 def a_loader(
     batch_size: int = BATCH_SIZE, num_samples: int = NUM_SAMPLES, shape: tuple[int, ...] = (6,), **kwargs: Any
 ) -> DataLoader:
