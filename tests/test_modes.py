@@ -1,11 +1,8 @@
-"""Everyday modes: debug, overfit, profile, deterministic, searches, and a batch that grows with the devices."""
+"""Everyday modes: debug, overfit, deterministic, and a batch that grows with the devices."""
 
-import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +10,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from lightning_mgpu.callbacks import BatchSizeSearch
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 
 CPU = "--trainer.accelerator=cpu"
@@ -63,18 +58,6 @@ def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
     assert losses(tmp_path / "run")[-1] < 0.05
 
 
-def test_profile_sees_every_replica(fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    assert fit("--config=mode/profile.yaml", "--trainer.max_epochs=2", "--run_dir=run", *TWO_REPLICAS) == 0
-    assert "profile:  run/profile.txt and run/trace.json" in capfd.readouterr().out
-    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "profile.txt").read_text()
-    assert "run_training_epoch" in (tmp_path / "run" / "fit-hooks.txt").read_text()
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    forward = {event["tid"] for event in events if event.get("name") == "aten::conv2d"}
-    assert len(forward) == 2, "a replica's thread is not in the trace"
-    assert fit("--config=mode/profile.yaml", "--trainer.limit_train_batches=3") == 2  # too short to look at
-    assert "looks at 5 batches after 3" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("args", [("--trainer.devices=1",), TWO_REPLICAS])
 def test_deterministic_runs_are_bit_identical(args: tuple[str, ...], fit: Callable, tmp_path: Path) -> None:
     for run in ("a", "b"):
@@ -83,49 +66,6 @@ def test_deterministic_runs_are_bit_identical(args: tuple[str, ...], fit: Callab
         assert fit(*config, f"--run_dir={run}", *args) == 0
     a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_learning_rate_search_agrees_over_strategies(
-    fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    found = []
-    for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
-        assert fit("--config=mode/lr_find.yaml", f"--run_dir=run{number}", *args) == 0
-        out = capfd.readouterr().out
-        assert out.startswith("model: ") and "test acc" not in out and "epoch" not in out
-        found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
-        assert f"use it with --model.optimizer.lr={found[-1]}\n" in out
-        left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
-        assert left == {"config.yaml", "hparams.yaml", "model.txt", "lr_find.png"}
-    assert found[0] == found[1] and 0.001 < float(found[0]) < 10
-
-
-SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
-
-
-def test_batch_size_search_counts_global_batches(
-    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    assert fit(*SEARCH, *TWO_REPLICAS) == 0
-    out = capfd.readouterr().out
-    assert "batch_find: 64 global, 32 per device; the largest tried, nothing ran out of memory\n" in out
-    assert "use it with --data.batch_size=64\n" in out and "test acc" not in out
-    theirs = LeNet.training_step
-
-    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if len(batch[1]) > 32:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return theirs(self, batch, batch_idx)
-
-    monkeypatch.setattr(LeNet, "training_step", training_step)
-    assert fit(*SEARCH, "--trainer.devices=1") == 0
-    assert "batch_find: 32 global, 32 per device; twice as many do not fit" in capfd.readouterr().out
-
-
-def test_batch_size_search_refuses_several_processes() -> None:
-    trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(UsageError, match="runs in one process, not in 2: search"):
-        BatchSizeSearch().setup(trainer, LeNet(), "fit")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

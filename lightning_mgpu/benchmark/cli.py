@@ -2,243 +2,145 @@
 
 python -m lightning_mgpu benchmark --quick
 python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet ResNet18 --devices 2
-python -m lightning_mgpu benchmark --devices 1 2 4 --scaling weak
-python -m lightning_mgpu benchmark --malloc keep
+python -m lightning_mgpu benchmark --devices 1 2 4 --scaling weak --malloc keep
+python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
+python -m lightning_mgpu benchmark --only exchange --algorithms textbook ring my_allreduce.chain_allreduce
 python -m lightning_mgpu benchmark compare runs/A/benchmark.json runs/B/benchmark.json
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
 """
 
 import argparse
+import functools
+import importlib
 import json
 import shlex
 import sys
-from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import lightning_mgpu.strategies  # noqa: F401 (registers them)
-from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.compare import compare, load
-from lightning_mgpu.benchmark.directory import new_directory
 from lightning_mgpu.benchmark.exchange import (
-    ALGORITHMS,
     QUICK_SIZES,
     SIZES,
+    cases_of,
+    check_algorithm,
+    exchange_tables,
     measure_exchange,
-    measure_gradients,
-    model_gradients,
+    plot_exchange,
 )
-from lightning_mgpu.benchmark.exchange_processes import measure_processes
-from lightning_mgpu.benchmark.exchange_report import plot_exchange
-from lightning_mgpu.benchmark.plan import Configuration, configurations
-from lightning_mgpu.benchmark.report import plot, to_markdown
-from lightning_mgpu.benchmark.runner import MeasurementError, calibrate, expected_seconds, machine, run_plan
-from lightning_mgpu.benchmark.summary import summarise
-from lightning_mgpu.benchmark.worker import make_model
-from lightning_mgpu.checks import find_strategy
+from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS
+from lightning_mgpu.benchmark.plan import configurations, find_strategy, make_model
+from lightning_mgpu.benchmark.report import draw, headline, tables
+from lightning_mgpu.benchmark.runner import load, machine, measure_in_process, new_directory, run_plan
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.errors import ToolParser, UsageError, mistakes
-from lightning_mgpu.files import replace_text
-from lightning_mgpu.redact import redact_arguments, redact_values
-from lightning_mgpu.tracking import Tracking, finish, save_file, start_run
+from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark"
+TOOLS = ("compare", "time_to_accuracy")  # files of this directory
+QUICK = {"models": ["LeNet"], "repeats": 2, "num_steps": 10, "ks": [2], "sizes": QUICK_SIZES, "seconds": 0.05}
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ToolParser(prog=PROG, description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    strategies = ["ddp", "dp", "manual_allreduce"]
-    result.add_argument("--strategies", nargs="*", default=strategies, help="also dotted paths of your own")
-    result.add_argument("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
-    result.add_argument("--devices", nargs="+", type=int, default=[2])
-    result.add_argument("--batch_size", type=int, default=256, help="global, shared by the devices")
-    result.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="weak: k times the batch")
-    result.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto")
-    result.add_argument("--repeats", type=int, default=5)
-    result.add_argument("--num_steps", type=int, help="of a stretch; left out: about two seconds")
-    result.add_argument(
-        "--malloc", choices=["default", "keep"], default="default", help="keep: glibc keeps freed memory"
-    )
-    result.add_argument("--exchange", action=argparse.BooleanOptionalAction, default=True, help="the allreduce alone")
-    result.add_argument(
-        "--quick",
-        action="store_true",
-        help="LeNet, two repeats of ten steps, where nothing else is given, without the book's loop: under two minutes "
-        "on two cores",
-    )
-    result.add_argument("--root", default="data", help="where the images are")
-    result.add_argument("--source", default="auto", help="of the images, as --data.source of fit; synthetic will do")
-    result.add_argument("--run_dir", help="must be new")
-    result.add_argument("--no-wandb", action="store_true")
+    formatter = argparse.RawDescriptionHelpFormatter
+    result = ToolParser(prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    add = result.add_argument
+    add("--quick", action="store_true", help="small defaults: LeNet, two repeats of ten steps, few sizes")
+    add("--only", choices=["steps", "exchange"], help="of training, or the allreduce alone; left out, both")
+    add("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
+    add("--repeats", type=int, default=5)
+    add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto")
+    add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help="also dotted paths of your own")
+    add("--devices", nargs="+", type=int, default=[2])
+    add("--replicas", nargs="+", type=int, default=[], help="also measure so many replicas on one device")
+    add("--batch_size", type=int, default=256, help="global, shared by the devices")
+    add("--scaling", choices=["strong", "weak"], default="strong", help="weak: k times the batch on k devices")
+    add("--num_steps", type=int, help="of a stretch; left out, about two seconds")
+    add("--malloc", choices=["default", "keep"], default="default", help="keep: glibc keeps the memory a step frees")
+    add("--algorithms", nargs="+", default=list(ALGORITHMS), help="also dotted paths of your own")
+    add("--ks", nargs="+", type=int, default=[2, 4, 8], help="of the allreduce alone: numbers of devices")
+    add("--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device")
+    add("--seconds", type=float, default=0.2, help="of the allreduce alone: for each algorithm, k, size and repeat")
+    add("--root", default="data", help="where the images are")
+    add("--source", default="auto", help="of the images, as --data.source of fit; synthetic will do")
+    add("--run_dir", help="must be new")
     return result
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of `benchmark`, `benchmark compare` and `benchmark time_to_accuracy`.
+    """Entry point of `benchmark` and of the tools of this directory.
 
     Raises:
         UsageError: For arguments that make no sense, before anything is measured.
     """
-    if arguments[:1] == ["compare"]:
-        if len(arguments) != 3:
-            raise UsageError(f"benchmark compare takes two reports: {PROG} compare A.json B.json")
-        print("\n".join(compare(*(load(Path(path)) for path in arguments[1:]))))
+    if arguments[:1] and arguments[0] in TOOLS:
+        importlib.import_module(f"lightning_mgpu.benchmark.{arguments[0]}").main(arguments[1:])
         return
-    if arguments[:1] == ["time_to_accuracy"]:
-        time_to_accuracy.main(arguments[1:])
-        return
-    args = parser().parse_args(arguments)
-    if args.quick:  # other defaults; what is given goes before them
-        quick = parser()
-        quick.set_defaults(models=["LeNet"], repeats=2, num_steps=10)
-        args = quick.parse_args(arguments)
-    plan = _plan(args)
-    FashionMNIST(root=args.root, source=args.source).prepare_data()
+    args = parse(arguments)
+    plan = configurations(args) if args.only != "exchange" else []
+    if plan:
+        FashionMNIST(root=args.root, source=args.source).prepare_data()
     run_dir = new_directory(args.run_dir, "benchmark")
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "lightning_mgpu", "benchmark", *redact_arguments(arguments)]),
-        "machine": machine(args.malloc),
-        "options": redact_values({name: value for name, value in vars(args).items() if name != "run_dir"}),
-        "results": [],
-        "exchange": [],
-        "gradients": {},
-    }
+    command = shlex.join([*PROG.split(), *redact_arguments(arguments)])
+    report: dict[str, Any] = {"command": command, "repeats": args.repeats, "machine": machine(args.malloc)}
+    report |= {"results": [], "exchange": [], "not_measured": []}
+    print(f"{len(plan)} configurations, {args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
+    images = {"root": args.root, "source": args.source}
+    measure = functools.partial(measure_in_process, images=images, num_steps=args.num_steps, malloc=args.malloc)
     try:
-        _measure(args, plan, report, run_dir)
-    except (KeyboardInterrupt, SystemExit) as end:
+        run_plan(plan, args.repeats, measure, report["results"])
+        if args.only != "steps":
+            cases = cases_of(args.sizes, [make_model(name) for name in args.models])
+            options = (args.ks, args.seconds, args.repeats, args.accelerator)
+            report["exchange"], report["not_measured"] = measure_exchange(args.algorithms, cases, *options)
+    except KeyboardInterrupt:
         print("interrupted: the report has what was measured so far", flush=True)
-        _finish(report, run_dir, args)
-        sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
-    _finish(report, run_dir, args)
+        sys.exit(130)
+    finally:
+        finish(report, run_dir)
 
 
-def _plan(args: argparse.Namespace) -> list[Configuration]:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What to measure.
 
     Raises:
-        UsageError: If a strategy or model does not exist, or a number is out of range.
+        UsageError: If a strategy, model or algorithm does not exist, or a number is out of range.
     """
-    args.strategies = [name for name in args.strategies if name != "auto"]  # one device is always measured
-    for name in args.strategies:
-        find_strategy(name, "--strategies ")
-    for name in args.models:
-        with mistakes(f"--models {name}"):
-            make_model(name)
-    for name in ("repeats", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name}={getattr(args, name)}: choose 1 or more")
-    if min(args.devices) < 1 or (args.num_steps is not None and args.num_steps < 1):
-        raise UsageError("--devices and --num_steps: choose 1 or more")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    args = parser().parse_args(arguments)
+    if args.quick:  # other defaults; what is given goes before them
+        quick = parser()
+        quick.set_defaults(**QUICK)
+        args = quick.parse_args(arguments)
+    for find, names in (
+        (find_strategy, args.strategies),
+        (make_model, args.models),
+        (check_algorithm, args.algorithms),
+    ):
+        for name in names:
+            find(name)
+    for option in ("repeats", "batch_size", "devices", "replicas", "num_steps", "ks", "seconds"):
+        given = getattr(args, option)
+        numbers = given if isinstance(given, list) else [given]
+        if any(number is not None and number <= 0 for number in numbers):
+            raise UsageError(f"--{option} {' '.join(map(str, numbers))}: take numbers above 0")
+    num_gpus = torch.cuda.device_count()
     if args.accelerator == "auto":
         args.accelerator = "gpu" if num_gpus >= max(args.devices) else "cpu"
     if args.accelerator == "gpu" and num_gpus < max(args.devices):
         raise UsageError(f"--accelerator=gpu --devices {max(args.devices)}: there are {num_gpus} GPUs")
-    plan = configurations(args.strategies, args.models, args.devices, args.batch_size, args.accelerator, args.scaling)
-    return [each for each in plan if not args.quick or each.engine != "book"]
+    return args
 
 
-def _measure(args: argparse.Namespace, plan: list[Configuration], report: dict[str, Any], run_dir: Path) -> None:
-    data = {"root": args.root, "source": args.source}
-    try:
-        times = calibrate(plan, data, args.malloc)
-    except MeasurementError as error:
-        raise UsageError(str(error)) from error
-
-    def num_steps(configuration: Configuration) -> tuple[int, int]:
-        steps = args.num_steps or max(4, min(60, round(2.0 / times[configuration.model][1])))
-        return max(2, steps // 5), steps
-
-    seconds = expected_seconds(plan, args.repeats, num_steps, times) + (_exchange_seconds(args) if args.exchange else 0)
-    print(
-        f"{len(plan)} configurations, {args.repeats} repeats: about {int(seconds) // 60} min {int(seconds) % 60} s; "
-        f"Ctrl-C keeps what is done; results go to {run_dir}",
-        flush=True,
-    )
-
-    def save(results: list[dict[str, Any]]) -> None:
-        report["results"] = results
-        _write(run_dir, report)
-
-    with _Progress(len(plan) * args.repeats) as progress:
-        run_plan(plan, args.repeats, num_steps, data, args.malloc, save, progress.next)
-    if args.exchange:
-        _measure_exchange(args, report, lambda: _write(run_dir, report))
-
-
-def _measure_exchange(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
-    """The allreduce functions alone: over sizes, and with the gradients of the models."""
-    ks, sizes, seconds = ([2], QUICK_SIZES, 0.03) if args.quick else ([2, 4, 8], SIZES, 0.5)
-    kind = "cuda" if args.accelerator == "gpu" else "cpu"
-    devices = [torch.device(kind, i) for i in range(max(args.devices))] if kind == "cuda" else [torch.device("cpu")]
-
-    def progress(what: str) -> None:
-        print(f"allreduce alone: {what}", flush=True)
-
-    report["exchange"] = measure_exchange(ALGORITHMS, sizes, ks, seconds, devices=devices, progress=progress)
-    report["exchange"] += measure_processes(sizes, ks, seconds, timeout=20 if args.quick else 300, progress=progress)
-    save()
-    for name in args.models:
-        shapes = model_gradients(make_model(name))
-        rows = measure_gradients(ALGORITHMS, shapes, ks, seconds, devices=devices, progress=progress)
-        report["gradients"][name] = rows
-        save()
-
-
-def _exchange_seconds(args: argparse.Namespace) -> float:
-    return 25.0 if args.quick else 240.0  # measured on two cores; the compiled kernels are a part of it
-
-
-def _finish(report: dict[str, Any], run_dir: Path, args: argparse.Namespace) -> None:
-    """Write and show the report, and track it."""
-    _write(run_dir, report)
-    text = to_markdown(report)
-    (run_dir / "benchmark.md").write_text(text)
-    pictures = plot(report, run_dir)
-    if report["exchange"]:
-        pictures.append(run_dir / "exchange.png")
-        plot_exchange(report["exchange"], pictures[-1])
-    print(text)
-    run, where = start_run(
-        Tracking(mode="disabled" if args.no_wandb else "auto"), run_dir, "benchmark", report["options"]
-    )
-    if run is not None:
-        import wandb
-
-        run.log({path.stem: wandb.Image(str(path)) for path in pictures})
-        run.summary.update({f"{s.key}/samples_per_sec": s.rate for s in map(summarise, report["results"]) if s})
-        save_file(run, run_dir / "benchmark.json", "benchmark.json")
-        finish(run)
-    print(f"report: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}\nwandb:  {where}")
-
-
-def _write(run_dir: Path, report: dict[str, Any]) -> None:
-    replace_text(run_dir / "benchmark.json", json.dumps(report, indent=1))
-
-
-class _Progress:
-    """A bar with the time that is left on a terminal, a line for every measurement elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, disable=not sys.stdout.isatty())
-        self.task = self.bar.add_task("", total=total)
-
-    def __enter__(self) -> "_Progress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def next(self, name: str) -> None:
-        """Say that the measurement before is done, and the named one begins."""
-        self.bar.update(self.task, description=name, completed=self.done)
-        self.done += 1
-        if self.bar.disable:
-            print(f"{self.done}/{self.total} {name}", flush=True)
+def finish(report: dict[str, Any], run_dir: Path) -> None:
+    """Write what was measured, show it and draw it."""
+    report["machine"]["load"] = max(report["machine"]["load"], load("at the end", own=1))
+    (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
+    lines = [headline(report["machine"], report["command"], report["repeats"]), *tables(report["results"])]
+    lines += [*exchange_tables(report["exchange"]), *(f"\nNot measured: {why}." for why in report["not_measured"])]
+    (run_dir / "benchmark.md").write_text(text := "\n".join(lines) + "\n")
+    draw(report["results"], report["machine"], run_dir)
+    if any(row["num_tensors"] == 1 for row in report["exchange"]):
+        plot_exchange(report["exchange"], run_dir / "exchange.png")
+    print(f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures beside them")

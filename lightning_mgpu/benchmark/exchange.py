@@ -1,248 +1,157 @@
-"""The allreduce functions alone: bandwidth against size, beside memory's own limit and torch.distributed.
+"""The allreduce functions alone, over sizes and on the gradients of models, beside what memory can do and gloo or NCCL.
 
-    python -m lightning_mgpu.benchmark.exchange --quick
-    python -m lightning_mgpu.benchmark.exchange --ks 2 4 8 --json exchange.json --picture exchange.png
-
-Every algorithm takes its turn in each repetition, so that a drifting machine favours none. Two rows are no allreduce
-but what memory can do with the same bytes: `copy` reads all k tensors and writes them elsewhere, `read-modify-write`
-is `t.add_` on each. Bandwidths are those of nccl-tests: bytes / seconds, and, for comparing different k, 2(k-1)/k times
-that.
+The functions take turns in one process. A compiled one has a process of its own, because its OpenMP threads slow down
+the functions after it; so has one of your own. The processes take turns, too. Ratios are taken within a turn.
+`flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
 """
 
-import argparse
-import importlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
+import statistics
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from matplotlib.figure import Figure
+from torch import nn
 
-from lightning_mgpu import allreduce
-from lightning_mgpu.allreduce import Allreduce, allreduce_many
-from lightning_mgpu.benchmark.cores import free_memory, num_cores
-from lightning_mgpu.benchmark.exchange_processes import measure_processes
-from lightning_mgpu.benchmark.exchange_report import plot_exchange, result, size_text, table
-from lightning_mgpu.devices import synchronize
+from lightning_mgpu.allreduce import check_allreduce
+from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, find_algorithm
+from lightning_mgpu.benchmark.plan import interleaved
+from lightning_mgpu.benchmark.runner import MeasurementError, output_of
+from lightning_mgpu.errors import UsageError
 
-ALGORITHMS: dict[str, Allreduce] = {
-    name: getattr(allreduce, f"{name}_allreduce")
-    for name in ("textbook", "tree", "sharded", "ring", "blocked", "foreach", "compiled")
-}
-SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20, 400 * 10**6]  # bytes a device
+SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
 QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
-CPU = (torch.device("cpu"),)
+LIMITS = {"copy": "silver", "read-modify-write": "black"}  # of what memory can do, and their colours: dashed
+DISTRIBUTED = "torch.distributed"
 
-Progress = Callable[[str], None]
+Row = dict[str, Any]
+"""`case`, `k`, `algorithm`, the `bytes` and `num_tensors` of a device, and `repeats`: seconds, or `None`."""
+
+
+def check_algorithm(name: str) -> None:
+    """Find an allreduce and try its sums.
+
+    Raises:
+        UsageError: If there is none, or it is wrong.
+    """
+    try:
+        check_allreduce(find_algorithm(name), 3 * [torch.device("cpu")])
+    except (ImportError, AttributeError, ValueError) as error:
+        known = f"choose from {', '.join(ALGORITHMS)}, or give a dotted path, my_module.my_allreduce"
+        raise UsageError(f"--algorithms {name}: {error}; {known}") from error
+
+
+def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, list[list[int]]]:
+    """Shapes of the gradients to exchange, by what they are: `4 kB`, `LeNet`, `LeNet, flat`."""
+    cases = {size_text(size): [[size // 4]] for size in sizes}
+    for model in models:
+        shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
+        cases[type(model).__name__] = shapes
+        cases[f"{type(model).__name__}, flat"] = [[num_bytes(shapes) // 4]]
+    return cases
 
 
 def measure_exchange(
-    algorithms: Mapping[str, Allreduce],
-    sizes: Sequence[int],
+    names: Sequence[str],
+    cases: dict[str, list[list[int]]],
     ks: Sequence[int],
     seconds: float,
-    *,
-    devices: Sequence[torch.device] = CPU,
-    progress: Progress = lambda what: None,
-    clock: Callable[[], float] = time.perf_counter,
-    free_bytes: int | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every algorithm on k float32 tensors of each size.
+    repeats: int,
+    accelerator: str = "cpu",
+) -> tuple[list[Row], list[str]]:
+    """Rows, and sentences that say what was not measured.
 
     Args:
-        sizes: Bytes of one of the k tensors.
-        seconds: For each algorithm, k and size; at least three repetitions are made.
-        devices: Replica i is on `devices[i % len(devices)]`.
-        progress: Told what comes next.
-        free_bytes: Sizes whose tensors, and their copies, need more than half of it are skipped; left out, the memory
-            that is free.
-
-    Returns:
-        For each algorithm, k and size `result`'s row; for what was skipped a row that says why under `skipped`.
+        seconds: For each algorithm, k, case and repeat.
     """
-    rows = []
-    for k in ks:
-        for num_bytes in sizes:
-            shapes = [torch.Size([num_bytes // 4])]
-            calls = {name: (lambda g, f=f: f(list(g[0]))) for name, f in algorithms.items()}
-            rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
-    return rows
+    alone = [name for name in names if name not in ALGORITHMS or name == "compiled"]
+    groups = [[*(name for name in names if name not in alone), *LIMITS], *([name] for name in alone), [DISTRIBUTED]]
+    times: dict[tuple[str, int, str], list[float | None]] = {}
+    problems: dict[str, None] = {}
+    for repeat, (k, group) in interleaved([(k, group) for k in ks for group in groups], repeats):
+        print(f"allreduce alone, repeat {repeat + 1} of {repeats}: k = {k}, {', '.join(group)}", flush=True)
+        own = {case: shapes for case, shapes in cases.items() if len(shapes) == 1 or group != [DISTRIBUTED]}
+        kind = "cpu" if group == [DISTRIBUTED] and torch.cuda.device_count() < k else accelerator  # NCCL needs k GPUs
+        order = {"names": group, "k": k, "cases": own, "seconds": seconds, "accelerator": kind}
+        try:
+            for found in _run(order, timeout=120 + 10 * seconds * len(group) * len(cases)):
+                for name, time in found["times"].items():
+                    times.setdefault((found["case"], k, name), [None] * repeats)[repeat] = time
+        except MeasurementError as error:
+            problems[str(error)] = None
+    keys = sorted(times, key=lambda key: (list(cases).index(key[0]), key[1]))
+    return [
+        {"case": case, "k": k, "algorithm": name, "repeats": times[case, k, name]}
+        | {"bytes": num_bytes(cases[case]), "num_tensors": len(cases[case])}
+        for case, k, name in keys
+    ], list(problems)
 
 
-def measure_gradients(
-    algorithms: Mapping[str, Allreduce],
-    shapes: Sequence[torch.Size],
-    ks: Sequence[int],
-    seconds: float,
-    *,
-    devices: Sequence[torch.device] = CPU,
-    progress: Progress = lambda what: None,
-    clock: Callable[[], float] = time.perf_counter,
-    free_bytes: int | None = None,
-) -> list[dict[str, Any]]:
-    """As `measure_exchange`, on gradients of these shapes (see `model_gradients`), exchanged as a strategy does it.
-
-    `NAME, flat` is with `gradient_as_bucket_view=True`: the same bytes in one tensor a device.
-    """
-    calls: dict[str, Callable[[list[list[Tensor]]], None]] = {
-        name: (lambda g, f=f: allreduce_many(f, [list(same) for same in g]))  # type: ignore[misc]
-        for name, f in algorithms.items()
-    }
-    rows = []
-    for k in ks:
-        flat = [torch.zeros(sum(s.numel() for s in shapes), device=d) for d in islice(cycle(devices), k)]
-        calls |= {f"{name}, flat": _with_these(allreduce, flat) for name, allreduce in algorithms.items()}
-        rows += _measure(calls, shapes, k, seconds, devices, progress, clock, free_bytes)
-    return rows
+def _run(order: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order['k']}"]
+    command = [sys.executable, *(launcher if order["names"] == [DISTRIBUTED] else [])]
+    command += ["-m", "lightning_mgpu.benchmark.exchange_worker", json.dumps(order)]
+    lines = output_of(command, ", ".join(order["names"]), timeout)
+    return [json.loads(line) for line in lines if line.startswith("{")]  # older gloos print lines, too
 
 
-def _with_these(allreduce: Allreduce, tensors: list[Tensor]) -> Callable[[list[list[Tensor]]], None]:
-    return lambda gradients: allreduce_many(allreduce, [list(tensors)])
+def num_bytes(shapes: Sequence[Sequence[int]]) -> int:
+    """Of float32 tensors."""
+    return sum(4 * torch.Size(shape).numel() for shape in shapes)
 
 
-def model_gradients(model: nn.Module) -> list[torch.Size]:
-    """The shapes of the model's gradients."""
-    return [p.shape for p in model.parameters() if p.requires_grad]
+def size_text(num_bytes: int) -> str:
+    unit, size = next(((unit, size) for unit, size in (("MB", 2**20), ("kB", 2**10)) if num_bytes >= size), ("B", 1))
+    return f"{num_bytes / size:.4g} {unit}"
 
 
-def _measure(
-    calls: Mapping[str, Callable[[list[list[Tensor]]], None]],
-    shapes: Sequence[torch.Size],
-    k: int,
-    seconds: float,
-    devices: Sequence[torch.device],
-    progress: Progress,
-    clock: Callable[[], float],
-    free_bytes: int | None,
-) -> list[dict[str, Any]]:
-    """Rows of all `calls`, which take for every shape k tensors, and of the two limits."""
-    where = list(islice(cycle(devices), k))
-    num_bytes = sum(4 * shape.numel() for shape in shapes)
-    free, needed = free_memory(where) if free_bytes is None else free_bytes, 2 * k * num_bytes
-    if needed > free / 2:
-        why = f"needs {needed / 2**20:.0f} MiB, more than half of the {free / 2**20:.0f} MiB that are free"
-        progress(f"k = {k}, {size_text(num_bytes)}: skipped, {why}")
-        return [{"algorithm": name, "k": k, "bytes": num_bytes, "skipped": why} for name in (*calls, *LIMITS)]
-    progress(f"k = {k}, {size_text(num_bytes)}")
-    gradients = [[torch.empty(shape, device=device).fill_(0.0) for device in where] for shape in shapes]
-    spare = [[torch.empty_like(t).fill_(0.0) for t in same] for same in gradients]
-    all_calls = {name: (lambda call=call: call(gradients)) for name, call in calls.items()}
-    all_calls |= {name: (lambda limit=limit: limit(gradients, spare)) for name, limit in LIMITS.items()}
-    times = interleave(all_calls, seconds, lambda: synchronize(where), clock)
-    return [result(name, k, num_bytes, t) for name, t in times.items()]
+def _ratio(other: Row | None, own: Row | None) -> float | None:
+    """The other's seconds over one's own, the median of the ratios within each repeat."""
+    pairs = zip(other["repeats"], own["repeats"]) if other and own else ()
+    ratios = [a / b for a, b in pairs if a and b]
+    return statistics.median(ratios) if ratios else None
 
 
-@torch.no_grad()
-def _copy(gradients: list[list[Tensor]], spare: list[list[Tensor]]) -> None:
-    for same, others in zip(gradients, spare, strict=True):
-        for t, other in zip(same, others, strict=True):
-            other.copy_(t)
+def seconds_of(row: Row) -> float:
+    return statistics.median(seconds for seconds in row["repeats"] if seconds)
 
 
-@torch.no_grad()
-def _read_modify_write(gradients: list[list[Tensor]], spare: list[list[Tensor]]) -> None:
-    for same in gradients:
-        for t in same:
-            t.add_(0.0)  # zeros stay zeros: a sum of sums of sums would end as inf
+def exchange_tables(rows: Sequence[Row]) -> list[str]:
+    """For every case a table: milliseconds, and how many times as fast as the textbook and as the memory."""
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = {(row["algorithm"], row["k"]): row for row in rows if row["case"] == case}
+        ks = sorted({k for _, k in own})
+        lines += ["", f"**The allreduce alone: {case}**", ""]
+        lines.append(f"| {' | '.join(['', *(f'k = {k}, ms | / textbook | / limit' for k in ks)])} |")
+        lines.append("| --- |" + " ---: | ---: | ---: |" * len(ks))
+        for name in dict.fromkeys(name for name, _ in own):
+            cells = [name]
+            for k in ks:
+                row = own.get((name, k))
+                cells.append(f"{seconds_of(row) * 1e3:.3f}" if row else "")
+                ratios = [_ratio(own.get((other, k)), row) for other in ("textbook", "read-modify-write")]
+                cells += ["" if times is None else f"{times:.2f}" for times in ratios]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-LIMITS = {"copy": _copy, "read-modify-write": _read_modify_write}
-
-
-def interleave(
-    calls: Mapping[str, Callable[[], object]],
-    seconds: float,
-    synchronize: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of each of `calls`, in turns after a warm-up, until `seconds` for each are over; at least three each.
-
-    Whoever follows finds the caches as the one before left them, so every repetition starts with another one.
-    """
-    for call in calls.values():
-        call()
-        call()
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    synchronize()
-    end = clock() + seconds * len(names)
-    repeat = 0
-    while repeat < 3 or clock() < end:
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
-            synchronize()
-            start = clock()
-            calls[name]()
-            synchronize()
-            times[name].append(clock() - start)
-        repeat += 1
-    return times
-
-
-def find_algorithm(name: str) -> tuple[str, Allreduce]:
-    """An allreduce function by its name, or by the dotted path of one's own, whose sums are checked.
-
-    Raises:
-        argparse.ArgumentTypeError: If there is none.
-    """
-    if name in ALGORITHMS:
-        return name, ALGORITHMS[name]
-    module, _, attribute = name.rpartition(".")
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-        allreduce.check_allreduce(found, 3 * CPU)
-    except (ImportError, AttributeError, ValueError) as error:
-        known = f"choose from {', '.join(ALGORITHMS)}, or give a dotted path, my_module.my_allreduce"
-        raise argparse.ArgumentTypeError(f"{name}: {error}; {known}") from error
-    return name, found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few sizes, k = 2; ends within 20 seconds on two cores")
-    parser.add_argument("--ks", type=int, nargs="+", help="numbers of devices (2 4 8)")
-    parser.add_argument("--sizes", type=int, nargs="*", help="bytes a device (4 kB to 400 MB)")
-    parser.add_argument("--seconds", type=float, help="for each algorithm, k and size (1)")
-    named = f"of {', '.join(ALGORITHMS)}, or dotted paths of your own; left out: all of these"
-    parser.add_argument("--algorithms", nargs="+", type=find_algorithm, help=named)
-    parser.add_argument("--models", nargs="*", choices=["LeNet", "ResNet18"], help="also measure their gradients")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--picture", type=Path, help="write the picture here")
-    args = parser.parse_args(arguments)
-    for path in filter(None, (args.json, args.picture)):
-        if not path.absolute().parent.is_dir():  # better now than after minutes
-            parser.error(f"{path}: there is no directory {path.parent}")
-
-    from lightning_mgpu import models  # Lightning: takes seconds to import
-
-    quick = args.quick
-    ks = args.ks or ([2] if quick else [2, 4, 8])
-    sizes = args.sizes if args.sizes is not None else (QUICK_SIZES if quick else SIZES)
-    seconds = args.seconds or (0.03 if quick else 1.0)
-    names = args.models if args.models is not None else ["LeNet", "ResNet18"]
-    algorithms = dict(args.algorithms) if args.algorithms else ALGORITHMS
-
-    def progress(what: str) -> None:
-        print(f"measuring {what}", flush=True)
-
-    rows = measure_exchange(algorithms, sizes, ks, seconds, progress=progress)
-    rows += measure_processes(sizes, ks, seconds, timeout=10 if quick else 300, progress=progress)
-    print(f"\n{torch.get_num_threads()} threads on {num_cores()} cores, torch {torch.__version__}\n")
-    print(table(sorted(rows, key=lambda row: (row["k"], row["bytes"]))), flush=True)
-    gradients = {}
-    for name in names:
-        shapes = model_gradients(getattr(models, name)())
-        print(f"\nGradients of {name}, {len(shapes)} tensors")
-        gradients[name] = measure_gradients(algorithms, shapes, ks, seconds, progress=progress)
-        print(table(gradients[name]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"exchange": rows, "gradients": gradients}, indent=1))
-    if args.picture:
-        plot_exchange(rows, args.picture)
-
-
-if __name__ == "__main__":
-    main()
+def plot_exchange(rows: Sequence[Row], path: str | Path) -> None:
+    """Draw bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
+    single = [row for row in rows if row["num_tensors"] == 1]
+    ks = sorted({row["k"] for row in single})
+    figure = Figure(figsize=(4.5 * len(ks), 4), layout="constrained")
+    for k, panel in zip(ks, figure.subplots(1, len(ks), sharey=True, squeeze=False)[0]):
+        for name in dict.fromkeys(row["algorithm"] for row in single):
+            own = [row for row in single if (row["k"], row["algorithm"]) == (k, name)]
+            points = sorted((row["bytes"], row["bytes"] / seconds_of(row)) for row in own)
+            style = {"linestyle": "--", "color": LIMITS[name]} if name in LIMITS else {}
+            panel.plot([size for size, _ in points], [rate for _, rate in points], marker=".", label=name, **style)
+        panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
+        panel.grid(True, alpha=0.3)
+    figure.axes[0].set_ylabel("bytes / second")
+    figure.axes[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,14 +1,21 @@
 """What is measured: configurations, one after the other, in an order that a drifting machine cannot favour."""
 
-from dataclasses import asdict, dataclass
+import argparse
+import inspect
+import pydoc
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-REFERENCES = {
-    "loop": "hand-written loop, one device",
-    "book": "the book's multi-device loop",
-    "auto": "one device",
-}
-"""Engines that are no strategy of several devices, in words."""
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
+from lightning_mgpu import models
+from lightning_mgpu.errors import UsageError
+
+BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
+"""Engines of `references.py`, in words."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,10 @@ class Configuration:
     """One thing to measure.
 
     Args:
-        engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else a strategy's name, or
-            the dotted path of its class.
-        model: `LeNet`, `ResNet18`, or the dotted path of a LightningModule.
-        devices: How many.
+        engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else the name of a strategy,
+            or the dotted path of its class.
         batch_size: Of the *global* batch.
-        lr_factor: The model's learning rate is multiplied by it: k for a k times larger batch, as in the book.
+        replicas: How many parameter sets share the devices; left out, one a device.
     """
 
     engine: str
@@ -29,44 +34,73 @@ class Configuration:
     devices: int = 2
     batch_size: int = 256
     accelerator: str = "cpu"
-    lr_factor: int = 1
-
-    @property
-    def key(self) -> str:
-        return f"{self.model}/{self.engine}/{self.devices}/{self.batch_size}"
-
-    def asdict(self) -> dict[str, Any]:
-        return asdict(self)
+    replicas: int | None = None
 
 
-def configurations(
-    strategies: list[str], models: list[str], devices: list[int], batch_size: int, accelerator: str, scaling: str
-) -> list[Configuration]:
-    """Every strategy, model and device count, and the references they are compared with.
+def key_of(configuration: dict[str, Any]) -> str:
+    """`LeNet/ddp/2/256`: the same in the reports of all versions."""
+    key = "{model}/{engine}/{devices}/{batch_size}".format(**configuration)
+    return f"{key}/replicas={configuration['replicas']}" if configuration.get("replicas") else key
 
-    Args:
-        scaling: `strong` keeps the global batch; `weak` multiplies it, and the learning rate, by the number of devices,
-            as the book does.
-    """
+
+def configurations(args: argparse.Namespace) -> list[Configuration]:
+    """Every strategy, model and device count, and what they are compared with; see the options of `cli.py`."""
     plan: list[Configuration] = []
-    factors = {k: k if scaling == "weak" else 1 for k in devices}
-    for model in models:
-        plan += [
-            Configuration(engine, model, 1, batch_size * factor, accelerator, factor)
-            for factor in dict.fromkeys([1, *factors.values()])
-            for engine in ("loop", "auto")
-        ]
-        for k, factor in factors.items():
-            if k > 1:
-                B = batch_size * factor
-                plan += [Configuration(engine, model, k, B, accelerator, factor) for engine in ("book", *strategies)]
+    with_replicas = [name for name in args.strategies if find_option(find_strategy(name)[0], "replicas")]
+    if args.replicas and not with_replicas:
+        print("--replicas: left out, as none of the strategies has an option `replicas`", flush=True)
+    for model in args.models:
+        batches = {k: args.batch_size * k if args.scaling == "weak" else args.batch_size for k in args.devices}
+        for batch in dict.fromkeys([args.batch_size, *batches.values()]):
+            plan += [Configuration(engine, model, 1, batch, args.accelerator) for engine in ("loop", "auto")]
+        for k, batch in batches.items():
+            engines = ("book", *args.strategies) if k > 1 else ()
+            plan += [Configuration(engine, model, k, batch, args.accelerator) for engine in engines]
+        for r in args.replicas if with_replicas else ():
+            engines = ("book", *with_replicas)
+            plan += [Configuration(engine, model, 1, args.batch_size, args.accelerator, r) for engine in engines]
     return list(dict.fromkeys(plan))
 
 
-def interleaved(plan: list[Configuration], repeats: int) -> list[tuple[int, Configuration]]:
-    """All configurations once a repeat, another one first every time."""
-    return [
-        (repeat, configuration)
-        for repeat in range(repeats)
-        for configuration in plan[repeat % len(plan) :] + plan[: repeat % len(plan)]
-    ]
+def interleaved(plan: Sequence[Any], repeats: int) -> list[tuple[int, Any]]:
+    """All of them once a repeat, another one first every time."""
+    orders = ([*plan[i % len(plan) :], *plan[: i % len(plan)]] for i in range(repeats))
+    return [(repeat, each) for repeat, order in enumerate(orders) for each in order]
+
+
+def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
+    """The class of a strategy, and the arguments that its name stands for.
+
+    Raises:
+        UsageError: If `name` is neither registered nor the dotted path of a Strategy.
+    """
+    if name in StrategyRegistry:
+        return StrategyRegistry[name]["strategy"], dict(StrategyRegistry[name]["init_params"])
+    found = pydoc.locate(name)
+    if isinstance(found, type) and issubclass(found, Strategy):
+        return found, {}
+    known = ", ".join(name for name in StrategyRegistry if name.startswith(("dp", "manual_allreduce")))
+    raise UsageError(f"--strategies {name}: no such strategy; take ddp, {known}, or a path, my_package.MyStrategy")
+
+
+def find_option(strategy: type[Strategy], name: str) -> inspect.Parameter | None:
+    """An option of a strategy, its own or one that it hands on by `**kwargs`; `None` if there is no such option."""
+    for base in strategy.__mro__:
+        if "__init__" in vars(base):
+            taken = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+            if name in taken or not any(option.kind is option.VAR_KEYWORD for option in taken.values()):
+                return taken.get(name)
+    return None
+
+
+def make_model(name: str) -> LightningModule:
+    """A model of this package by its name, or any LightningModule by its dotted path.
+
+    Raises:
+        UsageError: If there is none.
+    """
+    own = [each for each in models.__all__ if each != "Classifier"]
+    found = getattr(models, name) if name in own else pydoc.locate(name)
+    if isinstance(found, type) and issubclass(found, LightningModule):
+        return found()
+    raise UsageError(f"--models {name}: no LightningModule; take {', '.join(own)}, or a path, my_package.MyModel")

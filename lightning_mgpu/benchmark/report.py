@@ -1,163 +1,160 @@
-"""The results as a Markdown table and pictures."""
+"""From measurements to a table and a picture: medians, ratios within a repeat, efficiency. No clock is read here."""
 
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from lightning_mgpu.benchmark.parts import PARTS
-from lightning_mgpu.benchmark.plan import REFERENCES
-from lightning_mgpu.benchmark.summary import Summary, efficiency, ratio, summarise
+from lightning_mgpu.benchmark.plan import BY_HAND, key_of
 
-Report = dict[str, Any]
 COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#bbbbbb")  # of the parts
+HEAD = (
+    *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
+    *("efficiency", "ms above the book's loop", "memory, MB", "threads"),
+)
+
+Result = dict[str, Any]
+"""Of a configuration: `configuration`, `error`, and `repeats`, each as `Stretches.result` has it, or `None`."""
+
+
+def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
+    """The median of a value over the repeats that all of the results have; `None` if there is none."""
+    found = [value(*each) for each in zip(*(r["repeats"] if r else () for r in results)) if None not in each]
+    return statistics.median(found) if found else None
+
+
+def ratio(own: dict[str, Any], other: dict[str, Any]) -> float:
+    """How many times as many samples a second as the other."""
+    return float(own["samples"] / own["step"] / (other["samples"] / other["step"]))
+
+
+def steps(result: Result) -> list[float]:
+    """Seconds of a step, in every repeat."""
+    return [repeat["step"] for repeat in result["repeats"] if repeat is not None]
+
+
+def parts(result: Result) -> dict[str, float]:
+    """Seconds of the parts of a step: medians, scaled to add up to the median step."""
+    own = {part: over_repeats(lambda repeat, part=part: repeat["parts"][part], result) or 0.0 for part in PARTS}  # type: ignore[misc]
+    scale = statistics.median(steps(result)) / sum(own.values())
+    return {part: seconds * scale for part, seconds in own.items()}
 
 
 def name_of(configuration: dict[str, Any]) -> str:
-    """An engine in words: what it is, and on how many devices if on several."""
-    engine, devices = configuration["engine"], configuration["devices"]
-    return REFERENCES.get(engine, engine) + (f" ({devices} devices)" if devices > 1 else "")
+    """An engine in words, and on how many devices if on several."""
+    engine, devices, replicas = (configuration.get(name) for name in ("engine", "devices", "replicas"))
+    name = {**BY_HAND, "auto": "one device"}.get(engine, engine)  # type: ignore[arg-type]
+    if replicas:
+        return f"{name} ({replicas} replicas on {devices} device{'s' * (devices != 1)})"
+    return f"{name} ({devices} devices)" if devices != 1 else str(name)
 
 
-def to_markdown(report: Report) -> str:
-    """A table for every model; cells nobody measured stay empty."""
-    machine, options = report["machine"], report["options"]
-    lines = [
-        f"Measured {machine['date']} on {_hardware(machine)}, torch {machine['torch']}, "
-        f"lightning {machine['lightning']}; medians of {options['repeats']} repeats, by `{report['command']}`.",
-    ]
-    for model in dict.fromkeys(result["configuration"]["model"] for result in report["results"]):
-        own = [result for result in report["results"] if result["configuration"]["model"] == model]
-        lines += ["", f"**{model}**", "", *_table(own)]
-        lines += [f"Not measured: {result['error']}." for result in own if result["error"]]
-    for model, rows in report.get("gradients", {}).items():
-        lines += ["", f"**The allreduce alone, gradients of {model}**", "", *_exchange_table(rows)]
-    return "\n".join(lines) + "\n"
+def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
+    load = f" under load {machine['load']}" if machine.get("load", 0) > machine["cores"] + 1 else ""
+    return (
+        f"Measured {machine['date']} on {hardware(machine)}{load}, torch {machine['torch']}, "
+        f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
+    )
 
 
-def _exchange_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Milliseconds of an allreduce of all gradients, and how many times as fast as the textbook's that is."""
-    measured = {(row["algorithm"], row["k"]): row["seconds"] for row in rows if "seconds" in row}
-    ks = sorted({k for _, k in measured})
-    head = ["", *(f"k = {k}, ms | / textbook | / limit" for k in ks)]
-    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: | ---: | ---: |" * len(ks)]
-    for name in dict.fromkeys(name for name, _ in measured):
-        cells = [name]
-        for k in ks:
-            own = measured.get((name, k))
-            cells.append(f"{own * 1e3:.3f}" if own else "")
-            for other in ("textbook", "read-modify-write"):
-                reference = measured.get((other, k))
-                cells.append(f"{reference / own:.2f}" if own and reference else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _table(results: list[dict[str, Any]]) -> list[str]:
-    head = ["", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"]
-    head += ["efficiency", "memory, MB", "threads"]
-    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
-    one = _one_device(results)
-    for result in results:
-        configuration, summary = result["configuration"], summarise(result)
-        cells = [name_of(configuration), f"{configuration['batch_size']}"]
-        if summary is None:
-            lines.append(f"| {' | '.join(cells + [''] * (len(head) - 2))} |")
-            continue
-        ratios = [
-            _ratio(result, _find(results, "loop", configuration, devices=1)),
-            _ratio(result, _find(results, "auto", configuration, devices=1)),
-            _ratio(result, _find(results, "ddp", configuration)),
-            efficiency(result["repeats"], one["repeats"], configuration["devices"])
-            if one and configuration["devices"] > 1
-            else None,
-        ]
-        cells += [
-            f"{summary.rate:,.0f}",
-            f"{summary.step * 1e3:.1f} ({summary.low * 1e3:.1f} to {summary.high * 1e3:.1f})",
-            *("" if value is None else f"{value:.2f}" for value in ratios),
-            f"{summary.memory / 2**20:,.0f}",
-            f"{summary.threads}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _find(results: list[dict[str, Any]], engine: str, like: dict[str, Any], devices: int | None = None) -> Any:
-    """The result of another engine at the same number of devices; of one device, that of the same or smallest batch."""
-    wanted = devices or like["devices"]
-    found = [r for r in results if r["configuration"]["engine"] == engine and r["configuration"]["devices"] == wanted]
-    same = [r for r in found if r["configuration"]["batch_size"] == like["batch_size"]]
-    return next(iter(same or found), None)
-
-
-def _one_device(results: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What scaling is compared with: one device at `--batch_size`, the smallest batch of all, weak scaling's too."""
-    alone = [result for result in results if result["configuration"]["engine"] == "auto"]
-    return min(alone, key=lambda r: r["configuration"]["batch_size"], default=None)
-
-
-def _ratio(result: dict[str, Any], other: dict[str, Any] | None) -> float | None:
-    return ratio(result["repeats"], other["repeats"]) if other else None
-
-
-def plot(report: Report, directory: Path) -> list[Path]:
-    """Draw where the time of a step goes, for every model, and how it scales, where there are several device counts.
-
-    Returns the paths, `parts_MODEL.png` and `scaling_MODEL.png`.
-    """
-    paths = []
-    for model in dict.fromkeys(result["configuration"]["model"] for result in report["results"]):
-        own = [result for result in report["results"] if result["configuration"]["model"] == model]
-        summaries = [summary for result in own if (summary := summarise(result))]
-        if not summaries:
-            continue
-        name = model.rpartition(".")[2]
-        paths.append(directory / f"parts_{name}.png")
-        _plot_parts(model, summaries, report["machine"]).savefig(paths[-1], dpi=110)
-        one = summarise(alone) if (alone := _one_device(own)) else None
-        if one and len({summary.configuration["devices"] for summary in summaries}) > 2:
-            paths.append(directory / f"scaling_{name}.png")
-            _plot_scaling(model, summaries, one, report["machine"]).savefig(paths[-1], dpi=110)
-    return paths
-
-
-def _plot_scaling(model: str, summaries: list[Summary], one: Summary, machine: dict[str, Any]) -> Figure:
-    """Samples a second against the number of devices; dashed, k times one device."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    engines = dict.fromkeys(s.configuration["engine"] for s in summaries if s.configuration["devices"] > 1)
-    counts = sorted({s.configuration["devices"] for s in summaries})
-    axes.plot(counts, [k * one.rate for k in counts], "k--", label="k times one device")
-    for engine in engines:
-        rates = {s.configuration["devices"]: s.rate for s in summaries if s.configuration["engine"] == engine}
-        axes.plot([1, *sorted(rates)], [one.rate, *(rates[k] for k in sorted(rates))], "o-", label=engine)
-    axes.set(xlabel="devices", ylabel="samples/s", xticks=counts, title=f"{model}: {_hardware(machine)}")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    return figure
-
-
-def _hardware(machine: dict[str, Any]) -> str:
+def hardware(machine: dict[str, Any]) -> str:
     return f"{', '.join(machine['gpus']) or '{cores} cores of {cpu}'.format(**machine)}, malloc: {machine['malloc']}"
 
 
-def _plot_parts(model: str, summaries: list[Summary], machine: dict[str, Any]) -> Figure:
+def tables(results: Sequence[Result]) -> list[str]:
+    """A table for every model; cells nobody measured stay empty."""
+    lines = []
+    for model, own in by_model(results).items():
+        lines += ["", f"**{model}**", "", f"| {' | '.join(HEAD)} |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
+        lines += [f"| {' | '.join(_cells(result, own))} |" for result in own]
+        lines += [f"\n{line}" for line in _replica_costs(own)]
+        lines += [f"\nNot measured: {result['error']}." for result in own if result["error"]]
+    return lines
+
+
+def by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
+    models = dict.fromkeys(result["configuration"]["model"] for result in results)
+    return {model: [r for r in results if r["configuration"]["model"] == model] for model in models}
+
+
+def _cells(result: Result, results: Sequence[Result]) -> list[str]:
+    own = result["configuration"]
+    names = [name_of(own), str(own["batch_size"])]
+    if not (seconds := steps(result)):
+        return names + [""] * (len(HEAD) - 2)
+
+    def find(engine: str, **changed: Any) -> Result | None:
+        """Another engine in the same configuration but for what is changed."""
+        wanted = key_of({**own, "engine": engine, **changed})
+        return next((r for r in results if key_of(r["configuration"]) == wanted), None)
+
+    step = statistics.median(seconds)
+    alone = min(
+        (r["configuration"]["batch_size"] for r in results if r["configuration"]["engine"] == "auto"), default=0
+    )
+    references = (*(find(one, devices=1, replicas=None) for one in ("loop", "auto")), find("ddp"))
+    ratios = [over_repeats(ratio, result, other) for other in references]
+    times_one = over_repeats(ratio, result, find("auto", devices=1, replicas=None, batch_size=alone))
+    ratios.append(times_one / own["devices"] if times_one and own["devices"] > 1 else None)
+    is_by_hand = own["engine"] in BY_HAND
+    above = None if is_by_hand else over_repeats(lambda a, b: a["step"] - b["step"], result, find("book"))
+    return [
+        *(*names, f"{own['batch_size'] / step:,.0f}"),
+        f"{step * 1e3:.1f} ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
+        *("" if value is None else f"{value:.2f}" for value in ratios),
+        "" if above is None else f"{above * 1e3:.1f}",
+        f"{(over_repeats(lambda repeat: repeat['memory'], result) or 0) / 2**20:,.0f}",
+        f"{over_repeats(lambda repeat: repeat['threads'], result):.0f}",
+    ]
+
+
+def _replica_costs(results: Sequence[Result]) -> list[str]:
+    """What a further replica on one device costs, for every engine measured with some: the slope of a line."""
+    own = [result for result in results if result["configuration"].get("replicas")]
+    lines = []
+    for engine in dict.fromkeys(result["configuration"]["engine"] for result in own):
+        of_engine = [result for result in own if result["configuration"]["engine"] == engine]
+        counts = [result["configuration"]["replicas"] for result in of_engine]
+        slope = (
+            over_repeats(
+                lambda *repeats, counts=counts: (
+                    statistics.linear_regression(counts, [r["step"] for r in repeats]).slope
+                ),  # type: ignore[misc]
+                *of_engine,
+            )
+            if len(counts) > 1
+            else None
+        )
+        if slope is not None:
+            lines.append(f"{BY_HAND.get(engine, engine)}: {slope * 1e3:.2f} ms a further replica.")
+    return lines
+
+
+def parts_figure(results: Sequence[Result], title: str) -> Figure:
     """Horizontal bars, one a configuration, made of the parts of a step."""
-    figure = Figure(figsize=(9, 1.6 + 0.45 * len(summaries)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.45 * len(results)), layout="constrained")
     axes = figure.add_subplot()
-    names = [f"{name_of(s.configuration)}, batch {s.configuration['batch_size']}" for s in summaries]
-    left = [0.0] * len(summaries)
+    names = ["{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"]) for r in results]
+    left = [0.0] * len(results)
     for part, color in zip(PARTS, COLORS):
-        width = [summary.parts[part] * 1e3 for summary in summaries]
+        width = [parts(result)[part] * 1e3 for result in results]
         axes.barh(names, width, left=left, label=part, color=color)
         left = [a + b for a, b in zip(left, width)]
-    for i, summary in enumerate(summaries):
-        axes.annotate(f" {summary.rate:,.0f} samples/s", (summary.step * 1e3, i), va="center", fontsize=8)
+    for i, (step, result) in enumerate(zip(left, results)):
+        rate = result["configuration"]["batch_size"] / step * 1e3
+        axes.annotate(f" {rate:,.0f} samples/s", (step, i), va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(summary.step for summary in summaries) * 1e3)
-    axes.set_xlabel("ms a step")
-    figure.suptitle(f"{model}: where the time of a step goes", fontsize=11)
-    axes.set_title(_hardware(machine), fontsize=9)
+    axes.set(xlabel="ms a step", xlim=(0, 1.25 * max(left)))
+    axes.set_title(title, fontsize=9)
     figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
     return figure
+
+
+def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
+    """`parts_MODEL.png` for every model that was measured."""
+    for model, own in by_model([result for result in results if steps(result)]).items():
+        figure = parts_figure(own, f"{model}: where the time of a step goes; {hardware(machine)}")
+        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)

@@ -1,12 +1,15 @@
-"""Runs the plan: a fresh process for every measurement, results on disk after each, nothing lost on Ctrl-C."""
+"""Runs the plan: a fresh process for every measurement, one after the other."""
 
+import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,127 +18,135 @@ from typing import Any
 import torch
 
 from lightning_mgpu import __version__
-from lightning_mgpu.benchmark.cores import num_cores
-from lightning_mgpu.benchmark.plan import Configuration, interleaved
+from lightning_mgpu.benchmark.plan import Configuration, interleaved, key_of
 from lightning_mgpu.benchmark.worker import RESULT
-from lightning_mgpu.processes import process_group
+from lightning_mgpu.errors import UsageError
+
+SEVERAL_PROCESSES = ("ddp", "fsdp", "deepspeed")  # how the names of strategies begin that start a process a device
+KEEP = {  # has glibc keep what a step frees: no page fault for every 4 KiB of it in the next step
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 class MeasurementError(RuntimeError):
-    """A configuration could not be measured; the message is the last line its process wrote."""
+    """Something could not be measured; the message is the last line that its process wrote."""
 
 
-def measure_in_process(
-    configuration: Configuration, data: dict[str, str], warm_up: int, num_steps: int, malloc: str, timeout: float = 1800
-) -> dict[str, Any]:
-    """One measurement, in a process of its own with its share of the cores.
+@contextlib.contextmanager
+def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
+    """Start a command. At the end of the block it is killed with all processes it has started."""
+    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, **kwargs)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
-    Args:
-        data: `root` and `source` of the images.
+
+def output_of(command: Sequence[str], what: str, timeout: float, env: dict[str, str] | None = None) -> list[str]:
+    """The lines that a command prints.
 
     Raises:
         MeasurementError: If it failed, or took longer than `timeout` seconds.
     """
-    steps = {"warm_up": warm_up, "num_steps": num_steps}
-    order = {"configuration": configuration.asdict(), "data": data, "malloc": malloc, **steps}
-    command = [sys.executable, "-m", "lightning_mgpu.benchmark.worker", json.dumps(order)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with process_group(command, env=environment(configuration), **pipes) as process:
+    with process_group(command, env=env, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise MeasurementError(f"{configuration.key}: no result after {timeout:.0f} s") from None
-    for line in output.splitlines():
-        if line.startswith(RESULT):
-            return json.loads(line.removeprefix(RESULT))  # type: ignore[no-any-return]
-    lines = errors.strip().splitlines()
-    raise MeasurementError(f"{configuration.key}: {lines[-1] if lines else f'status {process.returncode}'}")
+            raise MeasurementError(f"{what}: not done after {timeout:g} s") from None
+    if process.returncode:
+        last = errors.strip().splitlines()[-1:] or [f"status {process.returncode}"]
+        raise MeasurementError(f"{what}: {last[0][:300]}")
+    return list(output.splitlines())
 
 
-def environment(configuration: Configuration) -> dict[str, str]:
-    """The cores are shared out among the processes of a strategy that starts several."""
-    processes = configuration.devices if configuration.engine.startswith("ddp") else 1
-    threads = max(1, num_cores() // processes)
+def measure_in_process(
+    configuration: Configuration, images: dict[str, str], num_steps: int | None, malloc: str
+) -> dict[str, Any]:
+    """One measurement, as `Stretches.result` has it."""
+    order = {"configuration": asdict(configuration), "images": images, "num_steps": num_steps}
+    command = [sys.executable, "-m", "lightning_mgpu.benchmark.worker", json.dumps(order)]
+    lines = output_of(command, key_of(asdict(configuration)), 1800.0, environment(configuration, malloc))
+    [result] = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
+    return dict(result)
+
+
+def environment(configuration: Configuration, malloc: str) -> dict[str, str]:
+    """The cores are shared out among the processes of a strategy; the allocator is the same for all."""
+    processes = configuration.devices if configuration.engine.startswith(SEVERAL_PROCESSES) else 1
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    return {**own, "OMP_NUM_THREADS": str(threads)}
-
-
-def calibrate(plan: list[Configuration], data: dict[str, str], malloc: str) -> dict[str, tuple[float, float]]:
-    """For every model, seconds to start a process, and of a step of the hand-written loop."""
-    times = {}
-    for model in dict.fromkeys(configuration.model for configuration in plan):
-        loop = next(each for each in plan if each.model == model and each.engine == "loop")
-        start = time.monotonic()
-        step = measure_in_process(loop, data, 1, 2, malloc)["step"]
-        times[model] = max(time.monotonic() - start - 5 * step, 0.0), step
-    return times
-
-
-def expected_seconds(
-    plan: list[Configuration],
-    repeats: int,
-    num_steps: Callable[[Configuration], tuple[int, int]],
-    times: dict[str, tuple[float, float]],
-) -> float:
-    """How long the plan takes, from what `calibrate` found."""
-    total = 0.0
-    for configuration in plan:
-        start, step = times[configuration.model]
-        warm_up, steps = num_steps(configuration)
-        processes = 1.5 if configuration.engine.startswith("ddp") else 1.0  # they start side by side, on shared cores
-        share = configuration.batch_size / min(each.batch_size for each in plan)
-        total += repeats * (start * processes + (warm_up + 2 * steps) * step * share)
-    return total
+    own["OMP_NUM_THREADS"] = str(max(1, num_cores() // processes))
+    return own | (KEEP if malloc == "keep" else {})
 
 
 def run_plan(
-    plan: list[Configuration],
+    plan: Sequence[Configuration],
     repeats: int,
-    num_steps: Callable[[Configuration], tuple[int, int]],
-    data: dict[str, str],
-    malloc: str,
-    save: Callable[[list[dict[str, Any]]], None],
-    progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Measure everything; `save` gets all results after each, `None` where there is none.
-
-    A configuration that fails is not tried again, and has no figures.
-    """
-    results = {
-        configuration.key: {"configuration": configuration.asdict(), "repeats": [None] * repeats, "error": None}
-        for configuration in plan
-    }
-    for repeat, configuration in interleaved(plan, repeats):
-        result: dict[str, Any] = results[configuration.key]
-        progress(configuration.key)
-        if result["error"]:
-            continue
+    measure: Callable[[Configuration], dict[str, Any]],
+    results: list[dict[str, Any]],
+) -> None:
+    """Measure everything, and fill the empty list of results on the way. What fails is not tried again."""
+    results += [{"configuration": asdict(each), "repeats": [None] * repeats, "error": None} for each in plan]
+    order, start = interleaved(list(zip(plan, results)), repeats), time.monotonic()
+    for number, (repeat, (configuration, result)) in enumerate(order):
+        left = (time.monotonic() - start) / max(number, 1) * (len(order) - number)
+        about = f", about {left / 60:.0f} min left" if number >= len(plan) else ""
+        print(f"{number + 1}/{len(order)} {key_of(result['configuration'])}{about}", flush=True)
         try:
-            result["repeats"][repeat] = measure_in_process(configuration, data, *num_steps(configuration), malloc)
+            result["repeats"][repeat] = None if result["error"] else measure(configuration)
         except MeasurementError as error:
             result["error"] = str(error)
-        save(list(results.values()))
-    return list(results.values())
+
+
+def num_cores() -> int:
+    """How many this process may run on: under `taskset`, SLURM or in a container fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load(when: str, own: int = 0) -> float:
+    """The machine's load; warns if more programs than the `own` ones want the cores.
+
+    A step then waits for a core as often as it meets its threads: milliseconds, where the exchange takes microseconds.
+    """
+    found = round(os.getloadavg()[0], 1)
+    if found > num_cores() + own:
+        print(f"warning: load {found} on {num_cores()} cores {when}: other programs disturb the figures", flush=True)
+    return found
 
 
 def machine(malloc: str) -> dict[str, Any]:
-    """What the figures were measured on and with."""
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    """What the figures are measured on and with."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
         "date": f"{datetime.now():%Y-%m-%d}",
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": num_cores(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "load": load("at the start"),
         "malloc": malloc,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "torchmetrics")},
-        "lightning-mgpu": __version__,  # there also where it is not installed
+        "lightning-mgpu": __version__,
     }
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+def new_directory(given: str | None, what: str) -> Path:
+    """Make `--run_dir`, or a directory in `runs` with the time and what is measured in its name.
+
+    Raises:
+        UsageError: If it is not empty, or cannot be made.
+    """
+    path = Path(given or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}_{what}").expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--run_dir={path} cannot be made: {error.strerror}; choose another") from error
+    if any(path.iterdir()):
+        raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory, one run has one")
+    return path

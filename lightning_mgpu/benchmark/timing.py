@@ -1,41 +1,40 @@
-"""The book's `Timer` and `Benchmark`: wall-clock time of what devices have finished, not of what they were told.
+"""The book's `Timer` and `Benchmark` (d2l.ai, 'Linear Regression' and 'Asynchronous Computation').
 
-    with Benchmark("ten products"):
-        for _ in range(10):
-            X @ X
-
-Source: d2l.ai, 'Linear Regression' (`Timer`) and 'Asynchronous Computation' (`Benchmark`).
+Both wait until the devices have finished. The book's wait for one device, or for none.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from lightning_mgpu.devices import synchronize
+
+def synchronize() -> None:
+    """Wait for the work queued on every GPU that this process uses."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for i in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(i)
+
+
+def finished_time() -> float:
+    """The clock, in seconds, when all devices have finished."""
+    synchronize()
+    return time.perf_counter()
 
 
 class Timer:
-    """Records several stretches of time, in seconds; every device is synchronised before the clock is read.
+    """Records stretches of time, in seconds."""
 
-    Args:
-        devices: Those that work; left out, all CUDA devices there are.
-    """
-
-    def __init__(
-        self, devices: Sequence[torch.device] | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.devices, self.clock = devices, clock
+    def __init__(self, clock: Callable[[], float] = finished_time) -> None:
+        self.clock = clock
         self.times: list[float] = []
         self.start()
 
     def start(self) -> None:
-        synchronize(self.devices)
         self._started = self.clock()
 
     def stop(self) -> float:
-        """End a stretch, and return how long it was."""
-        synchronize(self.devices)
+        """End a stretch and return its length."""
         self.times.append(self.clock() - self._started)
         return self.times[-1]
 
@@ -51,14 +50,13 @@ class Timer:
 
 
 class Benchmark:
-    """Times a `with` block and prints `description: 0.1234 sec`; `seconds` has the figure."""
+    """Times a `with` block and prints `description: 0.1234 sec`; the attribute `seconds` has the time."""
 
-    def __init__(self, description: str = "Done", devices: Sequence[torch.device] | None = None) -> None:
-        self.description, self.devices = description, devices
-        self.seconds = float("nan")
+    def __init__(self, description: str = "Done") -> None:
+        self.description, self.seconds = description, float("nan")
 
     def __enter__(self) -> "Benchmark":
-        self._timer = Timer(self.devices)
+        self._timer = Timer()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,6 +1,5 @@
-"""What a run prints: what will run in a few lines, one line an epoch where there is no terminal for a progress bar."""
+"""What a run prints: what will run, in a few lines, and one line an epoch. A terminal has a progress bar below them."""
 
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +13,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_mgpu.callbacks.epoch_metrics import TIMES, epoch_metrics, quantity
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.devices import devices
-
-OF_TRAINING, OF_VALIDATION = r"train(ing)?(?![a-z])", r"val(id(ation)?)?(?![a-z])"  # names of metrics
-TIMES = ("epoch_seconds", "samples_per_sec")
+from lightning_mgpu.devices import devices, in_words
 
 
 class RunHeader(Callback):
@@ -43,50 +40,40 @@ class RunHeader(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._print(trainer, pl_module)
-
-    on_validation_start = on_test_start = on_predict_start = on_fit_start
-
-    def _print(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._printed or not trainer.is_global_zero:
             return
         self._printed = True
         for label, text in {**self.lines(trainer, pl_module), **self.notes}.items():
             print(f"{label + ':':<10}{text}", flush=True)
 
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
     def lines(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """The header's lines by label."""
         facts = run_facts(trainer, pl_module, self.is_global)
-        lines = {
-            "model": f"{facts['model_class']}, {parameters(pl_module)}, precision {trainer.precision}",
-            "strategy": f"{facts['strategy']} on {facts['devices']}",
-        }
+        num_lazy = sum(map(is_lazy, pl_module.parameters()))
+        lazy = f" and {num_lazy} lazy ones of unknown size" if num_lazy else ""
+        size = f"{facts['num_parameters']:,} parameters{lazy}"
+        lines = {"model": f"{facts['model_class']}, {size}, precision {trainer.precision}"}
+        lines["strategy"] = f"{facts['strategy']} on {facts['devices']}"
         if "global_batch_size" in facts:
             lines["batch"] = f"{facts['global_batch_size']} global, {facts['per_device_batch_size']} per device"
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if data is not None:
-            sizes = ", ".join(
-                f"{len(getattr(data, f'{stage}_indices')):,} {stage}"
-                for stage in ("train", "val", "test")
-                if hasattr(data, f"{stage}_indices")
-            )
-            origin = getattr(data, "origin", "")
-            lines["data"] = "; ".join(part for part in (f"{type(data).__name__} {sizes}".strip(), origin) if part)
+        if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
+            stages = [stage for stage in ("train", "val", "test") if hasattr(data, f"{stage}_indices")]
+            sizes = ", ".join(f"{len(getattr(data, f'{stage}_indices')):,} {stage}" for stage in stages)
+            parts = (f"{type(data).__name__} {sizes}".strip(), getattr(data, "origin", ""))
+            lines["data"] = "; ".join(filter(None, parts))
         if directory := run_directory(trainer):
             lines["run"] = str(directory)
         return lines
 
 
 class EpochLines(ProgressBar):
-    """One line an epoch with its metrics: the progress bar of logs and files.
-
-    Shown are those of training and validation, by their names, and those logged with `prog_bar=True`; else all.
-    """
+    """One line an epoch: the progress bar of logs and files."""
 
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
-        self._validated: int | None = None  # the last epoch that was
 
     @override
     def disable(self) -> None:
@@ -102,26 +89,12 @@ class EpochLines(ProgressBar):
             print(*args, **kwargs, flush=True)
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated = trainer.current_epoch
-
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = dict(trainer.callback_metrics)
-        seconds = [f"{float(metrics['epoch_seconds']):.1f} s"] if "epoch_seconds" in metrics else []
-        for name in TIMES:
-            metrics.pop(name, None)
-        if self._validated != trainer.current_epoch:  # those of an epoch before
-            metrics = {name: value for name, value in metrics.items() if not re.match(OF_VALIDATION, name)}
-        asked = [name for name in metrics if re.match(f"{OF_TRAINING}|{OF_VALIDATION}", name)]
-        asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
-        values = [f"{name} {float(metrics[name]):.4f}" for name in asked or metrics]
-        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"  # bounded by steps, or time
-        self.print("  ".join([f"epoch {trainer.current_epoch + 1}{last}", *values, *seconds]), file=sys.stdout)
+        self.print(epoch_line(trainer), file=sys.stdout)
 
 
 class LossBar(RichProgressBar):
-    """Lightning's, with the `loss` last logged: `self.log(prog_bar=True)` has every step wait for the device."""
+    """Lightning's bar with the `loss` last logged, so no step waits for it; the epochs' lines stay above the bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +107,37 @@ class LossBar(RichProgressBar):
         super().on_train_batch_end(trainer, pl_module, *args)
 
     @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.progress is not None and self.is_enabled:
+            self.progress.console.print(epoch_line(trainer), markup=False, highlight=False, soft_wrap=True)
+
+    @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return {**self._loss, **super().get_metrics(trainer, pl_module)}
+        return self._loss  # all others stand in the epochs' lines
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"{epoch_number(self.trainer):{len(self.validation_description)}}"  # Lightning counts from 0
+
+
+def epoch_number(trainer: Trainer) -> str:
+    """`epoch 3/10`; `epoch 3` where steps or time end the run."""
+    return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else "")
+
+
+def epoch_line(trainer: Trainer) -> str:
+    """`epoch 3/10  val_loss 0.5012  train_loss 0.4823  10.5 s`.
+
+    Shown are the metrics of training and validation by their names, and those logged with `prog_bar=True`; else all.
+    """
+    metrics = epoch_metrics(trainer)
+    seconds = [f"{metrics['epoch_seconds']:.1f} s"] if "epoch_seconds" in metrics else []
+    metrics = {name: value for name, value in metrics.items() if name not in TIMES}
+    asked = [name for name in metrics if quantity(name)]
+    asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
+    values = [f"{name} {metrics[name]:.4f}" for name in asked or metrics]
+    return "  ".join([epoch_number(trainer), *values, *seconds])
 
 
 def run_facts(trainer: Trainer, pl_module: LightningModule, is_global: bool = True) -> dict[str, Any]:
@@ -144,18 +146,17 @@ def run_facts(trainer: Trainer, pl_module: LightningModule, is_global: bool = Tr
     Args:
         is_global: Whether the data module's batch size is that of global batches, or of every process's own.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "model_class": type(pl_module).__name__,
         "num_parameters": sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)),
         "strategy": type(trainer.strategy).__name__,
-        "devices": str(devices(trainer)),
+        "devices": in_words(devices(trainer)),
     }
     batch_size = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
     if batch_size is not None:
-        batch_size = batch_size if is_global else batch_size * trainer.world_size
-        facts["global_batch_size"] = batch_size
+        facts["global_batch_size"] = batch_size if is_global else batch_size * trainer.world_size
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-        facts["per_device_batch_size"] = per_device(batch_size, shares)
+        facts["per_device_batch_size"] = per_device(facts["global_batch_size"], shares)
     return facts
 
 
@@ -168,13 +169,6 @@ def has_global_batches(trainer: Trainer, stage: str) -> bool:
     with isolate_rng():  # the loader that trains comes later, and draws the same
         loaders = CombinedLoader(getattr(data, name)()).flattened
     return all(isinstance(getattr(loader, "sampler", None), GlobalBatches) for loader in loaders)
-
-
-def parameters(pl_module: LightningModule) -> str:
-    """'129,068 parameters', and how many tensors get their shape, and so their size, from the first batch."""
-    text = f"{sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)):,} parameters"
-    num_lazy = sum(map(is_lazy, pl_module.parameters()))
-    return f"{text} and {num_lazy} lazy ones of unknown size" if num_lazy else text
 
 
 def scaled_line(scaled: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ import math
 import time
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import _extract_batch_size
 from typing_extensions import override
@@ -40,13 +39,11 @@ class EpochTimer(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        running = time.perf_counter() - self._started if self._started is not None else 0.0
-        return {"seconds": self.seconds, "elapsed": self._elapsed + running, "num_samples": self._num_samples}
+        return {"seconds": self.seconds}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds = [] if self.of_one_run else list(state_dict["seconds"])
-        self._elapsed, self._num_samples = state_dict["elapsed"], state_dict["num_samples"]
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,12 +64,9 @@ class EpochTimer(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer)
         self.seconds.append(self._elapsed)
-        own = torch.tensor(self._num_samples, device=pl_module.device)
-        total = float(trainer.strategy.reduce(own, reduce_op="sum"))  # over processes: unknown to one, unknown to all
-        times = {"epoch_seconds": self._elapsed, "samples_per_sec": total / self._elapsed}
-        if math.isnan(total):
-            del times["samples_per_sec"]
-        pl_module.log_dict(times, sync_dist=True)  # their mean over processes
+        pl_module.log("epoch_seconds", self._elapsed, sync_dist=True)  # the mean over processes
+        if not math.isnan(self._num_samples):
+            pl_module.log("samples_per_sec", self._num_samples / self._elapsed, sync_dist=True, reduce_fx="sum")
 
     def _start(self, trainer: Trainer) -> None:
         synchronize(own_devices(trainer))
@@ -87,7 +81,4 @@ class EpochTimer(Callback):
 
 def num_samples(batch: Any) -> float:
     """The size Lightning would take a batch to have, without its warning of others in it; NaN where it finds none."""
-    try:
-        return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)
-    except RecursionError:  # items that hold themselves
-        return math.nan
+    return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)

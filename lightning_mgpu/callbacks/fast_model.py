@@ -21,7 +21,7 @@ from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_mgpu.compiled_step import compile_step
+from lightning_mgpu.callbacks.compiled_step import compile_step
 from lightning_mgpu.devices import own_devices
 from lightning_mgpu.errors import UsageError
 
@@ -32,7 +32,7 @@ COMPILERS = {  # by device: what Inductor, or Triton for its launchers, looks fo
 
 
 class FastModel(Callback):
-    """Sets the memory format before replicas are made, and compiles every replica when training begins.
+    """Sets the memory format before replicas are made, and compiles the networks when training begins.
 
     Args:
         memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
@@ -58,46 +58,39 @@ class FastModel(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.memory_format is not None:
-            for network in networks(pl_module):
-                if any(parameter.ndim == 5 for parameter in network.parameters()):
-                    raise UsageError("--fast.memory_format=channels_last is for images, and this model has 3-D layers")
-                network.to(memory_format=torch.channels_last)
-                if _images_to_channels_last not in network._forward_pre_hooks.values():  # `fit` goes on to `test`
-                    network.register_forward_pre_hook(_images_to_channels_last)
+        for network in networks(pl_module) if self.memory_format is not None else []:
+            if any(parameter.ndim == 5 for parameter in network.parameters()):
+                raise UsageError("--fast.memory_format=channels_last is for images, and this model has 3-D layers")
+            network.to(memory_format=torch.channels_last)
+            if images_to_channels_last not in network._forward_pre_hooks.values():  # `fit` goes on to `test`
+                network.register_forward_pre_hook(images_to_channels_last)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.compile_optimizer:
-            _find_compiler(trainer, "--fast.compile_optimizer=true")
+            find_compiler(trainer, "--fast.compile_optimizer=true")
             for optimizer in trainer.strategy.optimizers:
                 compile_step(optimizer)
         if self.compile is None:
             return
-        _find_compiler(trainer, f"--fast.compile={self.compile}")
-        strategy = trainer.strategy
-        if self.compile == "reduce-overhead" and trainer.accumulate_grad_batches > 1:
+        find_compiler(trainer, option := f"--fast.compile={self.compile}")
+        num_devices = len(own_devices(trainer))
+        graphs = self.compile == "reduce-overhead"
+        if graphs and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
             raise UsageError(
-                "--fast.compile=reduce-overhead: the gradients of a batch lie in its CUDA graph, and the next batch "
-                "overwrites them: take --fast.compile=default, or --trainer.accumulate_grad_batches=1"
+                f"{option}: the gradients of a batch lie in a CUDA graph, and the next batch or replica overwrites "
+                "them: take --fast.compile=default, or one device (or ddp) and --trainer.accumulate_grad_batches=1"
             )
-        replicas = getattr(strategy, "replicas", lambda: [pl_module])()
-        if self.compile == "reduce-overhead" and len(replicas) > 1:
+        meets = getattr(trainer.strategy, "_layer_sync", None) is not None
+        meets |= any(getattr(layer, "max_norm", None) is not None for layer in pl_module.modules())
+        if meets and num_devices > 1:
             raise UsageError(
-                "--fast.compile=reduce-overhead records CUDA graphs in one thread, and replicas have one each: take "
-                "--fast.compile=default, or --trainer.strategy=ddp"
+                f"{option}: with --trainer.sync_batchnorm=true or Embedding(max_norm=...) replicas meet inside of what "
+                "would be compiled: leave one of the two out, or take --trainer.strategy=ddp"
             )
-        what = "--trainer.sync_batchnorm=true" if getattr(strategy, "_layer_sync", None) is not None else None
-        if any(getattr(layer, "max_norm", None) is not None for layer in replicas[0].modules()):
-            what = "Embedding(max_norm=...)"
-        if what and len(replicas) > 1:
-            raise UsageError(
-                f"--fast.compile={self.compile}: with {what} replicas meet inside of what would "
-                "be compiled: leave one of the two out, or take --trainer.strategy=ddp"
-            )
-        # one forward for all: its entries in the compiler's cache are shared, and every device needs entries of its own
-        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * len(replicas))
-        for replica in replicas:
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs entries of its own
+        replicas = getattr(trainer.strategy, "replicas", None)
+        for replica in replicas() if callable(replicas) else [pl_module]:
             for network in networks(replica):
                 network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
 
@@ -109,7 +102,8 @@ class FastModel(Callback):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step  # type: ignore[assignment]
 
 
-def _find_compiler(trainer: Trainer, option: str) -> None:
+def find_compiler(trainer: Trainer, option: str) -> None:
+    """Raises UsageError where the compiler that torch looks for is missing."""
     for kind, (language, package, names) in COMPILERS.items():
         names = (*names, os.environ.get("CC", "")) if kind == "cuda" else names
         if kind in {device.type for device in own_devices(trainer)} and not any(map(shutil.which, names)):
@@ -122,10 +116,7 @@ def networks(module: LightningModule) -> list[nn.Module]:
 
 
 def _call(network: nn.Module) -> Callable[..., Any]:
-    """The network's call, as a function that is compiled whatever its class: `Module.compile` passes over torch's own.
-
-    That is, with torch 2.8 it leaves an `nn.Sequential` as it is, without a word.
-    """
+    """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return network._call_impl(*args, **kwargs)
@@ -133,7 +124,7 @@ def _call(network: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_to_channels_last(arg) if isinstance(arg, Tensor) and arg.ndim == 4 else arg for arg in args)
 
 

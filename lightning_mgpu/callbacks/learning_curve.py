@@ -1,25 +1,23 @@
 """The book's `Animator` for runs without a notebook: the learning curve as a picture, redrawn after every epoch."""
 
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.files import replacing
+from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
+from lightning_mgpu.callbacks.pictures import save_picture
 
-LINES = {"train_loss": "-", "train_acc": "m--", "val_acc": "g-."}  # the book's line styles
+MOST_PANELS = 4  # of what was logged first
 
 
 class LearningCurve(Callback):
-    """Draws training loss, training accuracy and validation (or test) accuracy against epochs.
+    """Draws metrics of training and validation against epochs: `train_loss` and `val_loss` in one panel, and so on.
 
-    The picture is `curve.png` in the run directory; W&B gets it at the end. Metrics a model does not log are left out.
-    The points are saved with checkpoints, so that a resumed run goes on drawing the same curve.
+    The picture is `curve.png` in the run directory; W&B gets it at the end. The points are saved with checkpoints, so
+    that a resumed run goes on drawing the same curve.
 
     Args:
         filename: Name of the picture, whose suffix picks the format (`.png`, `.svg`, `.pdf`).
@@ -27,8 +25,7 @@ class LearningCurve(Callback):
 
     def __init__(self, filename: str = "curve.png") -> None:
         self.filename = filename
-        self.points: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}  # (epoch from 1, value)
-        self._validated: int | None = None  # the last epoch that was: its values are there after the next ones, too
+        self.points: dict[str, list[tuple[int, float]]] = {}  # (epoch from 1, value), by the metric's name
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -39,37 +36,35 @@ class LearningCurve(Callback):
         self.points = state_dict["points"]
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated = trainer.current_epoch
-
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch = trainer.current_epoch + 1
-        metrics = {name.replace("/", "_"): value for name, value in trainer.callback_metrics.items()}  # `train/loss`
-        for name, points in self.points.items():
-            is_new = not name.startswith("val_") or self._validated == trainer.current_epoch
-            if is_new and name in metrics:
-                points.append((epoch, float(metrics[name])))
-        if any(self.points.values()) and (directory := run_directory(trainer)):
-            self._draw(trainer, directory / self.filename)
+        for name, value in sorted(epoch_metrics(trainer).items()):
+            if quantity(name):
+                self.points.setdefault(name, []).append((trainer.current_epoch + 1, value))
+        if self.points:
+            save_picture(trainer, self._draw(trainer), self.filename, upload=False)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (directory := run_directory(trainer)) and (path := directory / self.filename).exists():
-            for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):
-                    logger.log_image("curve", [str(path)])
+        if self.points:
+            save_picture(trainer, self._draw(trainer), self.filename)
 
-    def _draw(self, trainer: Trainer, path: Path) -> None:
+    def _draw(self, trainer: Trainer) -> Figure:
+        found = {name: seen for name in self.points if (seen := quantity(name)) is not None}
+        measured = sorted({what for what, _ in found.values()}, key=lambda what: ("loss" not in what, what))[
+            :MOST_PANELS
+        ]
+        figure = Figure(figsize=(4.2 * len(measured), 3.3), layout="constrained")
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        figure = Figure(figsize=(5, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="epoch", xlim=(1, max(trainer.max_epochs or 0, trainer.current_epoch + 1, 2)))
-        axes.grid()
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for name, style in LINES.items():
-            if points := self.points[name]:
-                label = name.replace("val", "test") if on_test_set else name
-                axes.plot(*zip(*points), style, marker="." if len(points) == 1 else None, label=label.replace("_", " "))
-        axes.legend()
-        with replacing(path) as part:
-            figure.savefig(part, dpi=120, format=path.suffix[1:])
+        names = {False: "training", True: "test" if on_test_set else "validation"}
+        last = max(trainer.max_epochs or 0, *(points[-1][0] for points in self.points.values()), 2)
+        for what, axes in zip(measured, figure.subplots(1, len(measured), squeeze=False)[0]):
+            axes.set(xlabel="epoch", ylabel={"acc": "accuracy"}.get(what, what), xlim=(1, last))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.4)
+            for name in (name for name, (of, _) in found.items() if of == what):
+                of_validation = found[name][1]
+                points = self.points[name]
+                style = "C1-." if of_validation else "C0-"
+                axes.plot(*zip(*points), style, marker="." if len(points) == 1 else None, label=names[of_validation])
+            axes.legend()
+        return figure

@@ -1,18 +1,14 @@
 """The first test images with label and prediction: a picture, and a table in Weights & Biases."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.classes import class_names, logits_and_labels
-from lightning_mgpu.callbacks.run_directory import run_directory
-from lightning_mgpu.files import replacing
+from lightning_mgpu.callbacks.pictures import class_names, logits_and_labels, save_picture, wandb_loggers
 from lightning_mgpu.tracking.in_time import in_time
 
 
@@ -34,13 +30,7 @@ class PredictionGrid(Callback):
 
     @override
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
         found = logits_and_labels(outputs, batch) if batch_idx == 0 else None
         if found is not None and isinstance(batch[0], Tensor) and batch[0].ndim == 4 and batch[0].shape[1] in (1, 3, 4):
@@ -51,41 +41,37 @@ class PredictionGrid(Callback):
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        directory = run_directory(trainer)
-        if directory is None or self._shown is None:
+        if self._shown is None or not trainer.is_global_zero:
             return
-        classes = class_names(trainer, self._shown[-1].shape[1])
-        path = directory / "predictions.png"
+        names = class_names(trainer, self._shown[-1].shape[1])
         X, y, probabilities = (tensor[: self.num_images] for tensor in self._shown)
-        with replacing(path) as part:
-            self._draw(X, y, probabilities, classes).savefig(part, dpi=100, format="png")
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_image("predictions", [str(path)])
-                columns, rows = self._table(*self._shown, classes)
-                in_time("the table of predictions", partial(logger.log_table, "predictions_table", columns, rows))
+        save_picture(trainer, draw(X, y, probabilities, names), "predictions.png")
+        for logger in wandb_loggers(trainer):
+            X, y, probabilities = (tensor[: self.num_rows] for tensor in self._shown)
+            columns, rows = table(X, y, probabilities, names)
+            in_time("the table of predictions", partial(logger.log_table, "predictions_table", columns, rows))
 
-    @staticmethod
-    def _draw(X: Tensor, y: Tensor, probabilities: Tensor, classes: Sequence) -> Figure:
-        rows = -(-len(X) // 8)
-        figure = Figure(figsize=(12, 1.9 * rows), layout="constrained")
-        for i, (image, label, prediction) in enumerate(zip(X, y, probabilities.argmax(dim=1))):
-            right = bool(label == prediction)
-            title = f"{classes[label]}" if right else f"{classes[prediction]}\n(is: {classes[label]})"
-            axes = figure.add_subplot(rows, 8, i + 1)
-            axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
-            axes.set_title(title, fontsize=9, color="black" if right else "red")
-            axes.set_axis_off()
-        return figure
 
-    def _table(self, X: Tensor, y: Tensor, probabilities: Tensor, classes: Sequence) -> tuple[list[str], list[list]]:
-        """Columns and rows: the image, its class, the prediction, whether that is right, and how sure the model is."""
-        import wandb
+def draw(X: Tensor, y: Tensor, probabilities: Tensor, names: list[str]) -> Figure:
+    rows = -(-len(X) // 8)
+    figure = Figure(figsize=(12, 1.9 * rows), layout="constrained")
+    for i, (image, label, prediction) in enumerate(zip(X, y, probabilities.argmax(dim=1))):
+        right = bool(label == prediction)
+        axes = figure.add_subplot(rows, 8, i + 1)
+        axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
+        title = names[label] if right else f"{names[prediction]}\n(is: {names[label]})"
+        axes.set_title(title, fontsize=9, color="black" if right else "red")
+        axes.set_axis_off()
+    return figure
 
-        sure, predictions = probabilities.max(dim=1)
-        columns = [X, y.tolist(), predictions.tolist(), sure.tolist()]
-        rows = [
-            [wandb.Image(image), str(classes[label]), str(classes[prediction]), label == prediction, probability]
-            for image, label, prediction, probability in list(zip(*columns))[: self.num_rows]
-        ]
-        return ["image", "label", "prediction", "right", "probability"], rows
+
+def table(X: Tensor, y: Tensor, probabilities: Tensor, names: list[str]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows: the image, its class, the prediction, whether that is right, and how sure the model is."""
+    import wandb
+
+    sure, predictions = probabilities.max(dim=1)
+    rows = [
+        [wandb.Image(image), names[label], names[prediction], label == prediction, probability]
+        for image, label, prediction, probability in zip(X, y.tolist(), predictions.tolist(), sure.tolist())
+    ]
+    return ["image", "label", "prediction", "right", "probability"], rows

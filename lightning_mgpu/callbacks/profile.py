@@ -1,12 +1,12 @@
 """Where the time of a step goes: a table of operators and a trace for chrome://tracing or ui.perfetto.dev."""
 
 import os
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
@@ -17,8 +17,7 @@ from lightning_mgpu.callbacks.run_directory import run_directory
 class Profile(Callback):
     """Writes `profile.txt` and `trace.json` (processes after the first: `profile_1.txt`, ...) to the run directory.
 
-    Lightning's own `PyTorchProfiler` sees the thread that starts it, and so one replica of a single-process strategy;
-    this one sees all threads.
+    Lightning's own `PyTorchProfiler` sees the thread that starts it; this one sees all threads.
 
     Args:
         skip: Batches at the start that are left out: the first ones set things up.
@@ -32,28 +31,19 @@ class Profile(Callback):
         self.skip = skip
         self.num_batches = num_batches
         self.row_limit = row_limit
-        self.directory: Path | None = None
+        self._directory: Path | None = None
         self._profile: profile | None = None
         self._written = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.directory = trainer.strategy.broadcast(run_directory(trainer))
-        self._rank = trainer.global_rank
-        if self.directory is None:  # fast_dev_run
+        self._directory = trainer.strategy.broadcast(run_directory(trainer))
+        self._suffix = f"_{trainer.global_rank}" if trainer.global_rank else ""
+        if self._directory is None:  # fast_dev_run
             return
-        num_epochs = inf if trainer.max_epochs in (None, -1) else trainer.max_epochs or 1
-        max_batches = inf if trainer.max_steps == -1 else trainer.max_steps * trainer.accumulate_grad_batches
-        num_batches = min(trainer.num_training_batches * num_epochs, max_batches)
-        if num_batches < self.skip + self.num_batches:
-            raise ValueError(
-                f"Profile looks at {self.num_batches} batches after {self.skip}, and the run has only {num_batches}: "
-                "give it more, or fewer to Profile."
-            )
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it complains of missing GPUs
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
             schedule=schedule(wait=self.skip - 1, warmup=1, active=self.num_batches, repeat=1),
             on_trace_ready=self._write,
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
@@ -62,13 +52,18 @@ class Profile(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if self._profile is not None:
+        if self._profile is not None and not self._written:
             self._profile.step()
             if self._written:
                 self._stop()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._profile is not None:  # it has not seen all it waits for
+            rank_zero_warn(
+                f"the run was too short for Profile, which looks at {self.num_batches} batches after {self.skip}: "
+                "profile.txt shows less, or is not there."
+            )
         self._stop()
 
     @override
@@ -76,16 +71,14 @@ class Profile(Callback):
         self._stop()
 
     def _write(self, finished: profile) -> None:
-        assert self.directory is not None
-        self.directory.mkdir(parents=True, exist_ok=True)  # on another machine
-        suffix = f"_{self._rank}" if self._rank else ""
-        trace = self.directory / f"trace{suffix}.json"
+        assert self._directory is not None
+        self._directory.mkdir(parents=True, exist_ok=True)  # on another machine
+        trace, table = (self._directory / name for name in (f"trace{self._suffix}.json", f"profile{self._suffix}.txt"))
         finished.export_chrome_trace(str(trace))
         key = "self_cuda_time_total" if ProfilerActivity.CUDA in finished.activities else "self_cpu_time_total"
-        table = self.directory / f"profile{suffix}.txt"
         table.write_text(finished.key_averages().table(sort_by=key, row_limit=self.row_limit))
         self._written = True
-        if self._rank == 0:
+        if not self._suffix:
             print(f"profile:  {table} and {trace} (open it in ui.perfetto.dev)", flush=True)
 
     def _stop(self) -> None:

@@ -1,6 +1,7 @@
 """Lightning's searches for a learning rate and for the largest batch, which say what they found and end the run."""
 
-from typing import NoReturn
+import math
+from itertools import pairwise
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
@@ -10,14 +11,15 @@ from matplotlib.figure import Figure
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.console import RunHeader, per_device
+from lightning_mgpu.callbacks.pictures import save_picture
 from lightning_mgpu.callbacks.run_directory import run_directory
 from lightning_mgpu.devices import devices
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import replacing
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
-SKIPPED = 10  # of the first losses, which Lightning smooths badly and leaves out of its suggestion, too
+BETA = 0.98  # of Lightning's moving average
 FALLS = 0.9  # a loss that never falls below this part of its first value says nothing
+SANE = 1.5  # times the first loss; beyond, the loss explodes
 
 
 class LearningRateSearch(LearningRateFinder):
@@ -50,26 +52,50 @@ class LearningRateSearch(LearningRateFinder):
         _show_header(trainer, pl_module)
         super().on_fit_start(trainer, pl_module)
         if self.optimal_lr is not None:  # fast_dev_run has none
-            self._report(trainer)
-        end_run()
+            rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
+            lr = suggestion(rates, losses)
+            save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
+            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            if lr is not None:
+                found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
+            if trainer.is_global_zero:
+                print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
+        raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
-    def _report(self, trainer: Trainer) -> None:
-        assert self.optimal_lr is not None
-        lr, losses = self.optimal_lr.suggestion(), self.optimal_lr.results["loss"]
-        if directory := run_directory(trainer):
-            figure = Figure(figsize=(5, 3.5), layout="constrained")
-            self.optimal_lr.plot(suggest=lr is not None, ax=figure.add_subplot())
-            with replacing(directory / "lr_find.png") as part:
-                figure.savefig(part, dpi=120, format="png")
-        if lr is None:
-            raise UsageError(f"no learning rate is suggested after {len(losses)} losses: raise num_training_steps")
-        if not trainer.is_global_zero:
-            return
-        print(f"lr_find:  {lr:.3g}, where the loss falls fastest; all losses: {directory}/lr_find.png")
-        first, lowest = losses[SKIPPED], min(losses[SKIPPED:])
-        if lowest > FALLS * first:
-            print(f"          but it hardly falls ({first:.4g} to {lowest:.4g}): try more num_training_steps")
-        print(f"          use it with --model.optimizer.lr={lr:.3g}", flush=True)
+
+def smoothed(averages: list[float]) -> list[float]:
+    """Losses averaged over the steps around each. Lightning's average is over 50 steps before: it falls too late."""
+    sums = [0.0, *(average * (1 - BETA ** (step + 2)) for step, average in enumerate(averages))]
+    losses = [(now - BETA * before) / (1 - BETA) for before, now in pairwise(sums)]
+    half = max(1, len(losses) // 40)
+    windows = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def suggestion(rates: list[float], losses: list[float]) -> float | None:
+    """The rate where the loss falls fastest on a log axis; `None` where it hardly falls before it explodes."""
+    end = next((i for i, loss in enumerate(losses) if not loss < SANE * losses[0]), len(losses))  # NaN is not less
+    lowest = min(range(end), key=losses.__getitem__, default=0)
+    if end < 3 or losses[lowest] > FALLS * losses[0]:
+        return None
+    half = max(1, lowest // 5)  # a slope over fewer steps would be noise's
+    slopes = [losses[i + half] - losses[i - half] for i in range(half, lowest - half + 1)] or [0.0]
+    return rates[half + slopes.index(min(slopes))]
+
+
+def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
+    """Losses by rate; the axis is that of the sane ones."""
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
+    axes.plot(rates, losses)
+    axes.grid(alpha=0.4)
+    if finite := [loss for loss in losses if math.isfinite(loss)]:
+        margin = 0.05 * abs(finite[0])
+        axes.set_ylim(min(finite) - margin, min(max(finite), SANE * finite[0]) + margin)
+    if lr is not None:
+        axes.plot([lr], [losses[rates.index(lr)]], "o", color="C1", markersize=10, label=f"{lr:.3g}")
+        axes.legend()
+    return figure
 
 
 class BatchSizeSearch(BatchSizeFinder):
@@ -110,17 +136,12 @@ class BatchSizeSearch(BatchSizeFinder):
             limit = "the largest tried, nothing ran out of memory" if size >= largest else "twice as many do not fit"
             print(f"batch_find: {size} global, {per_device(size, shares)} per device; {limit}")
             print(f"          use it with --data.batch_size={size}", flush=True)
-        end_run()
+        raise _TunerExitException
 
 
 def is_search(callbacks: list[Callback]) -> bool:
     """Whether a run searches for a setting, and trains nothing."""
     return any(isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks)
-
-
-def end_run() -> NoReturn:
-    """Leave `Trainer.fit` in good order, as Lightning's Tuner does."""
-    raise _TunerExitException
 
 
 def _show_header(trainer: Trainer, pl_module: LightningModule) -> None:

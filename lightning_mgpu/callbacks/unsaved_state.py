@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mgpu.callbacks.gather import gather_lists
+from lightning_mgpu.callbacks.predictions import gather_lists
 from lightning_mgpu.tracking.csv_logger import MetricsWriter, RunCSVLogger
 
 State = dict[str, Any]

@@ -1,9 +1,7 @@
 """Images kept in memory as bytes, on any device; there a whole batch is gathered, augmented and converted at once.
 
 A `DataLoader` over single samples spends its time in Python: 256 calls, 256 small conversions, one `torch.stack`. One
-gather of uint8 and one conversion do the same work about 100 times faster; the ratio on your machine:
-
-    python -m lightning_mgpu.benchmark.data_path
+gather of uint8 and one conversion do the same work about 100 times faster.
 """
 
 import torch

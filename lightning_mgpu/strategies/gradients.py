@@ -117,7 +117,8 @@ class Gradients:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                gradients[name] = [g if g.ndim else g.view(1) for g in (param.grad for param in copies.tensors)]  # type: ignore[union-attr]
+                every: list[Any] = [param.grad for param in copies.tensors]
+                gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
         self.exchange(gradients)
         for first, *others in gradients.values() if self.are_owned and not self.on_all else ():
             for other in others:
@@ -161,13 +162,14 @@ class Gradients:
                     other.grad = gradient.to(other.device, copy=True)
                     self._mark((original, *others))
 
-    def check_owned(self) -> None:
-        """Compare the gradients that replicas have edited themselves, or computed.
+    def check_owned(self, active: Sequence[int]) -> None:
+        """Compare the gradients that active replicas have edited themselves, or computed.
 
         Raises:
             RuntimeError: If they differ.
         """
-        for first, *others in self.replicas.parameters:
+        for copies in self.replicas.parameters:
+            first, *others = (copies[i] for i in active)
             for other in others:
                 if not (self._is_changed(first) or self._is_changed(other)):
                     continue
@@ -175,8 +177,8 @@ class Gradients:
                     first.grad is not None and not are_equal(first.grad, other.grad)  # type: ignore[arg-type]
                 ):
                     raise RuntimeError(
-                        "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients in "
-                        "the same way for every shard: the replicas' gradients differ before an update."
+                        "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
+                        "in the same way for every shard: the replicas' gradients differ before an update."
                     )
 
     def _mark(self, copies: Sequence[Tensor]) -> None:
@@ -204,8 +206,8 @@ class _Junction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them in "
-                "training_step by torch.autograd.grad, or use one device."
+                "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
+                "in training_step by torch.autograd.grad, or use one device."
             )
         ctx.run(gradient, torch._C._autograd._get_current_graph_task_keep_graph())  # whether retain_graph=True
         return torch.zeros_like(gradient), None, None

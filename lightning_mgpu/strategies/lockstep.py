@@ -1,40 +1,41 @@
 """Replicas that meet in the middle of a step: a thread each, of which one runs at a time.
 
 The caller's thread lets one replica after the other run until it meets or is through. When all have come to the same
-meeting it does what they meet for, once, and lets them go on. So replicas never run side by side, and everything that is
-done for all of them happens in the caller's thread.
+meeting it does what they meet for, once, and lets them go on. So replicas never run side by side, and what is done for
+all of them is done in the caller's thread.
 """
 
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_mgpu.strategies.one_process import current_device, device_module
+from lightning_mgpu.strategies.one_process import current_device
 
 Action = Callable[[dict[int, Any]], Any]
 
 
 class Lockstep:
-    """Runs steps whose replicas meet.
-
-    Args:
-        devices: One a replica.
-        turn: Enters a replica's turn.
-    """
+    """Runs steps whose replicas meet, one replica a device. `turn` enters a replica's turn."""
 
     def __init__(self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]) -> None:
         self.devices, self.turn = devices, turn
-        self._here: dict[int, _Replica] = {}  # by thread
         self.active: Sequence[int] = ()  # the replicas that run
+        self._here: dict[int, _Replica] = {}  # by thread
 
     @property
     def is_inside(self) -> bool:
         """Whether the caller is a replica in such a step."""
         return threading.get_ident() in self._here
+
+    @property
+    def index(self) -> int:
+        """The calling replica's number."""
+        return self._here[threading.get_ident()].index
 
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
         """Call `function(i)` for every active replica, and return the results.
@@ -43,16 +44,16 @@ class Lockstep:
             Exception: What a replica, or what they met for, has raised.
             RuntimeError: If some replicas meet and others do not.
         """
-        self.active = active
-        replicas = {i: _Replica(function, i, self.devices, self._here) for i in active}
+        self.active, modes = active, _modes({device.type for device in self.devices})
+        replicas = {i: _Replica(i, self.devices[i], partial(function, i), modes, self._here) for i in active}
         try:
             while True:
                 for i, replica in replicas.items():
                     with self.turn(i):
                         replica.go_on()
                 meetings = {i: replica.meeting for i, replica in replicas.items()}
-                if all(meeting is None for meeting in meetings.values()):
-                    return [replica.result for replica in replicas.values()]
+                if not any(meetings.values()):
+                    return [replica.value for replica in replicas.values()]
                 action = _agreed(meetings)
                 answer = action({i: replica.value for i, replica in replicas.items()})
                 for replica in replicas.values():
@@ -86,60 +87,53 @@ def _agreed(meetings: dict[int, Any]) -> Action:
 
 
 class _Replica:
-    """A replica's thread, between two meetings or waiting in one."""
+    """A replica's thread. `value` is what it brings to a meeting, what that answers, and at last its result."""
 
-    def __init__(self, function: Callable[[int], Any], i: int, devices: Sequence[torch.device], here: Any) -> None:
-        self.i, self.here = i, here
-        self.meeting: tuple[tuple[str, Any], Action] | None = None
-        self.value: Any = None  # brought to a meeting, then what it has answered
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_ended = False
+    def __init__(self, index: int, device: torch.device, step: Callable[[], Any], modes: Any, here: Any) -> None:
+        self.index, self.meeting, self.value, self._here = index, None, None, here
+        self._error: BaseException | None = None
+        self._is_ended = False
         self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
-        arguments = contextvars.copy_context().run, self._run, function, _modes(devices), devices[i]
-        self._thread = threading.Thread(target=arguments[0], args=arguments[1:], name=f"replica-{i}", daemon=True)
-        self._is_started = False
+        run = partial(contextvars.copy_context().run, self._run, step, modes, device)
+        self._thread = threading.Thread(target=run, name=f"replica-{index}", daemon=True)
 
     def go_on(self) -> None:
         """Let the replica run until it meets or is through; raise what it raises."""
-        if not self._is_started:
-            self._is_started = True
+        if self._thread.ident is None:
             self._thread.start()
         else:
             self._may_run.release()
         self._has_paused.acquire()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
     def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
-        self.meeting, self.value = (meeting, action), value
+        self.meeting, self.value = (meeting, action), value  # type: ignore[assignment]
         self._has_paused.release()
         self._may_run.acquire()
-        if self.is_ended:
+        if self._is_ended:
             raise _Ended
         self.meeting, answer, self.value = None, self.value, None
         return answer
 
     def end(self) -> None:
         """End the replica where it waits, after an error in another one."""
-        self.is_ended = True
+        self._is_ended = True
         self._may_run.release()
-        if self._is_started:
+        if self._thread.ident is not None:
             self._thread.join(timeout=10)
 
-    def _run(
-        self, function: Callable[[int], Any], modes: Callable[[], AbstractContextManager], device: torch.device
-    ) -> None:
-        self.here[threading.get_ident()] = self
+    def _run(self, step: Callable[[], Any], modes: Callable[[], Any], device: torch.device) -> None:
+        self._here[threading.get_ident()] = self
         try:
             with modes(), current_device(device):
-                self.result = function(self.i)
+                self.value = step()
         except _Ended:
             pass
         except BaseException as error:
-            self.error = error
+            self._error = error
         finally:
-            del self.here[threading.get_ident()]
+            del self._here[threading.get_ident()]
             self._has_paused.release()
 
 
@@ -147,12 +141,10 @@ class _Ended(BaseException):
     """Ends a replica that waits."""
 
 
-def _modes(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager]:
-    """Torch's modes of the calling thread, for another: autograd, inference, autocast."""
+def _modes(kinds: set[str]) -> Callable[[], AbstractContextManager]:
+    """The calling thread's modes of autograd, inference and autocast, for another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = {"cpu", *(device.type for device in devices if device_module(device) is not None)}
-    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    is_cached = torch.is_autocast_cache_enabled()
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds | {"cpu"} if torch.is_autocast_enabled(kind)}
 
     @contextmanager
     def entered() -> Iterator[None]:
@@ -160,7 +152,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManag
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype in autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=is_cached))
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
 
     return entered

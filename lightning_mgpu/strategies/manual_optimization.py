@@ -7,21 +7,21 @@ these. What replicas meet for is done once, by the first replica's optimizer, an
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.recording import attributes
 
-if TYPE_CHECKING:
-    from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
+Strategy = Any  # a TrainBatchStrategy, which imports this file
 
 
 @contextmanager
-def meetings(strategy: "TrainBatchStrategy", optimizers: Iterable[Optimizer]) -> Iterator[None]:
+def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside the block replicas meet where they step an optimizer or a scheduler; the Trainer counts a step once."""
     own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each)) for each in optimizers]
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
@@ -33,7 +33,29 @@ def meetings(strategy: "TrainBatchStrategy", optimizers: Iterable[Optimizer]) ->
         yield
 
 
-def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
+@contextmanager
+def only_own_parameters(strategy: Strategy) -> Iterator[None]:
+    """Refuse an optimizer that is not among those of `configure_optimizers`: every replica would step the first one.
+
+    Raises:
+        RuntimeError: When it steps.
+    """
+    first = {id(tensors[0]) for tensors in strategy.replicas.parameters}
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if strategy.replicas.current and any(id(param) in first for param in params):
+            own = type(optimizer).__name__
+            raise RuntimeError(f"{own} steps in training_step, but configure_optimizers has not returned it: let it.")
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
     """Evaluate this replica's closure, and meet for one step; returns the whole batch's loss.
 
     Raises:
@@ -42,7 +64,7 @@ def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: 
     loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
 
     def step_once(losses: dict[int, Any]) -> Any:
-        strategy.gradients.check_owned()
+        strategy.gradients.check_owned(list(losses))
         whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
         evaluations = iter((whole,))
 
@@ -59,7 +81,7 @@ def meet_to_step(strategy: "TrainBatchStrategy", optimizer: Optimizer, closure: 
     return strategy.lockstep.meet(("step", id(optimizer)), loss, step_once)
 
 
-def _met_step(strategy: "TrainBatchStrategy", optimizer: Optimizer) -> Callable[..., Any]:
+def _met_step(strategy: Strategy, optimizer: Optimizer) -> Callable[..., Any]:
     """The `step` of an optimizer for replicas, who may call torch's own."""
     step, own = optimizer.step, vars(optimizer).get("step")
 
@@ -70,11 +92,12 @@ def _met_step(strategy: "TrainBatchStrategy", optimizer: Optimizer) -> Callable[
         (closure, *_), rest = (*args, kwargs.pop("closure", None)), kwargs
         return meet_to_step(strategy, optimizer, closure, lambda closure: step(closure, **rest))
 
-    met_step.__wrapped__ = type(optimizer).step if own is None else getattr(own, "__wrapped__", None)  # type: ignore[attr-defined]
+    its = type(optimizer).step if own is None else getattr(own, "__wrapped__", None)
+    vars(met_step)["__wrapped__"] = its  # what it calls in the end
     return met_step
 
 
-def _met_schedule(strategy: "TrainBatchStrategy", scheduler: Any) -> Callable[..., Any]:
+def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
     """The `step` of a scheduler for replicas. It gets the whole batch's loss where it is given one."""
     step = getattr(scheduler, "step", None)
 
@@ -91,11 +114,11 @@ def _met_schedule(strategy: "TrainBatchStrategy", scheduler: Any) -> Callable[..
     return schedule
 
 
-def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: "TrainBatchStrategy") -> Any:
+def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: Strategy) -> Any:
     if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
         return parts[0]
     return gather(parts, sizes, strategy.devices[0])
 
 
-def _in_first(strategy: "TrainBatchStrategy", function: Callable[[], Any]) -> Callable[[], Any]:
+def _in_first(strategy: Strategy, function: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: function() if strategy.replicas.current == 0 else None

@@ -1,14 +1,17 @@
-"""Devices by name, and a strategy that is one process, whatever the number of its devices: rank 0 of 1."""
+"""What Lightning asks of a strategy beside training: devices, ranks and launchers, and its own part of a checkpoint."""
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-MAX_CPU_DEVICES = 64
+MAX_DEVICES = 64
+KEY = "lightning_mgpu_strategy"  # in a checkpoint
 
 
 def device_module(device: torch.device) -> Any:
@@ -35,15 +38,14 @@ def find_device(name: str | torch.device) -> torch.device:
         raise MisconfigurationException(f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are.") from None
     if (module := device_module(device)) is None:
         return device
-    index = device.index or 0
-    if index >= (count := module.device_count()):
+    if (device.index or 0) >= (count := module.device_count()):
         kind = device.type.upper()
         raise MisconfigurationException(f"parallel_devices: there is no {name!r}; torch sees {count} {kind} device(s).")
-    return torch.device(device.type, index)
+    return torch.device(device.type, device.index or 0)
 
 
 class OneProcess:
-    """Ranks and collectives of a single process. The strategy refuses to be one of several."""
+    """A strategy of one process, whatever the number of its devices: rank 0 of 1. It refuses to be one of several."""
 
     name = "this strategy"
     num_nodes = 1  # the Trainer sets what it was asked for
@@ -60,7 +62,7 @@ class OneProcess:
         """Refuse what one process cannot be.
 
         Raises:
-            MisconfigurationException: Under torchrun or SLURM, on several nodes, or with too many CPU devices.
+            MisconfigurationException: Under torchrun or SLURM, on several nodes, or with too many devices.
         """
         processes = 1
         if self.cluster_environment is not None:
@@ -72,8 +74,8 @@ class OneProcess:
                 f"{self.name} drives all its devices from one process on one node, but {what}: use "
                 "--trainer.strategy=ddp for several processes, or start a single one."
             )
-        if (count := len(self.parallel_devices or [])) > MAX_CPU_DEVICES:
-            raise MisconfigurationException(f"{count} devices are too many: {self.name} takes up to {MAX_CPU_DEVICES}.")
+        if (count := len(self.parallel_devices or [])) > MAX_DEVICES:
+            raise MisconfigurationException(f"{count} devices are too many: {self.name} takes up to {MAX_DEVICES}.")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -94,3 +96,22 @@ class OneProcess:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a strategy of one's own keeps from step to step: tensors and plain values. Checkpoints have it."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, perhaps on another number of devices. Tensors come on the CPU."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "optimizer_states" in checkpoint and (state := self.state_dict()):
+            checkpoint[KEY] = {"strategy": type(self).__qualname__, "state": state}
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        if (saved := checkpoint.get(KEY)) and saved["strategy"] == type(self).__qualname__:
+            self.load_state_dict(saved["state"])
+        elif saved:
+            rank_zero_warn(f"{type(self).__qualname__} leaves out the state that {saved['strategy']} has saved.")

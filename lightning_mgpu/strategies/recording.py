@@ -6,7 +6,7 @@ logged values joined with the shards' sizes as weights, metrics updated with the
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Number
@@ -16,11 +16,10 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_mgpu.strategies.find_metrics import find_metrics
 from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.replicas import Replicas
@@ -28,6 +27,15 @@ from lightning_mgpu.strategies.split_batch import leaves
 
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
+BUILT_IN = frozenset(vars(LightningModule()))
+FOREIGN = (
+    "torch",
+    "lightning",
+    "lightning_utilities",
+    "numpy",
+    "builtins",
+    "functools",
+)  # theirs hold none
 Key = tuple[int, str, int]  # a metric's id, its method, and how many such calls the replica had made before
 
 
@@ -49,17 +57,11 @@ class Logged(NamedTuple):
 
 
 class Recorder:
-    """Writes down what replicas do in a step, and does it once when they are through.
-
-    Args:
-        replicas: Those who run.
-        lockstep: Where they meet for `compute()` inside a step.
-    """
+    """Writes down what replicas do in a step, and does it once when they are through. They compute in `lockstep`."""
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
-        self.replicas, self.lockstep = replicas, lockstep
+        self.replicas, self.lockstep, self.is_recording = replicas, lockstep, False
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
-        self.is_recording = False
         self._is_constant: dict[str, bool] = {}  # by name: whether `batch_size` is one number for all shards
         self._forget()
 
@@ -72,11 +74,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, sizes: dict[int, int]) -> Iterator[None]:
-        """Write down instead of do. Do it when the block has ended without an error.
-
-        Args:
-            sizes: The samples of each replica's shard.
-        """
+        """Write down instead of do, and do it when the block has ended. `sizes` are the samples of the shards."""
         module = self.replicas.module
         results: Any = module.trainer._results  # private: where `self.log` puts values; None in `predict`
         patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
@@ -117,8 +115,8 @@ class Recorder:
             value = self.lockstep.meet(("compute()", id(metric)), None, lambda _: self._compute(metric))
             return move_data_to_device(value, self.replicas.module.device)
         key = id(metric), method, self._count(self.replicas.current, id(metric), method)
-        call = Call(metric, method, *(apply_to_collection(part, Tensor, _as_is_now) for part in (args, kwargs)))
-        self._calls.setdefault(key, {})[self.replicas.current] = call
+        now = [apply_to_collection(part, Tensor, lambda t: t.detach().clone()) for part in (args, kwargs)]
+        self._calls.setdefault(key, {})[self.replicas.current] = Call(metric, method, *now)
         if method != "forward":
             return None
         value = self._value_of_shard(metric, args, kwargs)
@@ -138,18 +136,17 @@ class Recorder:
         return {str(name): nan.clone() for name in copied} if isinstance(copied, MetricCollection) else nan
 
     def _copy_of(self, metric: Any) -> Any:
-        """A copy that has seen nothing."""
+        """A copy that has seen nothing, without hooks, which may lead anywhere."""
         if id(metric) not in self._copies:
             hooks = [own for part in metric.modules() for name, own in vars(part).items() if name.endswith("_hooks")]
-            copied = copy.deepcopy(metric, {id(own): type(own)() for own in hooks})  # they may lead anywhere
+            copied = copy.deepcopy(metric, {id(own): type(own)() for own in hooks})
             if isinstance(copied, MetricCollection):
                 copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
             self._copies[id(metric)] = metric, copied
         copied = self._copies[id(metric)][1]
         copied.reset()
-        if len({*self.replicas.devices}) > 1 and not _is_on_cpu(metric):
-            copied.to(self.replicas.module.device)
-        return copied
+        on_cpu = all(part.device.type == "cpu" for part in metric.modules() if isinstance(part, Metric))
+        return copied if on_cpu else copied.to(self.replicas.module.device)
 
     # Done
 
@@ -180,8 +177,8 @@ class Recorder:
 
     def _batch_size(self, name: str, given: list[int], sizes: list[int]) -> tuple[list[int], int]:
         """The weights of the shards, and the whole batch's `batch_size`: a count adds up, a constant stays."""
-        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0]:
-            self._is_constant[name] = len({*given}) == 1
+        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == sum(sizes):
+            self._is_constant[name] = len({*given}) == 1  # else it may be either: shards of one size
         is_constant = self._is_constant.get(name, False)
         return (sizes, given[0]) if is_constant else (given, sum(given))
 
@@ -191,7 +188,7 @@ class Recorder:
         self._calls.clear()
 
     def _do(self, calls: Sequence[Call], sizes: Sequence[int]) -> Any:
-        """One call with the shards' arguments put together. Numbers, which a metric may add up, are given one by one."""
+        """One call with the shards' arguments put together. Numbers, which a metric may add up, come one by one."""
         metric, method, *_ = calls[0]
         if method == "reset":
             return metric.reset()
@@ -219,8 +216,7 @@ class _Recorded:
     """Stands in for a method of a metric. A copy of the metric has the method itself."""
 
     def __init__(self, recorder: Recorder, metric: Any, method: str) -> None:
-        self.recorder, self.metric, self.method = recorder, metric, method
-        self.itself = getattr(metric, method)
+        self.recorder, self.metric, self.method, self.itself = recorder, metric, method, getattr(metric, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recorder.is_recording:
@@ -231,11 +227,33 @@ class _Recorded:
         return partial(getattr(type(self.metric), self.method), copy.deepcopy(self.metric, memo))
 
 
+def find_metrics(module: nn.Module) -> list[Any]:
+    """Every metric and collection, those in plain lists, dicts and objects, too."""
+    found: dict[int, Any] = {}
+    for owner in module.modules():
+        if isinstance(owner, (Metric, MetricCollection)):
+            found[id(owner)] = owner
+        elif not type(owner).__module__.startswith("torch."):
+            values = [value for name, value in vars(owner).items() if name not in BUILT_IN]
+            found.update({id(metric): metric for metric in _metrics_in(values)})
+    return list(found.values())
+
+
+def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        yield from (part for part in value.modules() if isinstance(part, (Metric, MetricCollection)))
+    elif isinstance(value, (list, tuple, Mapping)) or type(value).__module__.split(".")[0] not in FOREIGN:
+        items = value.values() if isinstance(value, Mapping) else value
+        items = items if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", {}).values()
+        for item in list(items)[:100] if depth else ():
+            yield from _metrics_in(item, depth - 1)
+
+
 @contextmanager
-def attributes(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give objects attributes of their own inside the block."""
-    before = [(vars(owner), name, vars(owner).get(name, _Recorded)) for owner, name, _ in attributes]
-    for owner, name, value in attributes:
+    before = [(vars(owner), name, vars(owner).get(name, _Recorded)) for owner, name, _ in new]
+    for owner, name, value in new:
         vars(owner)[name] = value
     try:
         yield
@@ -247,11 +265,7 @@ def attributes(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for the whole batch.
-
-    Raises:
-        ValueError: If some are numbers, or cannot be joined.
-    """
+    """The arguments for the whole batch; a ValueError if some are numbers, or cannot be joined."""
     if any(_is_number(leaf) for call in calls for leaf in leaves([call.args, call.kwargs])):
         raise ValueError("numbers")
     args, kwargs = zip(*(call[2:] for call in calls))
@@ -278,24 +292,16 @@ def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:
     """The whole batch's value, of one for each shard: how, says `self.log(reduce_fx=...)`."""
     kind = (reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")).lower()
+    stacked = torch.stack(list(values))
     if kind in ("mean", "avg"):  # half precision would round a mean, and integers have none
-        wide = [v.to(torch.promote_types(v.dtype, torch.float32)) for v in values]
-        return weighted_mean(wide, weights)  # type: ignore[no-any-return]
+        wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        return weighted_mean(list(wide), weights)  # type: ignore[no-any-return]
     if kind == "sum":
-        return torch.stack(list(values)).sum(0)
+        return stacked.sum(0)
     if kind in ("max", "amax", "min", "amin"):
-        return torch.stack(list(values)).amax(0) if "max" in kind else torch.stack(list(values)).amin(0)
+        return stacked.amax(0) if "max" in kind else stacked.amin(0)
     return values[0]  # for Lightning to refuse
-
-
-def _as_is_now(value: Tensor) -> Tensor:
-    """Without graph, and safe from changes in place later in the step."""
-    return value.detach().clone()
 
 
 def _is_number(leaf: Any) -> bool:
     return (isinstance(leaf, Tensor) and not leaf.ndim) or (isinstance(leaf, Number) and not isinstance(leaf, bool))
-
-
-def _is_on_cpu(metric: Any) -> bool:
-    return all(part.device.type == "cpu" for part in metric.modules() if isinstance(part, Metric))

@@ -1,4 +1,4 @@
-"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into the module, as the book's `lenet(X, params)`.
+"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into it, as in the book's `lenet(X, params)`.
 
 A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is a list of such
 dicts, one a layer, with tensors of its own in them. All else in them (hooks, metrics, lists) is the one object it
@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
+from lightning_mgpu.strategies.gather import bring_home
 from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.streams import Streams
 
 SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
+PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
 
 
@@ -74,16 +76,22 @@ class Replicas:
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[dict[int, dict[str, Any]]] = []  # what layers of the user's had when the step began
-        self._kept: list[dict[nn.Module, dict[str, tuple[Any, Any]]]] = [{} for _ in devices]  # what steps have rebound
+        self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
+        self._lists: list[tuple[list[Any], int]] = []  # of the module, and how long they were when the step began
         self._optimizers: list[Optimizer] = []
         self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
+        self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._own: list[Any] = []  # what the optimizers have outside of a turn
+        self._own: tuple[Any, Any] = [], []  # what the optimizers' groups and states are outside of a turn
 
     @property
     def parameters(self) -> list[tuple[Tensor, ...]]:
         """For every parameter its copies, one a replica."""
         return [copies.tensors for copies in self.copies.values()]
+
+    def has_own_parameters(self, i: int) -> bool:
+        """Whether replica i shares its parameters with none before it."""
+        return not (self.share and self.devices[i] in self.devices[:i])
 
     def begin(self, *number: int, trains: bool = True, optimizers: Iterable[Optimizer] = ()) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
@@ -109,7 +117,11 @@ class Replicas:
         for i in range(1, len(self.devices)):
             self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
             self._put.append({n: dict(own) for n, own in enumerate(self._dicts[i]) if _is_users(self._owners[n])})
-        self._copies_of, self._optimizers = copies_of, list(optimizers)
+        self._copies_of, self._optimizers, self._states = copies_of, list(optimizers), {}
+        self._lists = []
+        if len({*self.devices}) > 1:
+            values = [value for owner in self._owners if _is_users(owner) for value in vars(owner).values()]
+            self._lists = [(value, len(value)) for value in values if type(value) is list]
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -126,7 +138,7 @@ class Replicas:
         new = [tensor for key, (_, tensor) in found.items() if key not in known]
         sets = [new]
         for i, device in enumerate(self.devices[1:], start=1):
-            if self.share and kind == "_parameters" and device in self.devices[:i]:  # aliases of another replica's
+            if kind == "_parameters" and not self.has_own_parameters(i):  # aliases of another replica's
                 others = sets[self.devices.index(device)]
                 sets.append([_like(other, other.detach()) for other in others])
             else:
@@ -161,17 +173,17 @@ class Replicas:
             if own[kind]:
                 own[kind] = {name: None if t is None else copies_of[id(t)][i] for name, t in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [copies_of[id(weight)][i] for weight in own["_flat_weights"]]
+            own["_flat_weights"] = [copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
         if _is_users(owner):
             if self.devices[i] != self.devices[0]:
                 own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
             kept = self._kept[i].get(owner, {})
-            for name, (value, base) in list(kept.items()):
-                if owner.__dict__.get(name, MISSING) is base:
+            for name, (value, base, versions) in list(kept.items()):
+                if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
                     own[name] = value
-                else:  # a hook has set another
+                else:  # a hook has set another, or has edited the first one's
                     del kept[name]
         return own
 
@@ -182,17 +194,19 @@ class Replicas:
         return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
 
     def end(self, active: Iterable[int]) -> None:
-        """A step is over: what it has rebound in a replica is the replica's until a hook rebinds it.
+        """A step is over: a tensor or an object that it has rebound in a replica is the replica's own from now on.
 
-        A replica that was not active goes on with what the first one has.
+        A hook that rebinds it does so for all. A replica that was not active goes on with what the first one has.
         """
+        for collected, length in self._lists:  # `self.outputs.append(...)`
+            collected[length:] = [bring_home(item, self.devices[0]) for item in collected[length:]]
         for i in active:
             for n, put in self._put[i].items():
                 owner, own = self._owners[n], self._dicts[i][n]
                 for name, value in own.items():
-                    if value is not put.get(name, MISSING) and name not in TENSORS:
+                    if value is not put.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
                         base = owner.__dict__.get(name, MISSING)
-                        self._kept[i].setdefault(owner, {})[name] = value, base
+                        self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
@@ -241,8 +255,10 @@ class Replicas:
             group.update(settings)
             group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
         for optimizer in self._optimizers:
-            items = list(optimizer.state.items())
-            optimizer.state = defaultdict(dict, {self._copies_of.get(id(p), {i: p})[i]: own for p, own in items})
+            if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
+                own = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in optimizer.state.items()}
+                self._states[i, optimizer] = defaultdict(dict, own)
+            optimizer.state = self._states[i, optimizer]
 
     def _leave(self, i: int) -> None:
         if i == 0:
@@ -299,6 +315,12 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return values
     return nn.Parameter(values, tensor.requires_grad)
+
+
+def _versions(value: Any) -> list[int]:
+    """How often a tensor, or each in a tuple, was edited in place."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def _is_users(owner: nn.Module) -> bool:

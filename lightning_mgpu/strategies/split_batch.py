@@ -1,21 +1,46 @@
 """`split_batch` of the book, for any nesting of tensors: a batch is cut into one shard a replica.
 
-Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, boxes). Tensors of length 1
-and without dimensions, numbers and strings belong to all samples. Everything else is not split: parts of different
+Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, say). Tensors of length 1,
+0-d tensors, numbers and strings belong to all samples. What nobody knows how to cut is not split: parts of different
 lengths (a graph's nodes and edges), and objects that move to a device as a whole.
 """
 
 import copy
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_mgpu.strategies.one_process import device_module
+
 Array = (Tensor, np.ndarray)
+NUM_TIMED = 5  # steps that `split='auto'` looks at
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch along dimension 0 into shards of the given sizes (d2l.ai, 'Training on Multiple GPUs').
+
+    Tensors are cut without copying them.
+    """
+    total, start, shards = sum(sizes), 0, []
+    in_lists = _length_of_lists(batch) is not None
+    for size in sizes:
+        rows = slice(start, start + size)
+        items = items_of(batch)
+        if items is None or _is_texts(batch):
+            shards.append(_cut(batch, total, rows))
+        else:
+            shards.append(like(batch, [item[rows] if in_lists else _cut(item, total, rows) for item in items]))
+        start += size
+    return shards
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
@@ -39,8 +64,6 @@ def find_batch_size(batch: Any) -> int | None:
         return length
     lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Array) and leaf.ndim}
     sizes = lengths - {1} or lengths
-    if len(sizes) > 1:  # some lists hold a tensor a sample, whose lengths say nothing
-        sizes = {size for size in sizes if size and _fits(batch, size)}
     if len(sizes) != 1 or 0 in sizes or any(_is_ambiguous(item, *sizes) for item in items_of(batch) or []):
         return None
     return sizes.pop()
@@ -53,24 +76,6 @@ def may_be_one_sample(batch: Any) -> bool:
     """
     ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
     return 0 in ndims or ndims == {1}
-
-
-def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a batch along dimension 0 into shards of the given sizes (d2l.ai, 'Training on Multiple GPUs').
-
-    Tensors are cut without copying them.
-    """
-    total, start, shards = sum(sizes), 0, []
-    in_lists = _length_of_lists(batch) is not None
-    for size in sizes:
-        rows = slice(start, start + size)
-        items = items_of(batch)
-        if items is None or _is_texts(batch):
-            shards.append(_cut(batch, total, rows) if items is None else batch[rows])
-        else:
-            shards.append(like(batch, [item[rows] if in_lists else _cut(item, total, rows) for item in items]))
-        start += size
-    return shards
 
 
 def items_of(part: Any) -> list[Any] | None:
@@ -90,15 +95,16 @@ def like(part: Any, items: list[Any]) -> Any:
     """The same list, tuple, dict or dataclass with other items in it."""
     if isinstance(part, (list, tuple)):
         return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
-    names = list(part.keys()) if isinstance(part, Mapping) else [field.name for field in fields(part)]
-    if isinstance(part, Mapping) and not hasattr(part, "__setitem__"):
-        return dict(zip(names, items))
-    changed = copy.copy(part)
-    for name, item in zip(names, items):
-        if isinstance(part, Mapping):
+    if isinstance(part, Mapping):
+        if not hasattr(part, "__setitem__"):
+            return dict(zip(part.keys(), items))
+        changed: Any = copy.copy(part)
+        for name, item in zip(part.keys(), items):
             changed[name] = item
-        else:
-            object.__setattr__(changed, name, item)  # frozen dataclasses, too
+        return changed
+    changed = copy.copy(part)
+    for field, item in zip(fields(part), items):
+        object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
     return changed
 
 
@@ -118,26 +124,16 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
     items = items_of(part)
     if items is None:
         return part
-    return part[rows] if _holds_samples(part, total) else like(part, [_cut(item, total, rows) for item in items])
-
-
-def _fits(part: Any, size: int) -> bool:
-    """Whether a part of a batch can be cut into that many samples, or has nothing to cut."""
-    if isinstance(part, Array):
-        return not part.ndim or len(part) in (1, size)
-    items = items_of(part)
-    return items is None or _holds_samples(part, size) or all(_fits(item, size) for item in items)
-
-
-def _holds_samples(part: Any, size: int) -> bool:
-    """Whether a list has an item for each sample, and is no list of tensors for all samples."""
-    if not _is_list(part) or len(part) != size:
-        return False
-    return not (any(isinstance(item, Array) and item.ndim for item in part) and all(_fits(item, size) for item in part))
+    holds_samples = _is_list(part) and len(part) == total and not _is_ambiguous(part, total)
+    return part[rows] if holds_samples else like(part, [_cut(item, total, rows) for item in items])
 
 
 def _is_list(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and not hasattr(part, "_fields")  # not a named tuple
+
+
+def _is_texts(batch: Any) -> bool:
+    return _is_list(batch) and len(batch) > 0 and all(isinstance(item, str) for item in batch)
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -155,10 +151,6 @@ def _is_ambiguous(part: Any, size: int) -> bool:
     return all(len(item) == size for item in part) and (len(part) == size or is_of_images)
 
 
-def _is_texts(batch: Any) -> bool:
-    return _is_list(batch) and len(batch) > 0 and all(isinstance(item, str) for item in batch)
-
-
 def _length_of_lists(batch: Any) -> int | None:
     """The common length of a batch of nothing but lists with an item a sample, as detection models take it."""
     if _is_texts(batch):
@@ -166,7 +158,39 @@ def _length_of_lists(batch: Any) -> int | None:
     parts = items_of(batch) or []
     if not parts or not all(_is_list(part) and part and len(part) == len(parts[0]) for part in parts):
         return None
-    if any(len({type(item) for item in part}) > 1 for part in parts):
-        return None
     lengths = [{len(item) for item in part if isinstance(item, Array) and item.ndim} for part in parts]
-    return len(parts[0]) if any(len(varied) != 1 for varied in lengths) else None
+    are_alike = all(len({type(item) for item in part}) == 1 for part in parts)
+    return len(parts[0]) if are_alike and any(len(varied) != 1 for varied in lengths) else None
+
+
+class AutoSplit:
+    """`split='auto'`: times the replicas in the first steps, and turns the times into shares of the batch."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = defaultdict(float)  # by replica
+        self._steps = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._steps > NUM_TIMED
+
+    @contextmanager
+    def timed(self, i: int, device: torch.device) -> Iterator[None]:
+        """Add the time of the block to replica i's, until its device is through."""
+        start = time.perf_counter()
+        yield
+        if (module := device_module(device)) is not None:
+            module.synchronize(device)
+        self._seconds[i] += time.perf_counter() - start
+
+    def end_step(self, shares: Sequence[float]) -> list[float]:
+        """A step is over: the shares of the next one."""
+        self._steps += 1
+        if self._steps == 1:  # it warms up
+            self._seconds.clear()
+        if not self.is_done or len(self._seconds) < len(shares):  # the latter: batches too small for all devices
+            return list(shares)
+        speeds = [share / self._seconds[i] for i, share in enumerate(shares)]
+        split = [speed / sum(speeds) for speed in speeds]
+        rank_zero_info(f"split='auto': shares of the batch {[round(share, 3) for share in split]}")
+        return split

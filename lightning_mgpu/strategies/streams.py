@@ -23,13 +23,12 @@ class Streams:
 
     def __init__(self, devices: Sequence[torch.device], all_own: bool) -> None:
         self.devices, self.all_own = devices, all_own
-        self._number: tuple[int, ...] = ()
-        self._states: dict[int, list[Tensor]] = {}
+        self.begin()
 
     def begin(self, *number: int) -> None:
         """A step begins. The numbers name it: its kind, epoch and batch."""
         self._number = number
-        self._states.clear()
+        self._states: dict[int, list[Tensor]] = {}  # of generators, by replica
 
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
@@ -41,7 +40,8 @@ class Streams:
         before = _states(device)
         if i not in self._states:
             seed = hash((torch.initial_seed(), *self._number, i)) % 2**63  # of integers: the same in every process
-            self._states[i] = [torch.Generator(kind).manual_seed(seed).get_state() for kind in _kinds(device)]
+            kinds = [torch.device("cpu"), device][: len(before)]
+            self._states[i] = [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
         _set_states(device, self._states[i])
         try:
             yield
@@ -50,13 +50,8 @@ class Streams:
             _set_states(device, before)
 
 
-def _kinds(device: torch.device) -> list[torch.device]:
-    """Whose generators a step on a device draws from: the CPU's, and the device's own."""
-    cpu = torch.device("cpu")
-    return [cpu] if device_module(device) is None else [cpu, device]
-
-
 def _states(device: torch.device) -> list[Tensor]:
+    """Of the generators that a step on a device draws from: the CPU's, and the device's own."""
     module = device_module(device)
     return [torch.get_rng_state()] if module is None else [torch.get_rng_state(), module.get_rng_state(device)]
 

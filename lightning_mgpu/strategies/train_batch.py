@@ -12,7 +12,7 @@ Replicas take turns in the caller's thread. GPUs work side by side all the same,
 replicas must meet in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -29,50 +29,29 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
-from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies import split_batch as batches
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
-from lightning_mgpu.strategies.hooks import UsersHooks
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings
+from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings, only_own_parameters
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
-from lightning_mgpu.strategies.own_state import OwnState
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.split_batch import (
-    Array,
-    find_batch_size,
-    leaves,
-    may_be_one_sample,
-    shard_sizes,
-    split_batch,
-)
 from lightning_mgpu.strategies.streams import Streams
 from lightning_mgpu.strategies.sync_batchnorm import check_layers, synchronized_batch_norm
-from lightning_mgpu.strategies.updates import Updates, check_optimizers
+from lightning_mgpu.strategies.updates import Updates
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
-    """Trains k replicas of a module, each on its shard of the batch.
+class TrainBatchStrategy(OneProcess, ParallelStrategy):
+    """Trains k replicas of a module, each on its shard of the batch; for the options see `ManualAllreduceStrategy`.
 
     Subclasses say in `reduce_gradients` how gradients meet, and in `update_replicas` who makes the update.
-
-    Args:
-        parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
-            `Trainer(accelerator, devices)`.
-        split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
-            steps. Left out: even ones.
-        replicas: How many there are, a multiple of the number of devices. Left out: one a device.
-        lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
-
-    Raises:
-        MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
     """
 
     replicas: Replicas
-    replicas_update: bool  # whether the sum of the gradients is left in all replicas, for updates of their own
+    replicas_update: bool  # whether the gradients' sum is left in all replicas, for updates of their own
 
     def __init__(
         self,
@@ -92,7 +71,6 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         self._is_set_up = False
         self._has_unbatched = False  # whether a loader of the run makes no batches
         self._num_evaluations = 0  # of the loss, for one update
-        self._hooks = UsersHooks()
 
     # Devices
 
@@ -120,8 +98,8 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         split, count = self.split, self.num_replicas
         if count is not None and (count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1):
             raise MisconfigurationException(
-                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and leave "
-                "`split` out."
+                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and "
+                "leave `split` out."
             )
         if isinstance(split, list) and not (len(split) == len(own) and all(0 < s < float("inf") for s in split)):
             raise MisconfigurationException(
@@ -134,7 +112,7 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         assert self.lightning_module is not None
         devices, is_fixed = self.devices, self.num_replicas is not None
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
-        self._auto_split = AutoSplit() if self.split == "auto" else None
+        self._auto_split = batches.AutoSplit() if self.split == "auto" else None
         self.replicas = Replicas(self.lightning_module, devices, is_fixed, Streams(devices, is_fixed))
         self.gradients = Gradients(self.replicas, self.exchange_gradients, self.replicas_update)
         self.updates = Updates(self.replicas)
@@ -181,18 +159,6 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
     # A step
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._num_evaluations = 0
-        if batch_idx == 0:
-            self._start_anew()
-
-    def _start_anew(self) -> None:
-        """Somebody may have edited weights and the optimizers' states."""
-        if self.is_split:
-            self.replicas.is_stale = True
-            self.updates.start_anew()
-
-    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_split:
             return super().training_step(batch, *args, **kwargs)
@@ -202,12 +168,10 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
             outputs = self._run("training_step", batch, *args, **kwargs)
         if self.gradients.are_owned:
             return gather(_without_graph(outputs), list(self.sizes.values()), self.devices[0])
-        losses = {
-            i: output["loss"] if isinstance(output, Mapping) and "loss" in output else output
-            for i, output in zip(self.sizes, outputs)
-        }
-        for output, loss in zip(outputs, losses.values()):
-            if output is not None and not isinstance(loss, Tensor):
+        losses = {}
+        for i, output in zip(self.sizes, outputs):
+            losses[i] = output.get("loss", output) if isinstance(output, Mapping) else output
+            if output is not None and not isinstance(losses[i], Tensor):
                 return output  # Lightning says what is wrong with it
         losses = {i: loss for i, loss in losses.items() if loss is not None}
         if not losses:  # the batch is skipped
@@ -243,44 +207,48 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         module, replicas, trains = self.replicas.module, self.replicas, name == "training_step"
         sizes = self._sizes(batch)
         self.sizes = {i: size for i, size in enumerate(sizes) if size}
-        active = list(self.sizes)
-        optimizers = self._stepped_optimizers if trains else []
         self.gradients.are_owned = trains and not module.automatic_optimization
-        self.gradients.is_edited = self._hooks.may_edit(module)
+        self.own_updates &= not self.gradients.are_owned  # until an optimizer steps
+        self.gradients.is_edited = self.updates.may_edit()
         replicas.is_stale |= self.gradients.is_edited
-        self._is_one_graph = self._layer_sync is not None or any(
-            isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch)
-        )
-        number = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader's
+        is_computed = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
+        self._is_one_graph = self._layer_sync is not None or is_computed
+        shards = batches.split_batch(batch, sizes) if len(self.sizes) > 1 else [batch]
+
+        def step(i: int) -> Any:
+            return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
+
+        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
         with ExitStack() as stack:
-            if len(active) > 1:
+            if len(self.sizes) > 1:
                 stack.enter_context(self.recorder.recording(self.sizes))
-            replicas.begin(STEPS.index(name), module.current_epoch, *number, trains=trains, optimizers=optimizers)
-            shards = split_batch(batch, sizes) if len(active) > 1 else [batch]
-
-            def step(i: int) -> Any:
-                return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
-
+            optimizers = self._stepped_optimizers() if trains else []
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, trains=trains, optimizers=optimizers)
             if trains:
-                check_optimizers(optimizers, self.name)
                 self.gradients.follow()
-            is_locked = self.is_locked or self.gradients.are_owned or self._layer_sync is not None
-            if len(active) > 1 and is_locked:
-                stack.enter_context(meetings(self, optimizers if self.gradients.are_owned else []))
-                stack.enter_context(self._synchronized())
-                outputs = self.lockstep.run(step, active)
-            else:
-                outputs = []
-                for i in active:
-                    with self.turn(i):
-                        outputs.append(step(i))
-            if len(active) > 1 and self._layer_sync is None:
+            if trains:
+                stack.enter_context(only_own_parameters(self))
+            outputs = self._take_turns(step, optimizers)
+            if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
-            replicas.end(active[1:])
-            if trains and len(active) < len(sizes):
-                replicas.copy_parameters()  # a step may have edited weights
+            replicas.end(i for i in self.sizes if i)
+            if self.gradients.are_owned or (trains and len(self.sizes) < len(sizes)):  # a step may have edited weights
+                replicas.is_stale |= not self.own_updates or len(self.sizes) < len(sizes)
+                replicas.follow()
         if trains and self._auto_split is not None and not self._auto_split.is_done:
             self.shares = self._auto_split.end_step(self.shares)
+        return outputs
+
+    def _take_turns(self, step: Callable[[int], Any], optimizers: list[Optimizer]) -> list[Any]:
+        """Call `step(i)` for every active replica, one after the other; in lockstep where they may meet."""
+        is_locked = self.is_locked or self.gradients.are_owned or self._layer_sync is not None
+        if is_locked and len(self.sizes) > 1:
+            with meetings(self, optimizers if self.gradients.are_owned else []), self._synchronized():
+                return self.lockstep.run(step, list(self.sizes))
+        outputs = []
+        for i in self.sizes:
+            with self.turn(i):
+                outputs.append(step(i))
         return outputs
 
     @contextmanager
@@ -294,31 +262,31 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
                 yield
         except Exception as error:
             note = f"raised in replica {i} on {self.devices[i]}"
-            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+            if hasattr(error, "add_note"):
                 error.add_note(note)
-            elif not hasattr(error, "add_note") and len(error.args) == 1:  # Python 3.10
+            elif len(error.args) == 1:  # Python 3.10
                 error.args = (f"{error.args[0]} ({note})",)
             raise
 
-    def _synchronized(self) -> Any:
-        stack = ExitStack()
-        if self._layer_sync is not None:
-            stack.enter_context(synchronized_batch_norm(self.lockstep, lambda: self.replicas.current))
-        return stack
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._layer_sync is not None:
+                stack.enter_context(synchronized_batch_norm(self.lockstep))
+            yield
 
     def _sizes(self, batch: Any) -> list[int]:
         """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
-        num_samples = find_batch_size(batch)
-        if num_samples is None or (self._has_unbatched and may_be_one_sample(batch)):
-            if any(
-                getattr(leaf, "ndim", 1) for leaf in leaves(batch) if isinstance(leaf, Array) or hasattr(leaf, "to")
-            ):
+        num_samples = batches.find_batch_size(batch)
+        if num_samples is None or (self._has_unbatched and batches.may_be_one_sample(batch)):
+            data = [leaf for leaf in batches.leaves(batch) if isinstance(leaf, batches.Array) or hasattr(leaf, "to")]
+            if any(getattr(leaf, "ndim", 1) for leaf in data):
                 rank_zero_warn(
                     "A batch whose parts differ in length along dimension 0, that nobody knows how to cut, or that may "
                     f"be a single sample, is not split: {self.devices[0]} computes it alone."
                 )
             return [1] + [0] * (len(self.devices) - 1)
-        sizes = shard_sizes(num_samples, self.shares)
+        sizes = batches.shard_sizes(num_samples, self.shares)
         if sizes[0] == 0:
             sizes[sizes.index(max(sizes))] -= 1
             sizes[0] = 1
@@ -369,7 +337,6 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         can_repeat = (
             self.replicas_update
             and self.updates.can_repeat(optimizer)
-            and not self._hooks.may_edit(self.replicas.module)
             and getattr(self.precision_plugin, "scaler", None) is None
             and (not self.gradients.are_owned or len(self.sizes) == len(self.devices))
         )
@@ -380,26 +347,43 @@ class TrainBatchStrategy(OneProcess, OwnState, ParallelStrategy):
         self.update_replicas(optimizer)
         return result
 
-    @property
     def _stepped_optimizers(self) -> list[Optimizer]:
         """Those that the Trainer or the module steps, without Lightning's wrappers."""
-        given: Sequence[Any] = [*self._lightning_optimizers, *self.optimizers]
-        own = {id(o): o for o in (each._optimizer if isinstance(each, LightningOptimizer) else each for each in given)}
-        return [optimizer for optimizer in own.values() if not isinstance(optimizer, _MockOptimizer)]
+        found = {}
+        for each in (*self._lightning_optimizers, *self.optimizers):
+            optimizer = each._optimizer if isinstance(each, LightningOptimizer) else each
+            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
+                own = type(optimizer).__name__
+                raise MisconfigurationException(
+                    f"{own} is no torch.optim.Optimizer: derive it from that for {self.name}."
+                )
+            found[optimizer] = not isinstance(optimizer, _MockOptimizer)
+        return [optimizer for optimizer, is_real in found.items() if is_real]
 
-    # Around the loops
+    # Around steps, where somebody may edit weights and the optimizers' states
 
-    @override
-    def on_validation_start(self) -> None:
-        self._start_anew()
-
-    on_validation_end = on_test_start = on_predict_start = on_validation_start
+    def _start_anew(self) -> None:
+        if self.is_split:
+            self.replicas.is_stale = True
+            self.updates.start_anew()
 
     @override
     def on_train_start(self) -> None:
         self._start_anew()
         if self.is_split:
             self.replicas.begin()  # everything is restored by now: the first update copies the optimizers' states
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._num_evaluations = 0
+        if batch_idx == 0:
+            self._start_anew()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_anew()
+
+    on_validation_end = on_test_start = on_predict_start = on_validation_start
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

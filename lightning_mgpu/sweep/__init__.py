@@ -1,10 +1,13 @@
-"""Sweeps without an account: `python -m lightning_mgpu sweep`, on the YAML files that `wandb sweep` takes.
+"""Many runs from one YAML, without an account: `python -m lightning_mgpu sweep`. `wandb sweep` takes the same files.
 
-| file        | what is in it                                              |
-| ----------- | ---------------------------------------------------------- |
-| `cli.py`    | the command                                                |
-| `plan.py`   | a sweep's YAML, and what the trials of a sweep are         |
-| `bayes.py`  | the next trial from those before it, by optuna             |
-| `trial.py`  | one trial: a `fit` in a process of its own, and how it went |
-| `report.py` | table, CSV and picture                                     |
+| file        | what is in it                                                    |
+| ----------- | ---------------------------------------------------------------- |
+| `cli.py`    | the command: which trial is next                                 |
+| `plan.py`   | a sweep's YAML: what varies, and what all trials share           |
+| `trial.py`  | one trial: a `fit` in a process of its own, without a test       |
+| `report.py` | table and picture                                                |
 """
+
+from lightning_mgpu.sweep.trial import Trial
+
+__all__ = ["Trial"]

@@ -1,74 +1,72 @@
-"""One trial: `fit` in a process of its own, with a run directory of its own, and how it went."""
+"""One trial: a `fit` in a process of its own. It does not look at the test set, and it draws no pictures."""
 
+import contextlib
 import csv
-import math
-import re
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
-from lightning_mgpu.processes import run_in_group
-from lightning_mgpu.redact import redact
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
-Metrics = dict[str, list[tuple[int, float]]]
-"""(epoch from 1, value), by name."""
-EXCEPTION = re.compile(r"([\w.]+\.)?\w*(Error|Exception)\b.*")  # as the last line of a traceback
+from lightning_mgpu.callbacks import ConfusionMatrix, LearningCurve, PredictionGrid
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.processes import STOP_SECONDS, process_group
+
+POLL_SECONDS = 1.0  # from one look at the metrics to the next
 
 
-def run_trial(arguments: Sequence[str], log: Path) -> str | None:
-    """Run `fit`, its output in a file; returns what ended it in one line, `None` if it went well.
+class Trial(Callback):
+    """Makes a run a trial: nothing is tested, no picture is drawn.
 
-    On Ctrl-C the trial is stopped, with the processes it has started. Secrets in its output, of a traceback say, are
-    hidden when it has ended.
+    Raises:
+        UsageError: If the run would validate on the test set, so that the sweep would tune on it.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
+            raise UsageError("a sweep that validates on the test set would tune on it: give --data.val_size=5000")
+        pictures = (LearningCurve, PredictionGrid, ConfusionMatrix)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pictures)]  # type: ignore[attr-defined]
+        trainer.limit_test_batches = 0
+
+
+def run(arguments: list[str], log: IO[str], is_hopeless: Callable[[], bool]) -> int:
+    """Run `fit` with its output in `log`; returns its exit status.
+
+    About once a second `is_hopeless` is asked. A hopeless trial is stopped, and so is one that Ctrl-C interrupts here.
     """
     command = [sys.executable, "-m", "lightning_mgpu", "fit", *arguments]
-    output = log.open("w")  # before the block: Ctrl-C may come when there is no log yet
-    try:
-        with output:
-            status = run_in_group(command, output)
-    finally:
-        log.write_text(redact(log.read_text(errors="replace")))
-    return None if status == 0 else why_it_ended(log.read_text(), status)
+    # the process inherits the lock on its log, and keeps it if this one is killed
+    with process_group(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        try:
+            while process.poll() is None and not is_hopeless():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGINT)  # `fit` closes its records
+                    process.wait(STOP_SECONDS)
+    return int(process.returncode)
 
 
-def why_it_ended(output: str, status: int) -> str:
-    """The one line that tells: this command line's own message, else an exception's last line, else the status."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
-    told = [
-        line.removeprefix("error: ").removesuffix(" (--traceback shows where)")
-        for line in lines
-        if line.startswith("error: ")
-    ]
-    raised = [line for line in lines if EXCEPTION.fullmatch(line)]
+def metric_values(run_dir: Path, metric: str) -> list[float]:
+    """What a run has logged of a metric so far, in order."""
+    with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.csv").open(newline="") as file:
+        return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
+    return []
+
+
+def why_it_failed(output: str, status: int) -> str:
+    """One line: the command line's `error: `, else the last line, where a traceback names its exception."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    return next((found[-1] for found in (told, raised) if found), f"ended with status {status}")
-
-
-def read_metrics(run_dir: Path) -> Metrics:
-    """What a run has logged, by name in the order of time; nothing if it has logged nothing."""
-    path = run_dir / "metrics.csv"
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = rows[0].keys() - {"epoch", "step"} if rows else set()
-    metrics: Metrics = {name: [] for name in sorted(names)}
-    epoch = 1
-    for row in rows:
-        if row.get("epoch"):  # some of Lightning's callbacks log without one
-            epoch = int(float(row["epoch"])) + 1
-        for name, points in metrics.items():
-            if row[name]:
-                points.append((epoch, float(row[name])))
-    return metrics
-
-
-def divergence(metrics: Metrics) -> str | None:
-    """The first metric that is no number any more, in words."""
-    wrong = [(epoch, name, x) for name, points in metrics.items() for epoch, x in points if not math.isfinite(x)]
-    if not wrong:
-        return None
-    epoch, name, x = min(wrong)
-    return f"diverged: {name} is {x}" + ("" if name.startswith("test_") else f" in epoch {epoch}")
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"ended with status {status}"]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return told[-1] if told else lines[-1]

@@ -3,17 +3,17 @@
     python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
     python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2
 
-| file          | what is in it                                                             |
-| ------------- | ------------------------------------------------------------------------- |
-| `promises.py` | the promises, each with the case that shows it and how it is judged        |
-| `cases.py`    | small runs of a Trainer, and what is seen in them                          |
-| `probe.py`    | the module, the data and the callbacks they are made of                    |
-| `worker.py`   | runs cases under one strategy, in a process (and its children) of its own  |
-| `check.py`    | starts the workers and judges a strategy against one device               |
-| `table.py`    | the table strategy x promise of docs/strategies.md                         |
+| file          | what is in it                                                                |
+| ------------- | ---------------------------------------------------------------------------- |
+| `promises.py` | what a promise is, and how it is judged                                      |
+| `cases.py`    | the promises, the runs of a Trainer that show them, and who cannot keep them |
+| `probe.py`    | the module, the data and the callbacks of these runs                         |
+| `check.py`    | runs the cases in a process of their own (`worker.py`), and judges           |
+| `__main__.py` | the command, and the table of docs/strategies.md                             |
 """
 
+from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.check import Result, check_strategy
-from lightning_mgpu.testing.promises import PROMISES, Promise
+from lightning_mgpu.testing.promises import Promise
 
 __all__ = ["PROMISES", "Promise", "Result", "check_strategy"]

@@ -9,61 +9,89 @@ The exit status is 1 if a promise is broken that the strategy does not break by 
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_mgpu.processes import exit_on_sigterm
-from lightning_mgpu.testing.cases import Kind
-from lightning_mgpu.testing.check import check_strategy
-from lightning_mgpu.testing.promises import PROMISES, reason
-from lightning_mgpu.testing.table import STRATEGIES, around_table, replace_table
+from lightning_mgpu.testing.cases import PROMISES
+from lightning_mgpu.testing.check import Result, check_strategy
+from lightning_mgpu.testing.promises import Kind
+
+STRATEGIES = [
+    *("auto", "ddp", "dp", "manual_allreduce"),
+    *("manual_allreduce_tree", "manual_allreduce_sharded", "manual_allreduce_ring"),
+]
+BEGIN, END = "<!-- promises: begin -->", "<!-- promises: end -->"
 
 
-def main() -> int:
-    exit_on_sigterm()
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_mgpu.testing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--strategy", nargs="+", default=[], help="a name, or the dotted path of a Strategy or a factory"
-    )
+def to_markdown(strategies: Sequence[str], results: Mapping[tuple[str, str], Result]) -> str:
+    """A table with a row for every promise, and a note for every one that was not kept."""
+    notes: dict[str, int] = {}
+    lines = ["| promise | " + " | ".join(f"`{name}`" for name in strategies) + " |"]
+    lines.append("| --- |" + " :-: |" * len(strategies))
+    for name, promise in PROMISES.items():
+        cells = []
+        for strategy in strategies:
+            result = results.get((strategy, name))
+            wrong = result.reason or result.wrong if result and result.wrong else ""
+            note = notes.setdefault(wrong, len(notes) + 1) if wrong else 0
+            cells.append(f"no ({note})" if wrong else "yes" if result else "")
+        lines.append(f"| {promise.statement} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"({i}) {note[0].upper()}{note[1:]}.  " for note, i in notes.items())])
+
+
+def around_table(path: Path) -> tuple[str, str]:
+    """What a file has before and after the table, the two marks included.
+
+    Raises:
+        ValueError: If the marks are not there.
+    """
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no lines {BEGIN} and {END}")
+    return before + begin, end + after
+
+
+def parse() -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m lightning_mgpu.testing", description=__doc__, formatter_class=formatter)
+    named = "a name, or the dotted path of a Strategy or of a function that returns one"
+    parser.add_argument("--strategy", nargs="+", default=[], help=named)
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--promises", nargs="+", default=list(PROMISES), choices=list(PROMISES), metavar="PROMISE")
     parser.add_argument("--timeout", type=float, default=120, help="seconds before a case counts as hanging")
     parser.add_argument("--table", type=Path, help="a Markdown file with the lines that mark the table's place")
     args = parser.parse_args()
-    if args.table:  # now, for it takes minutes to fill
-        if args.strategy or args.promises != list(PROMISES):
-            parser.error(
-                "--table writes all columns and rows anew: leave --strategy and --promises out; "
-                "a new strategy gets its column by its name in STRATEGIES, in testing/table.py"
-            )
-        try:
-            around_table(args.table)
-        except ValueError as error:
-            parser.error(f"--table: {error}")
-    strategies = args.strategy or STRATEGIES
-    outcomes: dict[tuple[str, str], str] = {}
-    is_good = True
-    for strategy in strategies:
-        try:
+    try:  # now, for it takes minutes
+        for strategy in args.strategy:
             Kind(strategy).make_strategy()
-        except ValueError as error:
-            parser.error(str(error))
+        if args.table:
+            around_table(args.table)
+            if args.strategy or args.promises != list(PROMISES):
+                parser.error("--table writes all columns and rows anew: leave --strategy and --promises out")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> int:
+    args = parse()
+    results: dict[tuple[str, str], Result] = {}
+    is_good = True
+    for strategy in args.strategy or STRATEGIES:
         for devices in [1] if strategy == "auto" else args.devices:
             print(f"{strategy} on {devices} {args.accelerator} device{'s' * (devices > 1)}", flush=True)
             for result in check_strategy(strategy, devices, args.accelerator, args.promises, args.timeout):
-                why = reason(strategy, result.name) if devices > 1 else ""
-                is_good &= result.is_kept or bool(why)
-                mark = "kept  " if result.is_kept else "cannot" if why else "BROKEN"
-                details = "; ".join(filter(None, (why, result.wrong))) if result.wrong else ""
-                print(f"  {mark}  {result.promise.statement}{f': {details}' * bool(details)}", flush=True)
-                if result.wrong or (strategy, result.name) not in outcomes:
-                    outcomes[strategy, result.name] = result.wrong
+                is_good &= result.is_kept or bool(result.reason)
+                mark = "kept  " if result.is_kept else "cannot" if result.reason else "BROKEN"
+                details = ": " + "; ".join(dict.fromkeys(filter(None, (result.reason, result.wrong))))
+                print(f"  {mark}  {result.promise.statement}{details if result.wrong else ''}", flush=True)
+                if result.wrong or (strategy, result.name) not in results:
+                    results[strategy, result.name] = result
     if args.table:
-        replace_table(args.table, strategies, outcomes)
+        before, after = around_table(args.table)
+        args.table.write_text(f"{before}\n{to_markdown(STRATEGIES, results)}\n{after}")
     return 0 if is_good else 1
 
 

@@ -1,24 +1,20 @@
-"""Small runs of a Trainer under any strategy, and what is seen in them: a nesting of dicts and lists of tensors.
+"""The promises, and the small runs of a Trainer that show them.
 
-Every case is a function of a `Kind` and of a directory all strategies share, and runs in every process of the strategy.
+A case runs in every process of the strategy. It returns what it sees: a nesting of dicts and lists of tensors.
 """
 
-import importlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu.testing.probe import (
     Data,
     Fails,
@@ -31,54 +27,20 @@ from lightning_mgpu.testing.probe import (
     TwoOptimizers,
     Written,
     adamw_one_cycle,
+    dropout_net,
 )
+from lightning_mgpu.testing.promises import Case, Kind, Promise, close, ended, same_bits
 
-CHECKPOINT_STEP = 6  # of four a epoch: in the middle of the second
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What to run a case under.
-
-    Args:
-        strategy: A name Lightning knows, or the dotted path of a Strategy class, or of a function that returns one.
-    """
-
-    strategy: str = "auto"
-    devices: int = 1
-    accelerator: str = "cpu"
-
-    @property
-    def name(self) -> str:
-        return f"{self.strategy}-{self.devices}-{self.accelerator}"
-
-    def make_strategy(self) -> Any:
-        """A new one for every Trainer; names are left to Lightning.
-
-        Raises:
-            ValueError: If there is no such strategy.
-        """
-        if self.strategy == "auto" or self.strategy in StrategyRegistry:
-            return self.strategy
-        module, _, attribute = self.strategy.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), attribute)()
-        except (ImportError, AttributeError, ValueError) as error:
-            known = ", ".join(["auto", *sorted(StrategyRegistry.available_strategies())])
-            raise ValueError(
-                f"strategy {self.strategy!r}: {error}; give a dotted path to a Strategy, or one of {known}."
-            ) from error
+UNEVEN = (47, 11)  # samples, in batches of 11, 11, 11, 11 and 3
+SMALL = (25, 12)  # 12, 12, 1
+LOOSE = close(1e-5)  # what is logged is float32
 
 
-def trainer_for(kind: Kind, **kwargs: Any) -> Trainer:
+def trainer_for(kind: Kind, strategy: Any = None, **kwargs: Any) -> Trainer:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     settings = {"max_epochs": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    return Trainer(
-        **{**quiet, **settings, **kwargs},
-        strategy=kind.make_strategy(),
-        devices=kind.devices,
-        accelerator=kind.accelerator,
-    )  # type: ignore[arg-type]
+    where = {"strategy": strategy or kind.make_strategy(), "devices": kind.devices, "accelerator": kind.accelerator}
+    return Trainer(**{**quiet, **settings, **where, **kwargs})  # type: ignore[arg-type]
 
 
 def fitted(
@@ -91,40 +53,18 @@ def fitted(
     return module
 
 
+def trains(make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = (48, 12), **kwargs: Any) -> Case:
+    """A case that shows all parameters after training on so many samples, in batches of so many."""
+    return lambda kind, directory: state(fitted(kind, make, Data(*data), **kwargs))
+
+
 def state(module: nn.Module) -> dict[str, Any]:
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
-def parameters(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind))
-
-
-def uneven(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, data=Data(num_samples=47, batch_size=11)))  # 11, 11, 11, 11, 3
-
-
-def small(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, data=Data(num_samples=25, batch_size=12)))  # 12, 12, 1
-
-
 def clipping(kind: Kind, directory: Path) -> Any:
-    settings: list[dict[str, Any]] = [
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ]
-    return [state(fitted(kind, **clip)) for clip in settings]
-
-
-def accumulation(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, accumulate_grad_batches=3))  # of four batches: windows of 3 and 1
-
-
-def schedulers(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, lambda: Probe(configure=adamw_one_cycle)))
-
-
-def manual(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, TwoOptimizers))
+    by_value: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    return [state(fitted(kind, **clip)) for clip in ({"gradient_clip_val": 0.1}, by_value)]
 
 
 def scaler(kind: Kind, directory: Path) -> Any:
@@ -138,64 +78,20 @@ def _scaling(kind: Kind) -> list[MixedPrecision]:
     return [MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))]
 
 
-def bf16(kind: Kind, directory: Path) -> Any:
-    seed_everything(1, verbose=False)
-    module = SeesDtype()
-    trainer = trainer_for(kind, precision="bf16-mixed")
-    trainer.fit(module, datamodule=Data())
-    return {"parameters": state(module.net), "samples": trainer.callback_metrics["samples in bf16"]}
-
-
 def _with_batch_norm() -> LightningModule:
     return Probe(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)))
-
-
-def batchnorm(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, _with_batch_norm))
 
 
 def sync_batchnorm(kind: Kind, directory: Path) -> Any:
     return state(fitted(kind, _with_batch_norm, sync_batchnorm=kind.devices > 1))
 
 
-def gradients(kind: Kind, directory: Path) -> Any:
-    callback = SeesGradients()
-    fitted(kind, callbacks=[callback])
-    return [gradient.cpu() for gradient in callback.seen]
-
-
-def _logged(kind: Kind, data: Data) -> dict[str, list[Any]]:
-    logger = Written()
-    fitted(kind, Logs, data, logger=logger)
-    names = ("loss_step", "loss_epoch", "error")
-    return {name: [(step, row[name]) for step, row in logger.rows if name in row] for name in names}
-
-
-def logging(kind: Kind, directory: Path) -> Any:
-    logged = _logged(kind, Data())
-    return {name: logged[name] for name in ("loss_step", "loss_epoch")}
-
-
-def logging_uneven(kind: Kind, directory: Path) -> Any:
-    logged = _logged(kind, Data(num_samples=47, batch_size=11))
-    return {name: logged[name] for name in ("loss_step", "loss_epoch")}
-
-
-def metrics(kind: Kind, directory: Path) -> Any:
-    return _logged(kind, Data())["error"]
-
-
-def evaluation(kind: Kind, directory: Path) -> Any:
+def bf16(kind: Kind, directory: Path) -> Any:
     seed_everything(1, verbose=False)
-    trainer = trainer_for(kind)
-    trainer.test(Logs(), datamodule=Data(batch_size=256, num_test=10_007), verbose=False)
-    return {name: value.cpu() for name, value in trainer.callback_metrics.items()}
-
-
-def predictions(kind: Kind, directory: Path) -> Any:
-    seed_everything(1, verbose=False)
-    returned = trainer_for(kind).predict(Probe(), datamodule=Data(num_test=107))
-    return torch.cat([part.cpu() for part in returned])  # type: ignore[misc, union-attr]
+    module = SeesDtype()
+    trainer = trainer_for(kind, precision="bf16-mixed")
+    trainer.fit(module, datamodule=Data())
+    return {"parameters": state(module.net), "samples": int(trainer.callback_metrics["samples in bf16"])}
 
 
 def replicas(kind: Kind, directory: Path) -> Any:
@@ -204,42 +100,69 @@ def replicas(kind: Kind, directory: Path) -> Any:
     return callback.are_equal
 
 
-def reproducible(kind: Kind, directory: Path) -> Any:
-    def make() -> LightningModule:
-        return Probe(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)))
-
-    first, second = (state(fitted(kind, make)) for _ in range(2))
-    return all(torch.equal(first[name], second[name]) for name in first)
+def gradients(kind: Kind, directory: Path) -> Any:
+    callback = SeesGradients()
+    fitted(kind, callbacks=[callback])
+    return [gradient.cpu() for gradient in callback.seen]
 
 
-def save(kind: Kind, directory: Path, with_scaler: bool = False) -> Any:
-    """Trains to the end, and leaves a checkpoint from the middle of the second epoch behind."""
-    path = _checkpoint(kind, directory, with_scaler)
-    module, scaler = _trained(kind, with_scaler, callbacks=[SavesAtStep(path, CHECKPOINT_STEP)])
-    keys = list(torch.load(path, weights_only=False)["state_dict"])
-    return {"parameters": state(module), "keys": keys, "scaler": scaler}
+def logged(*names: str, data: tuple[int, int] = (48, 12)) -> Case:
+    """A case that shows what is logged under these names, and in which step."""
+
+    def case(kind: Kind, directory: Path) -> Any:
+        logger = Written()
+        fitted(kind, Logs, Data(*data), logger=logger)
+        return {name: [(step, row[name]) for step, row in logger.rows if name in row] for name in names}
+
+    return case
 
 
-def resume(kind: Kind, directory: Path, before: Kind | None = None, with_scaler: bool = False) -> Any:
-    """Goes on from the checkpoint of another kind, a single device's if none is given."""
-    path = _checkpoint(before or Kind(accelerator=kind.accelerator), directory, with_scaler)
-    module, scaler = _trained(kind, with_scaler, path)
-    return {"parameters": state(module), "keys": list(state(module)), "scaler": scaler}
+def evaluation(kind: Kind, directory: Path) -> Any:
+    seed_everything(1, verbose=False)
+    trainer = trainer_for(kind)
+    trainer.test(Logs(), datamodule=Data(batch_size=256, num_test=10_007), verbose=False)
+    metrics = trainer.callback_metrics
+    return {"error": metrics["error"].cpu(), **{name: int(metrics[name]) for name in ("samples", "indices")}}
 
 
-def _checkpoint(kind: Kind, directory: Path, with_scaler: bool) -> Path:
-    return directory / f"{kind.name}{'-scaler' * with_scaler}-{CHECKPOINT_STEP}.ckpt"
+def predictions(kind: Kind, directory: Path) -> Any:
+    returned = trainer_for(kind).predict(Probe(), datamodule=Data(num_test=107))
+    return torch.cat([part.cpu() for part in returned]).tolist()  # type: ignore[misc, union-attr]
 
 
-def _trained(
-    kind: Kind, with_scaler: bool, ckpt_path: Path | None = None, **kwargs: Any
-) -> tuple[LightningModule, Any]:
+def save(kind: Kind, directory: Path, ckpt_path: Path | None = None) -> Any:
+    """Trains for three epochs, with a GradScaler, and leaves a checkpoint from the middle of the second one behind."""
     seed_everything(1 if ckpt_path is None else 2, verbose=False)  # what is not restored shows
-    module = Probe(configure=adamw_one_cycle)
-    plugins = _scaling(kind) if with_scaler else []
-    trainer = trainer_for(kind, max_epochs=3, plugins=plugins, **kwargs)
+    module, plugins = Probe(configure=adamw_one_cycle), _scaling(kind)
+    path = checkpoint_of(kind, directory)
+    callbacks = [SavesAtStep(path)] if ckpt_path is None else []
+    trainer = trainer_for(kind, max_epochs=3, plugins=plugins, callbacks=callbacks)
     trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
-    return module, [plugin.state_dict() for plugin in plugins]
+    keys = list(torch.load(ckpt_path or path, weights_only=False)["state_dict"])
+    return {"parameters": state(module), "keys": keys, "scaler": plugins[0].state_dict()}
+
+
+def resume(kind: Kind, directory: Path, before: Kind | None = None) -> Any:
+    """Goes on from the checkpoint of another kind, a single device's if none is given."""
+    return save(kind, directory, ckpt_path=checkpoint_of(before or Kind(accelerator=kind.accelerator), directory))
+
+
+def checkpoint_of(kind: Kind, directory: Path) -> Path:
+    return directory / f"{kind.strategy}-{kind.devices}-{kind.accelerator}.ckpt"
+
+
+def reproducible(kind: Kind, directory: Path) -> Any:
+    return [state(fitted(kind, lambda: Probe(dropout_net()))) for _ in range(2)]
+
+
+def any_devices(kind: Kind, directory: Path) -> Any:
+    """Runs with dropout, BatchNorm and a scheduler; nothing where the strategy has no option `replicas`."""
+    if not kind.has_option("replicas"):
+        return None
+    num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
+    kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
+    make = lambda: Probe(dropout_net(nn.BatchNorm1d(8)), adamw_one_cycle)  # noqa: E731
+    return [state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds]
 
 
 def error(kind: Kind, directory: Path) -> Any:
@@ -248,25 +171,20 @@ def error(kind: Kind, directory: Path) -> Any:
 
 def cleanup(kind: Kind, directory: Path) -> Any:
     """What is otherwise after a run: threads, settings of torch, a module that is of no use by itself."""
-    before = _settings()
-    module = fitted(kind)
-    left = [thread.name for thread in threading.enumerate() if thread not in before[0] and not _is_torchs(thread)]
-    changed = [name for name, value in _settings()[1].items() if value != before[1].get(name, value)]
-    module.cpu()
-    data = Data()
-    data.trainer = module.trainer
-    loss: Any = module.training_step(next(iter(data.train_dataloader())), 0)
+    threads, settings = threading.enumerate(), _settings()
+    module = fitted(kind).cpu()
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and not _is_torchs(thread)]
+    changed = [name for name, value in _settings().items() if value != settings.get(name, value)]
     module.zero_grad()
-    loss.backward()
+    X = torch.ones(2, 6, dtype=torch.float64)
+    module.training_step((X, X[:, :3], None), 0).backward()  # type: ignore[union-attr]
+    without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    names = {"threads": left, "changed": changed, "without gradient": without}
+    return {what: ", ".join(found) for what, found in names.items()}
+
+
+def _settings() -> dict[str, Any]:
     return {
-        "threads": left,
-        "changed": changed,
-        "without gradient": [name for name, p in module.named_parameters() if p.grad is None],
-    }
-
-
-def _settings() -> tuple[list[threading.Thread], dict[str, Any]]:
-    return threading.enumerate(), {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -287,11 +205,47 @@ def _is_torchs(thread: threading.Thread) -> bool:
     return thread.name.startswith(("pin_memory", "Dummy", "Thread-autograd"))
 
 
-CASES: dict[str, Callable[[Kind, Path], Any]] = {
-    case.__name__: case
-    for case in (
-        *(parameters, uneven, small, clipping, accumulation, schedulers, manual, scaler, bf16, batchnorm),
-        *(sync_batchnorm, gradients, logging, logging_uneven, metrics, evaluation, predictions, replicas),
-        *(reproducible, save, resume, error, cleanup),
-    )
+WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
+LOGGED = logged("loss_step", "loss_epoch")
+LOGGED_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
+
+PROMISES = {
+    "parameters": Promise("parameters after training are those of one device", trains()),
+    "uneven": Promise("... with batches that do not divide evenly", trains(data=UNEVEN)),
+    "small": Promise("... with a batch smaller than the number of devices", trains(data=SMALL)),
+    "clipping": Promise("... with gradients clipped, by norm and by value", clipping),
+    "accumulation": Promise("... with gradients accumulated over batches", trains(accumulate_grad_batches=3)),
+    "schedulers": Promise("... with AdamW and a scheduler stepped every batch", WITH_ADAMW),
+    "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
+    "scaler": Promise("... with a GradScaler", scaler),
+    "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", sync_batchnorm),
+    "batchnorm": Promise("... with BatchNorm as it is", trains(_with_batch_norm)),
+    "bf16": Promise("bf16 autocast reaches every replica", bf16, close(0.02)),
+    "replicas": Promise("replicas are bit-identical after every step", replicas),
+    "gradients": Promise("callbacks see the reduced gradient", gradients),
+    "logging": Promise("logged values are those of one device, in every step", LOGGED, LOOSE),
+    "logging_uneven": Promise("... with batches that do not divide evenly", LOGGED_UNEVEN, LOOSE),
+    "metrics": Promise("torchmetrics objects have the value of one device", logged("error"), LOOSE),
+    "evaluation": Promise("every test sample counts once (10,007)", evaluation, LOOSE),
+    "predictions": Promise("`predict` returns all samples in dataset order", predictions),
+    "save": Promise("checkpoints have the module's own keys", save),
+    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume),
+    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, same_bits),
+    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, same_bits),
+    "error": Promise("an error in one replica ends the run with it", error, ended),
+    "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup),
 }
+"""By name, in the order of the table."""
+
+CANNOT = {
+    ("ddp", "uneven"): "the means of the processes are averaged with equal weights",
+    ("ddp", "small"): "a process cannot go without samples: a clear error",
+    ("ddp", "manual"): "parameters outside a loss need `ddp_find_unused_parameters_true`",
+    ("ddp", "sync_batchnorm"): "torch's SyncBatchNorm needs GPUs",
+    ("ddp", "logging_uneven"): "logged values are averaged so as well",
+    ("ddp", "predictions"): "every process returns its share; the `predict` subcommand puts them together",
+    ("ddp", "cleanup"): "Lightning's launcher watches its processes from a thread until the script ends",
+    ("dp", "replicas"): "one set of parameters is updated, and copied when the next step begins",
+    ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
+}
+"""By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""

@@ -10,50 +10,36 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, SumMetric
 
-from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, Item, SequentialBatches
-
-
-class Samples(Dataset):
-    """X (N, 6), y (N, 3), a smooth function of X, and the index (N,)."""
-
-    def __init__(self, num_samples: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.X = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
-        self.y = torch.stack([self.X.sum(1).sin(), self.X[:, 0], self.X[:, 1] ** 2], 1)
-        self.index = torch.arange(num_samples)
-
-    def __len__(self) -> int:
-        return len(self.X)
-
-    def __getitem__(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
-        _, indices = item
-        return self.X[indices], self.y[indices], self.index[indices]
+from lightning_mgpu.data import batch_loader
 
 
 class Data(LightningDataModule):
-    """Global batches, shared out among the processes if there are several."""
+    """Global batches of X (B, 6), y (B, 3), a smooth function of X, and the samples' indices (B,)."""
 
     def __init__(self, num_samples: int = 48, batch_size: int = 12, num_test: int = 0) -> None:
         super().__init__()
         self.num_samples, self.batch_size, self.num_test = num_samples, batch_size, num_test
 
-    def train_dataloader(self) -> BatchLoader:
-        indices = torch.arange(self.num_samples)
-        batches = GlobalBatches(indices, self.batch_size, True, 0, *self._share())
-        return BatchLoader(Samples(self.num_samples), sampler=batches)
+    def train_dataloader(self) -> DataLoader:
+        return batch_loader(samples(self.num_samples), self.batch_size, self.trainer, shuffle=True, seed=0)
 
-    def test_dataloader(self) -> BatchLoader:
-        batches = SequentialBatches(torch.arange(self.num_test), self.batch_size, *self._share())
-        return BatchLoader(Samples(self.num_test), sampler=batches)
+    def test_dataloader(self) -> DataLoader:
+        return batch_loader(samples(self.num_test), self.batch_size, self.trainer)
 
     predict_dataloader = test_dataloader
 
-    def _share(self) -> tuple[int, int]:
-        assert self.trainer is not None
-        return self.trainer.world_size, self.trainer.global_rank
+
+def samples(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    X = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(X, torch.stack([X.sum(1).sin(), X[:, 0], X[:, 1] ** 2], 1), torch.arange(num_samples))
+
+
+def dropout_net(norm: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), norm or nn.Identity(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
 def sgd(module: nn.Module) -> Any:
@@ -67,7 +53,7 @@ def adamw_one_cycle(module: nn.Module) -> Any:
 
 
 class Probe(LightningModule):
-    """An MLP, or the net given, fitted to `Samples`; `configure` is what `configure_optimizers` does."""
+    """An MLP, or the net given, fitted to `samples`; `configure` is what `configure_optimizers` does."""
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
         super().__init__()
@@ -180,13 +166,13 @@ class Written(DummyLogger):
 
 
 class SavesAtStep(Callback):
-    """Saves a checkpoint after a given number of steps."""
+    """Saves a checkpoint after step 6: of four an epoch, in the middle of the second."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == 6:
             trainer.save_checkpoint(self.path)
 
 
@@ -204,7 +190,7 @@ class SeesGradients(Callback):
 
 
 class SeesReplicas(Callback):
-    """After every step compares the replicas, bit by bit: of all processes, or those a strategy has in `replicas()`."""
+    """After every step compares the replicas, bit by bit: of all processes, or those of a strategy."""
 
     __module__ = "lightning_mgpu.testing"  # looks only
 
@@ -216,10 +202,14 @@ class SeesReplicas(Callback):
             digests: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(digests, digest(pl_module.parameters()))
         else:
-            replicas = getattr(trainer.strategy, "replicas", None)  # of a strategy here; one's own may have none
-            sets = [list(pl_module.parameters())] if replicas is None else zip(*replicas.parameters)
-            digests = [digest(parameters) for parameters in sets]
+            digests = [digest(replica) for replica in replicas_of(trainer.strategy, pl_module)]
         self.are_equal.append(len(set(digests)) == 1)
+
+
+def replicas_of(strategy: Any, module: nn.Module) -> list[Iterable[Tensor]]:
+    """The parameters of every replica. A strategy that is no strategy of ours is taken to have one."""
+    replicas: Any = getattr(strategy, "replicas", None)
+    return [module.parameters()] if replicas is None else list(zip(*replicas.parameters))
 
 
 def digest(parameters: Iterable[Tensor]) -> str:

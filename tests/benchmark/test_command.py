@@ -1,138 +1,123 @@
-"""`python -m lightning_mgpu benchmark`: what it leaves behind, and what ends it."""
+"""`python -m lightning_mgpu benchmark`: what is measured in this process, what the command leaves, and what ends it."""
 
+import copy
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_mgpu.benchmark import cli, directory
-from lightning_mgpu.benchmark.cores import num_cores
-from lightning_mgpu.benchmark.directory import new_directory
-from lightning_mgpu.benchmark.parts import PARTS
+from lightning_mgpu.benchmark import cli, worker
+from lightning_mgpu.benchmark.parts import PARTS, Parts
+from lightning_mgpu.benchmark.plan import Configuration
+from lightning_mgpu.benchmark.references import book_step, loop_step
+from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.models import LeNet
 
-SMALL = (
-    *("--source=synthetic", "--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2", "--accelerator=cpu"),
-    *("--no-exchange", "--no-wandb", "--run_dir=bench"),
-)
-
-
-@pytest.mark.slow
-def test_report(command: Any, tmp_path: Path) -> None:
-    base = "lightning_mgpu.strategies.ManualAllreduceStrategy"
-    (tmp_path / "mine.py").write_text(f"import lightning_mgpu.strategies\nclass Mine({base}): pass\n")
-    strategies = ("--strategies", "auto", "ddp", "dp", "manual_allreduce", "mine.Mine")
-    code, out, err = command("benchmark", *SMALL, *strategies, "--repeats=1", timeout=280)
-    assert code == 0, err
-    assert "7 configurations, 1 repeats: about " in out and "report: bench/benchmark.md" in out
-    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["machine"]["cores"] == num_cores() and report["machine"]["malloc"] == "default"
-    assert len(report["results"]) == 7
-    for result in report["results"]:
-        [measured] = result["repeats"]
-        assert measured["step"] > 0 and measured["memory"] > 2**20 and list(measured["parts"]) == list(PARTS)
-        assert all(measured["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
-        by_hand = result["configuration"]["engine"] in ("dp", "manual_allreduce", "book", "mine.Mine")
-        assert (measured["parts"]["allreduce"] > 0) == by_hand
-    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
-    assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
-    code, out, _ = command("benchmark", "compare", "bench/benchmark.json", "bench/benchmark.json")
-    assert code == 0 and out.count("1.00  within the spread") == 7
-    code, _, err = command("benchmark", *SMALL)
-    assert code == 2 and "--run_dir=bench exists" in err
+BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
+SMALL = ("--source=synthetic", "--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2", "--accelerator=cpu")
 
 
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done(command: Any, tmp_path: Path) -> None:
-    process = command.start("benchmark", *SMALL, "--strategies", "manual_allreduce", "--repeats=50")
-    killer = threading.Timer(120, process.kill)
-    killer.start()
-    while (line := process.stdout.readline()) and not line.startswith("3/"):
-        pass
-    killer.cancel()
-    os.killpg(process.pid, signal.SIGINT)
-    code, out, err = command.finish(process, timeout=60)
-    assert code == 130 and "interrupted" in out and "Traceback" not in err
-    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    measured = [repeat for result in report["results"] for repeat in result["repeats"] if repeat]
-    assert len(measured) == 2
-    assert not (tmp_path / "bench" / ".benchmark.json").exists()
-
-
-def test_a_new_directory(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two begun in the same second have one each; `~` is the home directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    clock = SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5))
-    monkeypatch.setattr(directory, "datetime", clock)
-    found = [new_directory(given, "benchmark") for given in (None, None, "~/mine/a")]
-    names = ("2026-01-02_03-04-05_benchmark", "2026-01-02_03-04-05_benchmark_2")
-    assert found == [Path("runs", name) for name in names] + [tmp_path / "mine" / "a"]
-    assert all(path.is_dir() for path in found)
-
-
-@pytest.mark.parametrize("tool", [("--source=synthetic", "--quick"), ("time_to_accuracy", "--target=0.9")])
-@pytest.mark.parametrize(("given", "said"), [("file", "exists and is not empty"), ("file/x", "cannot be made")])
-def test_a_directory_that_cannot_be(
-    tool: tuple[str, ...],
-    given: str,
-    said: str,
-    main: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    (tmp_path / "file").touch()
-    assert main("benchmark", *tool, f"--run_dir={given}") == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert given in line and said in line
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_the_loops_by_hand_train_alike(num_devices: int) -> None:
+    """On uneven batches too: the book's loop sums losses and divides by the whole batch."""
+    batches = [(torch.randn(7, 1, 28, 28, dtype=torch.float64), torch.arange(7)) for _ in range(3)]
+    torch.manual_seed(0)
+    one, parts = LeNet().double(), Parts()
+    replicas = [copy.deepcopy(one) for _ in range(num_devices)]
+    steps = loop_step(one, torch.device("cpu"), parts, lr=0.5), book_step([*replicas], parts, lr=0.5)
+    for batch in batches:
+        for step in steps:
+            step(batch)
+    for replica in replicas:
+        for a, b in zip(one.parameters(), replica.parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("given", "models", "repeats", "num_steps"),
-    [((), ["LeNet"], 2, 10), (("--models", "ResNet18", "--repeats", "5"), ["ResNet18"], 5, 10)],
+    ("engine", "devices"),
+    [("loop", 1), ("auto", 1), *((name, 2) for name in ("book", "dp", "manual_allreduce_foreach", BY_PATH))],
 )
-def test_quick_leaves_what_is_given(
-    given: tuple[str, ...],
-    models: list[str],
-    repeats: int,
-    num_steps: int,
-    main: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(cli, "_measure", lambda args, *others: seen.append(args))
-    monkeypatch.setattr(cli, "_finish", lambda *args: None)
-    assert main("benchmark", "--quick", "--source=synthetic", *given) == 0
-    assert [(args.models, args.repeats, args.num_steps) for args in seen] == [(models, repeats, num_steps)]
+def test_a_measurement(engine: str, devices: int) -> None:
+    configuration = Configuration(engine, devices=devices, batch_size=8)
+    data = FashionMNIST(batch_size=8, source="synthetic")
+    measure = worker.train_by_hand if engine in ("loop", "book") else worker.train
+    found: Any = measure(configuration, data, 2)
+    assert list(found["parts"]) == list(PARTS) and found["step"] > 0 and found["memory"] > 2**20
+    assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
+    assert (found["parts"]["allreduce"] > 0) == (engine in ("book", "manual_allreduce_foreach", BY_PATH))
 
 
-def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_measure", lambda *args: None)
-    assert main("benchmark", *SMALL, "--root=https://bob:hunter2@host") == 0
-    for path in (tmp_path / "bench").iterdir():
-        assert "hunter2" not in path.read_text() and "https://***@host" in path.read_text()
+def test_replicas_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replicas(SingleDeviceStrategy):
+        def __init__(self, replicas: int) -> None:
+            super().__init__()
+            self.given = replicas
+
+    monkeypatch.setattr(worker, "find_strategy", lambda name: (Replicas, {}))
+    strategy: Any = worker.make_strategy(Configuration("mine", devices=1, replicas=4), Parts())
+    assert strategy.given == 4
+
+
+def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:
+    now = 0.0
+    parts = Parts(lambda: now)
+    stretches, is_last, watched = worker.Stretches(parts), False, []
+    while not is_last:
+        now += 7.0 if stretches.count == 0 else 0.1  # compiles
+        watched.append(parts.is_on)
+        is_last = stretches.step_done(agree=lambda num_steps: num_steps + 1)  # as the first process says
+    assert stretches.num_steps == 21 and watched == [False] * 24 + [True] * 21 and not parts.is_on
+    assert stretches.result(8, 0.0)["step"] == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_report(command: Callable, tmp_path: Path) -> None:
+    options = ("--only=steps", "--repeats=1", "--run_dir=bench", "--strategies", "ddp")
+    code, out, err = command("benchmark", *SMALL, *options, timeout=280)
+    assert code == 0, err
+    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
+    assert report["machine"]["malloc"] == "default" and report["exchange"] == []
+    assert [result["error"] for result in report["results"]] == [None] * 4
+    assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
+    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
+    assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(plan: Any, repeats: int, measure: Any, results: list[Any]) -> None:
+        results.append({"configuration": vars(plan[0]), "repeats": [None], "error": "not yet"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_plan", interrupted)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main("benchmark", *SMALL, "--run_dir=bench", "--root=https://bob:hunter2@host") == 130
+    assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
+    assert all("hunter2" not in path.read_text() for path in Path("bench").iterdir())
+
+
+def test_quick_leaves_what_is_given() -> None:
+    assert (quick := cli.parse(["--quick"])).models == ["LeNet"] and quick.repeats == 2 and quick.num_steps == 10
+    given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
+    assert (given.models, given.repeats, given.num_steps) == (["ResNet18"], 5, 10)
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--strategies", "dpp"], ["--strategies dpp: no such strategy", "manual_allreduce"]),
-        (["--models", "LeNett"], ["--models LeNett: ", "did you mean LeNet?", "give LeNet, ResNet18 or a path"]),
-        (["--models", "lenet", "--repeats", "0"], ["--models lenet: no LightningModule (did you mean LeNet?)"]),
-        (["--models", "torch.nn.Linear", "--repeats", "0"], ["--models torch.nn.Linear: no LightningModule"]),
-        (["--models", "missing.Model"], ["--models missing.Model: No module named 'missing'"]),
-        (["--run_di=x", "--repeats", "0"], ["unrecognized arguments: --run_di=x"]),
-        (["--devices", "0"], ["--devices", "1 or more"]),
-        (["--repeats", "0"], ["--repeats=0", "1 or more"]),
-        (["--repeats", "many"], ["--repeats", "many"]),
+        (["--models", "LeNett"], ["--models LeNett: ", "take LeNet, ResNet18, or a path"]),
+        (["--models", "torch.nn.Linear"], ["--models torch.nn.Linear: no LightningModule"]),
+        (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
+        (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
+        (["--devices", "0"], ["--devices", "above 0"]),
+        (["--repeats", "0"], ["--repeats 0", "above 0"]),
         (["--accelerator=gpu", "--devices", "99"], ["--devices 99", "GPUs"]),
-        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--run_di=x"], ["unrecognized arguments: --run_di=x"]),
+        (["--source=synthetic", "--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made"]),
         (["compare", "a.json"], ["compare takes two reports"]),
         (["compare", "a.json", "b.json"], ["a.json: No such file"]),
     ],
@@ -140,7 +125,8 @@ def test_no_secret_is_written_down(main: Callable[..., int], tmp_path: Path, mon
 def test_mistake_ends_in_one_line(
     args: list[str], words: list[str], main: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    (tmp_path / "my_exchange.py").write_text("def forgetful(data):\n    data[0].add_(data[1])\n")
     assert main("benchmark", *args) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words)
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"my_exchange.py", "__pycache__"}

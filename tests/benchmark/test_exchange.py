@@ -1,196 +1,93 @@
-"""The arithmetic of `benchmark.exchange` on a fake clock, and gloo between two real processes."""
+"""The allreduce functions alone: turns on a fake clock, processes of their own, the table and the picture."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.allreduce import textbook_allreduce, with_many
-from lightning_mgpu.benchmark import exchange
-from lightning_mgpu.benchmark.exchange_processes import measure_processes
-from lightning_mgpu.benchmark.exchange_report import plot_exchange, table
+from lightning_mgpu.benchmark import exchange, exchange_worker
+from lightning_mgpu.benchmark.exchange import cases_of, exchange_tables, measure_exchange, plot_exchange
+from lightning_mgpu.benchmark.runner import MeasurementError
 
 
-class Clock:
-    """Time passes only when something `takes` it."""
+def test_calls_take_turns() -> None:
+    now, order = 0.0, []
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def takes(self, seconds: float) -> Callable[..., None]:
-        def call(*args: object) -> None:
-            self.now += seconds
+    def takes(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal now
+            now += seconds
+            order.append(name)
 
         return call
 
-
-def test_a_row_has_median_spread_and_bandwidths() -> None:
-    row = exchange.result("ring", 4, 600, [3.0, 1.0, 2.0, 2.0, 9.0])
-    assert row == {
-        "algorithm": "ring",
-        "k": 4,
-        "bytes": 600,
-        "seconds": 2.0,
-        "min": 1.0,
-        "max": 9.0,
-        "runs": 5,
-        "algorithm_bandwidth": 300.0,
-        "bus_bandwidth": 450.0,  # 2 * 3/4 of it
-    }
+    found = exchange_worker.time_in_turns({"a": takes("a", 1.0), "b": takes("b", 3.0)}, 1.0, clock=lambda: now)
+    assert found == {"a": 1.0, "b": 3.0}
+    turns = [name for i, name in enumerate(order[2:]) if name != order[1 + i]]  # after the warm-up
+    assert "".join(turns[:4]) in ("abab", "baba") and len(turns) >= exchange_worker.ROUNDS
 
 
-def test_takes_turns_until_the_time_is_over() -> None:
-    clock, order = Clock(), []
-
-    def call(name: str, seconds: float) -> Callable[[], None]:
-        def run() -> None:
-            order.append(name)
-            clock.now += seconds
-
-        return run
-
-    times = exchange.interleave({"a": call("a", 1.0), "b": call("b", 3.0)}, 10.0, clock=clock)
-    assert times == {"a": [1.0] * 5, "b": [3.0] * 5}  # 10 s for each of two, 4 s a turn
-    assert order == [*"aabb", *"ab", *"ba", *"ab", *"ba", *"ab"]  # warm-up, then another one first every time
-    times = exchange.interleave({"a": call("a", 100.0)}, 1.0, clock=clock)
-    assert times == {"a": [100.0] * 3}
-
-
-def test_devices_are_synchronised_before_the_clock_is_read() -> None:
-    clock = Clock()
-    queued = [0.0]
-
-    def launch() -> None:
-        queued[0] += 5.0
-
-    def synchronize() -> None:
-        clock.now += queued[0]
-        queued[0] = 0.0
-
-    assert exchange.interleave({"a": launch}, 1.0, synchronize, clock) == {"a": [5.0] * 3}
-
-
-def test_measures_every_algorithm_k_and_size_beside_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(exchange, "LIMITS", {name: clock.takes(1.0) for name in exchange.LIMITS})
-    seen: list[tuple[int, int]] = []
+def test_functions_get_all_gradients_and_limits_touch_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
 
     def fake(tensors: list[Tensor]) -> None:
-        assert all(t.dtype == torch.float32 for t in tensors)
-        seen.append((len(tensors), tensors[0].nbytes))
-        clock.now += 2.0
+        seen.append([tensor.shape for tensor in tensors])
 
-    said: list[str] = []
-    rows = exchange.measure_exchange({"fake": fake}, [4096, 8192], [2, 3], 1.0, progress=said.append, clock=clock)
-    assert [(r["algorithm"], r["k"], r["bytes"]) for r in rows] == [
-        (name, k, size) for k in (2, 3) for size in (4096, 8192) for name in ("fake", "copy", "read-modify-write")
+    monkeypatch.setitem(exchange_worker.ALGORITHMS, "fake", fake)
+    calls: dict[str, Callable[[], None]] = {}
+    monkeypatch.setattr(exchange_worker, "time_in_turns", lambda given, seconds: calls.update(given) or {})
+    names = ["fake", "copy", "read-modify-write"]
+    exchange_worker.time_functions(names, [[2, 3], [4]], [torch.device("cpu")] * 2, 0.1)
+    calls["fake"]()
+    assert seen == [[(2, 3)] * 2, [(4,)] * 2]
+    elsewhere, gradients = calls["copy"].args  # type: ignore[attr-defined]
+    calls["copy"]()
+    assert all(tensor.eq(0).all() for same in elsewhere for tensor in same)
+    versions = [tensor._version for same in gradients for tensor in same]
+    calls["read-modify-write"]()
+    assert [tensor._version for same in gradients for tensor in same] == [version + 1 for version in versions]
+
+
+CASES = cases_of([4096], [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))])
+
+
+def test_cases() -> None:
+    assert CASES == {"4 kB": [[1024]], "Sequential": [[5, 3], [5], [2, 5]], "Sequential, flat": [[30]]}
+
+
+def test_compiled_functions_and_ones_own_have_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a ratio is that of one repeat, so that a machine that is three times slower in the second changes nothing."""
+    orders: list[dict[str, Any]] = []
+
+    def fake(order: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        orders.append(order)
+        slower = 3.0 if len(orders) > 4 else 1.0
+        if order["names"] == [exchange.DISTRIBUTED]:
+            raise MeasurementError("torch.distributed: no port")
+        times = {name: slower * (0.001 if name == "compiled" else 0.002) for name in order["names"]}
+        return [{"case": case, "times": times} for case in order["cases"]]
+
+    monkeypatch.setattr(exchange, "_run", fake)
+    rows, problems = measure_exchange(["textbook", "compiled", "my.own"], CASES, [2], 0.1, 2)
+    assert [order["names"] for order in orders[:4]] == [
+        ["textbook", "copy", "read-modify-write"],
+        ["compiled"],
+        ["my.own"],
+        [exchange.DISTRIBUTED],
     ]
-    assert set(seen) == {(2, 4096), (2, 8192), (3, 4096), (3, 8192)}
-    assert [r["algorithm_bandwidth"] for r in rows if r["algorithm"] == "fake"] == [2048.0, 4096.0] * 2
-    assert said == ["k = 2, 4 kB", "k = 2, 8 kB", "k = 3, 4 kB", "k = 3, 8 kB"]
-
-
-def test_skips_what_does_not_fit_and_says_so() -> None:
-    rows = exchange.measure_exchange({"textbook": textbook_allreduce}, [4096, 2**20], [2], 0.0, free_bytes=2**20)
-    assert all("seconds" in row for row in rows if row["bytes"] == 4096)
-    skipped = [row for row in rows if row["bytes"] == 2**20]
-    assert [row["algorithm"] for row in skipped] == ["textbook", "copy", "read-modify-write"]
-    assert all(row["skipped"] == "needs 4 MiB, more than half of the 1 MiB that are free" for row in skipped)
-    assert "not measured: needs 4 MiB" in table(rows)
-
-
-def test_a_models_gradients_go_through_many() -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
-    model[0].bias.requires_grad = False
-    shapes = exchange.model_gradients(model)
-    assert shapes == [(5, 3), (2, 5)]
-    calls = []
-
-    @with_many(lambda gradients: calls.append([[t.shape for t in same] for same in gradients]))
-    def fake(tensors: list[Tensor]) -> None:
-        raise AssertionError("has a many")
-
-    rows = exchange.measure_gradients({"fake": fake}, shapes, [2], 0.0)
-    names = ("fake", "fake, flat", "copy", "read-modify-write")
-    assert [(r["algorithm"], r["bytes"]) for r in rows] == [(name, 100) for name in names]
-    separate = [call for call in calls if call != [[(25,)] * 2]]
-    assert all(call == [[(5, 3)] * 2, [(2, 5)] * 2] for call in separate)
-    assert 0 < len(separate) < len(calls)
-
-
-def test_limits_touch_all_bytes() -> None:
-    gradients, spare = [[torch.zeros(3) for _ in range(2)] for _ in range(2)], [[torch.ones(3), torch.ones(3)]] * 2
-    versions = [t._version for same in gradients for t in same]
-    exchange.LIMITS["copy"](gradients, spare)
-    assert all(t.eq(0).all() for same in spare for t in same)
-    exchange.LIMITS["read-modify-write"](gradients, spare)
-    assert all(t._version > v for t, v in zip([t for same in gradients for t in same], versions, strict=True))
-
-
-def test_table_and_picture(tmp_path: Path) -> None:
-    rows = [exchange.result(*row) for row in [("textbook", 2, 2**20, [3.0]), ("ring", 2, 2**20, [2.0])]]
-    rows += [exchange.result("read-modify-write", 2, 2**20, [1.0]), exchange.result("ring", 4, 2**21, [2.0])]
-    lines = table(rows).splitlines()
-    assert lines[2].split() == ["1", "MB", "2", "ring", "2000.000", "2000.000", "1", "0.00", "0.00", "1.50", "0.50"]
-    assert len(lines[4].split()) == 9  # nothing to compare with
-    plot_exchange(rows, tmp_path / "picture.png")
-    plot_exchange([], tmp_path / "empty.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
-
-
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(exchange, "measure_exchange", lambda *args, **kwargs: pytest.fail("measured"))
-    for option in ("--json", "--picture"):
-        with pytest.raises(SystemExit):
-            exchange.main([option, str(tmp_path / "missing" / "x")])
-        assert f"there is no directory {tmp_path / 'missing'}" in capsys.readouterr().err
-
-
-CHAIN = """
-def chain(data):
-    for before, tensor in zip(data, data[1:]):
-        tensor.add_(before)
-    for tensor in data[:-1]:
-        tensor.copy_(data[-1])
-
-def forgetful(data):
-    data[0].add_(data[1])
-"""
+    assert list(orders[3]["cases"]) == ["4 kB", "Sequential, flat"] and problems == ["torch.distributed: no port"]
+    lines = exchange_tables(rows)
+    assert lines[1] == "**The allreduce alone: 4 kB**" and lines.count("| compiled | 2.000 | 2.00 | 2.00 |") == 3
 
 
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "my_exchange.py").write_text(CHAIN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
-    little = ["--quick", "--sizes", "1024", "--seconds", "0.001", "--models", "--json", "x.json", "--algorithms"]
-    exchange.main([*little, "textbook", "my_exchange.chain"])
-    names = [row["algorithm"] for row in json.loads(Path("x.json").read_text())["exchange"]]
-    assert names[:2] == ["textbook", "my_exchange.chain"] and "ring" not in names
-    for wrong in ("chian", "my_exchange.chian", "my_exchange.forgetful"):
-        with pytest.raises(SystemExit):
-            exchange.main([*little, wrong])
-        assert f"--algorithms: {wrong}: " in (err := capsys.readouterr().err) and "choose from textbook, " in err
-
-
-@pytest.mark.slow
-def test_gloo_between_two_processes() -> None:
-    rows = measure_processes([4096], [2], 0.01, timeout=60)
-    assert [(row["algorithm"], row["k"], row["bytes"]) for row in rows] == [("gloo", 2, 4096)]
-    assert rows[0]["runs"] >= 3 and rows[0]["min"] > 0
-
-
-@pytest.mark.slow
-def test_processes_that_take_too_long_are_ended() -> None:
-    rows = measure_processes([4096], [2], 0.01, timeout=0.2)
-    assert rows == [{"algorithm": "gloo", "k": 2, "bytes": 4096, "skipped": "not done after 0.2 s"}]
+def test_gloo_and_a_compiled_function_in_real_processes(tmp_path: Path) -> None:
+    rows, problems = measure_exchange(["textbook", "compiled"], {"4 kB": [[1024]]}, [2], 0.01, 1)
+    names = {row["algorithm"] for row in rows}
+    assert names == {"textbook", "compiled", "copy", "read-modify-write", "gloo"} and problems == []
+    assert all(0 < row["repeats"][0] < 10 for row in rows)
+    plot_exchange(rows, tmp_path / "exchange.png")
+    assert (tmp_path / "exchange.png").read_bytes().startswith(b"\x89PNG")

@@ -35,21 +35,30 @@ def test_predictions_in_dataset_order(
     assert torch.allclose(torch.tensor([[float(p) for p in row[3:]] for row in rows]), probabilities, atol=1e-5)
 
 
-def test_predictions_of_any_loader_in_dataset_order(
+def test_tensors_of_any_loader_in_dataset_order(
     make_trainer: Callable, tmp_path: Path, VectorNet: type[Classifier]
 ) -> None:
-    samples = TensorDataset(torch.randn(23, 4), torch.arange(23))
-    trainer = make_trainer(callbacks=[PredictionWriter()])
-    trainer.predict(VectorNet(), DataLoader(samples, 5, shuffle=True))
-    written = (tmp_path / "predictions.csv").read_text().splitlines()
-    assert written[0] == "index,label,prediction,p(0),p(1),p(2)"
-    assert [line.split(",")[:2] for line in written[1:]] == [[str(i), str(i)] for i in range(23)]
-    trainer.predict(VectorNet(), DataLoader([samples[7:12]], batch_size=None))  # of which nothing is known
-    written = (tmp_path / "predictions.csv").read_text().splitlines()
-    assert [line.split(",")[:2] for line in written[1:]] == [[str(i), str(7 + i)] for i in range(5)]
+    class Regression(VectorNet):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0][:, 0] if self.is_flat else batch[0][:, :2]
+
+    samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
+    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Regression()
+
+    def written() -> list[list[str]]:
+        return [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]
+
+    model.is_flat = True
+    trainer.predict(model, DataLoader(samples, 5, shuffle=True))
+    assert written() == [["index", "prediction"], *([str(i), str(4 * i)] for i in range(23))]
+    model.is_flat = False
+    trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))  # of which nothing is known
+    head, *rows = written()
+    assert head == ["index", "prediction(0)", "prediction(1)"]
+    assert rows == [[str(i), str(4 * (7 + i)), str(4 * (7 + i) + 1)] for i in range(5)]
 
 
-@pytest.mark.parametrize("returned", ["tensor", "half", "sum"])
+@pytest.mark.parametrize("returned", ["list", "half", "sum"])
 def test_a_model_without_a_row_a_sample_is_told_so(
     returned: str, make_data: Callable, make_trainer: Callable, tmp_path: Path, files: Callable
 ) -> None:
@@ -58,7 +67,7 @@ def test_a_model_without_a_row_a_sample_is_told_so(
             table = super().predict_step(batch, batch_idx)
             if returned == "half":
                 return {key: value[::2] for key, value in table.items()}
-            return {**table, "label": batch[1].sum()} if returned == "sum" else table["probabilities"]
+            return {**table, "label": batch[1].sum()} if returned == "sum" else list(table.values())
 
     with pytest.warns(UserWarning, match=r"predictions\.csv is not written: it needs .* a Bare\.predict_step that"):
         predictions = make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())

@@ -57,3 +57,13 @@ def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> Non
             assert abs(layer.weight.mean().item()) < 4 * 0.01 / n**0.5
             if model_class is LeNet:
                 assert not layer.bias.any()
+
+
+def test_kaiming_keeps_the_size_of_activations() -> None:
+    torch.manual_seed(0)
+    X = torch.randn(64, 1, 28, 28)
+    for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")):
+        assert 0.1 < model(X).std().item() < 10
+    assert LeNet()(X).std().item() < 1e-3  # the book's
+    with pytest.raises(ValueError, match=r"model\.label_smoothing=2: choose a share from 0 \(none\) to 1"):
+        LeNet(label_smoothing=2)

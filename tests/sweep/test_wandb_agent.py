@@ -15,7 +15,7 @@ import yaml
 
 from lightning_mgpu.arguments import CONFIGS
 
-SWEEP = (CONFIGS / "sweep" / "lenet_lr.yaml").read_text()
+SWEEP = (CONFIGS / "sweep" / "lenet_lr.yaml").read_text()  # as it is shipped
 SWEEP_ID, RUN_ID = "abcd1234", "run45678"
 SHORT = {"data.source": "synthetic", "trainer.max_epochs": 1, "trainer.accelerator": "cpu", "trainer.devices": 1}
 SHORT |= {f"trainer.limit_{part}_batches": 1 for part in ("train", "val", "test")}
@@ -94,7 +94,8 @@ def test_agent_runs_fit(server: Server, tmp_path: Path) -> None:
     assert agent.returncode == 0, output
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == ARGS["model.optimizer.lr"], output
-    assert "val_acc" in (tmp_path / "run" / "metrics.csv").read_text()
+    logged = (tmp_path / "run" / "metrics.csv").read_text()
+    assert "val_acc" in logged and "test_acc" not in logged and not list((tmp_path / "run").glob("*.png"))  # a trial
     # the run is the one the agent named, and knows its sweep
     [recorded] = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{RUN_ID}/*.wandb")
     assert SWEEP_ID.encode() in recorded.read_bytes()

@@ -8,7 +8,7 @@ import pytest
 SCRIPT = """
 import resource, sys, torch
 if sys.argv[1] == "keep":
-    from lightning_mgpu.malloc import keep_freed_memory
+    from lightning_mgpu.callbacks.malloc import keep_freed_memory
     keep_freed_memory()
 
 def held():  # MB of address space: what malloc asked for, whatever the kernel does with the pages behind it

@@ -1,0 +1,97 @@
+"""Searches end the run with a suggestion, and a profile sees every thread: through the command line."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from lightning_mgpu.callbacks import BatchSizeSearch
+from lightning_mgpu.callbacks.search import draw, suggestion
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.models import LeNet
+
+TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
+
+
+@pytest.fixture
+def fit(main: Callable[..., int], root: Path) -> Callable[..., int]:
+    """Run `fit` on the tiny dataset: 402 images to train on, 101 to validate."""
+    shared = ("--trainer.accelerator=cpu", f"--data.root={root}", "--data.val_size=101", "--data.batch_size=64")
+    return lambda *args: main("fit", *shared, *args)
+
+
+def test_learning_rate_search_agrees_over_strategies(
+    fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    found = []
+    for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
+        assert fit("--config=mode/lr_find.yaml", "--model.init=kaiming", f"--run_dir=run{number}", *args) == 0
+        out = capfd.readouterr().out
+        assert out.startswith("model: ") and "test acc" not in out and "epoch" not in out
+        found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
+        assert f"falls fastest: --model.optimizer.lr={found[-1]}\n" in out
+        left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
+        assert left == {"config.yaml", "hparams.yaml", "model.txt", "lr_find.png"}
+    assert found[0] == found[1] and 0.001 < float(found[0]) < 1
+
+
+RATES = [10 ** (-3 + 4 * i / 99) for i in range(100)]
+FALLS_THEN_EXPLODES = [2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.0 ** (i - 78) for i in range(100)]
+
+
+def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
+    lr = suggestion(RATES, FALLS_THEN_EXPLODES)
+    assert lr == RATES[50]
+    axes = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0]
+    assert axes.get_ylim()[1] < 4  # the explosion does not squeeze the rest
+
+
+@pytest.mark.parametrize("losses", [[2.3] * 100, [2.3, 9.0, math.nan] * 33, [math.nan] * 100, [2.3, 2.2], [2.3]])
+def test_a_flat_or_exploding_loss_has_no_suggestion(losses: list[float]) -> None:
+    assert suggestion(RATES, losses) is None
+    assert draw(RATES[: len(losses)], losses, None)
+
+
+SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
+
+
+def test_batch_size_search_counts_global_batches(
+    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    assert fit(*SEARCH, *TWO_REPLICAS) == 0
+    out = capfd.readouterr().out
+    assert "batch_find: 64 global, 32 per device; the largest tried, nothing ran out of memory\n" in out
+    assert "use it with --data.batch_size=64\n" in out and "test acc" not in out
+    theirs = LeNet.training_step
+
+    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if len(batch[1]) > 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return theirs(self, batch, batch_idx)
+
+    monkeypatch.setattr(LeNet, "training_step", training_step)
+    assert fit(*SEARCH, "--trainer.devices=1") == 0
+    assert "batch_find: 32 global, 32 per device; twice as many do not fit" in capfd.readouterr().out
+
+
+def test_batch_size_search_refuses_several_processes() -> None:
+    with pytest.raises(UsageError, match="runs in one process, not in 2: search"):
+        BatchSizeSearch().setup(SimpleNamespace(world_size=2), LeNet(), "fit")  # type: ignore[arg-type]
+
+
+def test_profile_looks_at_operators_and_hooks(fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert fit("--config=mode/profile.yaml", "--trainer.max_epochs=2", "--run_dir=run", *TWO_REPLICAS) == 0
+    captured = capfd.readouterr()
+    assert "profile:  run/profile.txt and run/trace.json" in captured.out and "too short" not in captured.err
+    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "profile.txt").read_text()
+    assert "run_training_epoch" in (tmp_path / "run" / "fit-hooks.txt").read_text()
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    num_forward = sum(event.get("name") == "aten::conv2d" for event in events)
+    assert num_forward == (5 + 2) * 2 * 2  # batches with those validated on, replicas, convolutions
+    with pytest.warns(UserWarning, match="too short for Profile, which looks at 5 batches after 3"):
+        assert fit("--config=mode/profile.yaml", "--trainer.limit_train_batches=3") == 0
