@@ -8,7 +8,7 @@ from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close, make_s
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mgpu.strategies import auto_split
+from lightning_mgpu.strategies import split_batch
 
 
 def dropping(base=Regression, norm=False):
@@ -86,7 +86,7 @@ def test_shares_by_hand_do_not_change_the_training(assert_parity, split, base):
 def test_the_faster_device_gets_more(train, engine, monkeypatch):
     """By a clock that stands still but for what a step says it takes. The first step does not count."""
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(auto_split, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    monkeypatch.setattr(split_batch, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
     sizes = []
 
     class Timed(Regression):
@@ -105,8 +105,8 @@ def test_the_faster_device_gets_more(train, engine, monkeypatch):
 
 
 def test_batches_too_small_to_time_all_keep_even_shares():
-    split = auto_split.AutoSplit()
-    for _ in range(auto_split.NUM_STEPS + 2):
+    split = split_batch.AutoSplit()
+    for _ in range(split_batch.NUM_TIMED + 2):
         with split.timed(0, torch.device("cpu")):
             pass
         assert split.end_step([1.0, 1.0]) == [1.0, 1.0]
