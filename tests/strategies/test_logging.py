@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy
+from tiny_runs import MANUAL, Manual, Regression, a_loader, labelled, make_strategy
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
@@ -69,6 +69,18 @@ def logged_by_some_replicas(module, stage, X, y, batch_idx):
 @pytest.mark.parametrize("step", [changed_after_logging, one_key_in_several_stages, logged_by_some_replicas])
 def test_ways_to_log(assert_logs_alike, step):
     assert_logs_alike(step, at_end=lambda module, stage: module.log(f"{stage}_end", 1.5))
+
+
+def test_counts_that_are_equal_by_chance(assert_logs_alike):
+    """Shards of 3, 2 and 2 samples have 1, 2 and 1 chosen ones in the first batch, one each in the others."""
+    batches = [X for X, _ in labelled()]
+    chosen = torch.cat([batches[0][[0, 3, 4, 5]], batches[1][[0, 3, 5]], batches[2][[0, 3, 5]]])
+
+    def step(module, stage, X, y, batch_idx):
+        if len(rows := X[(X[:, None] == chosen.to(X.device)).all(-1).any(1)]):
+            module.log(f"{stage}_chosen", rows.mean(), batch_size=len(rows), on_step=True, on_epoch=True)
+
+    assert_logs_alike(step)
 
 
 def test_several_dataloaders(assert_logs_alike, logged):

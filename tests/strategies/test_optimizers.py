@@ -236,7 +236,7 @@ STATES = {
 def test_states_reset_on_the_way(assert_parity, name, hook):
     """A warm restart: the other replicas' states are reset as well."""
 
-    def reset(self, trainer, module):
+    def reset(trainer, module):
         if trainer.global_step in (3, 6):
             STATES[name](trainer.optimizers[0])
 

@@ -140,7 +140,7 @@ def test_after_a_run(train, tmp_path):
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     outputs = loop.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
     assert outputs["loss"] > 0 and not torch.equal(weight, module.net[0].weight)
-    assert copy.deepcopy(trainer).global_step == 8
+    assert copy.deepcopy(trainer).global_step == trainer.global_step
     trainer = train(Regression, 2, check=False).trainer  # a class in a function cannot be pickled
     torch.save(trainer, tmp_path / "trainer.pt")
     strategy = torch.load(tmp_path / "trainer.pt", weights_only=False).strategy
