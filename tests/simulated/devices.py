@@ -30,6 +30,7 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
     "-sparse bag, SparseAdam]": "no sparse tensors",
+    "-WeightAveraging-True]": "no average of integers",
     "-lstm]": "no fused cells of recurrent layers",
     "-bidirectional gru]": "no fused cells of recurrent layers",
     "test_a_recurrent_layers_state": "no fused cells of recurrent layers",
