@@ -38,8 +38,8 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
     "test_models[manual_allreduce-scripted layers]": "TorchScript layers keep their parameters on the first device",
     "test_models[dp-scripted layers]": "TorchScript layers keep their parameters on the first device",
-    "-new list-": "a tensor that a hook puts into a list stays on the first device",
-    "-new object-": "a tensor that a hook puts into an object stays on the first device",
+    "states_are_the_replicas_own[new list-": "a tensor that a hook puts into a list stays on the first device",
+    "states_are_the_replicas_own[new object-": "a tensor that a hook puts into an object stays on the first device",
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
 }
 TORCH = Path(torch.__file__).parent
