@@ -1,10 +1,10 @@
-"""Training on devices that differ is training on one; a run can be repeated."""
+"""Training on devices that differ is training on one, to the same bits with `replicas`; a run can be repeated."""
 
 from collections.abc import Callable
 
 import pytest
 
-FILES = ("parity", "norms", "dropout", "structure", "lists", "attributes", "schedulers")
+FILES = ("parity", "replicas", "norms", "random", "optimizers")
 
 
 @pytest.mark.slow

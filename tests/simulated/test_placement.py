@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-OTHERS = (
-    "test_errors.py::test_a_failure_in_one_replica",
-    "test_trainer.py::test_actions_profiled_in_a_step_count_once",
-)
+FILES = ("attributes", "outputs", "manual", "checkpoints", "trainer")
+OTHERS = ("test_errors.py::test_a_failure_in_one_replica", "test_metrics.py::test_ways_to_log_a_metric")
 
 
 @pytest.mark.slow
 def test_placement(run_on_simulated_devices: Callable[..., None]) -> None:
-    run_on_simulated_devices("placement", *OTHERS)
+    run_on_simulated_devices(*(f"test_{name}.py" for name in FILES), *OTHERS)

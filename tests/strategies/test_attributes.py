@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import Manual, Regression, a_loader, assert_close
+from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close
 from torch import nn
 from torch.nn import functional as F
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
@@ -64,9 +66,13 @@ class Net(nn.Sequential):
     """A layer of a user's class."""
 
 
-@pytest.mark.parametrize("base", [Regression, Manual])
-@pytest.mark.parametrize("place", ["module", "layer"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "place", "base"),
+    [
+        *((kind, "module", Regression) for kind in KINDS),
+        *(("tensor", place, base) for place in ("module", "layer") for base in (Regression, Manual)),
+    ],
+)
 def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
     """Truncated backpropagation through time: every replica goes on with its samples' state, until a hook resets it."""
     put, find = KINDS[kind]
@@ -187,7 +193,7 @@ def test_swapped_for_validation_and_put_back(assert_parity, inference_mode):
 
 
 def test_python_objects_get_one_call_a_replica(train):
-    """In the order of the batch, so that a list of samples is that of one device."""
+    """In the order of the batch, so that a list of samples is that of one device; in validation, too."""
 
     class Module(Regression):
         def on_train_start(self):
@@ -199,14 +205,6 @@ def test_python_objects_get_one_call_a_replica(train):
             self.counts["samples"] += len(batch[0])
             return self.loss(batch)
 
-    one, *others = (train(Module, k) for k in (1, 2, 3))
-    for other in others:
-        assert_close(torch.cat(other.inputs), torch.cat(one.inputs), 0, 0)
-        assert other.names == one.names and other.counts == one.counts
-
-
-def test_lists_collected_in_validation(train):
-    class Module(Regression):
         def on_validation_epoch_start(self):
             self.outputs = []
 
@@ -216,14 +214,10 @@ def test_lists_collected_in_validation(train):
         def on_validation_epoch_end(self):
             self.all = torch.cat(self.outputs)
 
-    one, *others = (train(Module, k, val=True) for k in (1, 2, 3))
-    for other in others:
-        assert_close(other.all, one.all)
-
-
-def counts_buffers(module):
-    module.num_steps += 1
-    module.scale = module.scale * 0.99  # a new tensor every time
+    one, three = (train(Module, k, val=True) for k in (1, 3))
+    assert_close(torch.cat(three.inputs), torch.cat(one.inputs), 0, 0)
+    assert_close(three.all, one.all)
+    assert three.names == one.names and three.counts == one.counts
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
@@ -239,7 +233,8 @@ def test_buffers_that_a_step_updates(assert_parity, base):
             self.register_buffer("mask", torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(4, 3))
 
         def loss(self, batch):
-            counts_buffers(self)
+            self.num_steps += 1
+            self.scale = self.scale * 0.99  # a new tensor every time
             return F.mse_loss(self.net(batch[0]) * self.scale * self.mask[0], batch[1])
 
     one, *_ = assert_parity(Module)
@@ -278,7 +273,7 @@ class Features:
 
 FORWARD_HOOKS = {
     "object": lambda module: module.features,
-    "method": lambda module: module.keep,
+    "method": lambda module: module.features.__call__,
     "partial": lambda module: partial(Features.__call__, module.features),
     "function": lambda module: lambda layer, args, output: setattr(module.features, "value", output),
 }
@@ -296,9 +291,6 @@ def test_forward_hooks_that_keep_features(assert_parity, kind, place):
         def register(self, here):
             if here == place:
                 self.handle = self.net[0].register_forward_hook(FORWARD_HOOKS[kind](self))
-
-        def keep(self, layer, args, output):
-            self.features.value = output
 
         def on_train_epoch_start(self):
             self.register("on_train_epoch_start")

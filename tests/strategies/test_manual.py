@@ -2,90 +2,64 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from tiny_runs import (
-    Manual,
-    Regression,
-    a_loader,
-    assert_close,
-    batch_norm_net,
-    is_second_shard,
-    one_line,
-    ordered_loader,
-)
+from tiny_runs import Manual, Regression, batch_norm_net, is_second_shard, one_line, ordered_loader
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 
-class Accumulates(Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch) / 3)
-        if batch_idx % 3 == 2 or self.trainer.is_last_batch:
-            self.clip_gradients(optimizer, 0.1, "norm")
-            optimizer.step()
-            optimizer.zero_grad()
+def by_hand(training_step, **methods):
+    """A module that optimizes by hand in this training step."""
+    return type("Module", (Manual,), {"training_step": training_step, **methods})
 
 
-class TwoUpdates(Manual):
-    """The second from the weights after the first, and by the optimizer of torch itself."""
-
-    def training_step(self, batch, batch_idx):
-        self.update(self.loss(batch))
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+def accumulates(self, batch, batch_idx):
+    optimizer = self.optimizers()
+    self.manual_backward(self.loss(batch) / 3)
+    if batch_idx % 3 == 2 or self.trainer.is_last_batch:
+        self.clip_gradients(optimizer, 0.1, "norm")
         optimizer.step()
+        optimizer.zero_grad()
 
 
-class TwoBackwards(Manual):
-    """Gradients add up; the second loss is computed with the gradients of the first."""
-
-    def training_step(self, batch, batch_idx):
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-        norm = sum(parameter.grad.norm() for parameter in self.parameters())
-        self.manual_backward(self.loss(batch) * norm)
-        self.optimizers().step()
-
-
-class EditsWeights(Manual):
-    """Between steps, as a WGAN's critic is clamped."""
-
-    def training_step(self, batch, batch_idx):
-        for _ in range(2):
-            self.update(self.loss(batch))
-            for parameter in self.parameters():
-                parameter.data.clamp_(-0.3, 0.3)
+def two_updates(self, batch, batch_idx):
+    """The second from the weights after the first, and by the optimizer of torch itself; weights are clamped after."""
+    before = self.global_step
+    self.update(self.loss(batch))
+    assert self.global_step == before + 1
+    optimizer = self.optimizers(use_pl_optimizer=False)
+    optimizer.zero_grad()
+    self.manual_backward(self.loss(batch))
+    optimizer.step()
+    for parameter in self.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
 
 
-class EditsGradients(Manual):
-    def training_step(self, batch, batch_idx):
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-        for parameter in self.parameters():
-            parameter.grad.clamp_(-0.01, 0.02)
-        self.optimizers().step()
+def two_backwards(self, batch, batch_idx):
+    """Gradients add up; the second loss is computed with the gradients of the first, and edits them."""
+    self.optimizers().zero_grad()
+    self.manual_backward(self.loss(batch))
+    norm = sum(parameter.grad.norm() for parameter in self.parameters())
+    self.manual_backward(self.loss(batch) * norm)
+    for parameter in self.parameters():
+        parameter.grad.clamp_(-0.01, 0.02)
+    self.optimizers().step()
 
 
-class SkipsBatches(Manual):
-    """Some shards have nothing to learn from, and the third batch has no loss."""
+def loss_of_some(self, batch):
+    """Some shards have nothing to learn from."""
+    X, y = batch
+    rows = X[:, 0] > 0.5
+    if not rows.any() and len(X) > 1:
+        return X.new_zeros(())
+    return F.mse_loss(self.net(X[rows]), y[rows], reduction="sum") / len(X)
 
-    def loss(self, batch):
-        X, y = batch
-        rows = X[:, 0] > 0.5
-        return (
-            F.mse_loss(self.net(X[rows]), y[rows], reduction="sum") / len(X)
-            if rows.any() or len(X) == 1
-            else X.new_zeros(())
-        )
 
-    def training_step(self, batch, batch_idx):
-        if batch_idx != 2:
-            return super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()
-        self.optimizers().step()
+def skips_a_batch(self, batch, batch_idx):
+    if batch_idx != 2:
+        return Manual.training_step(self, batch, batch_idx)
+    self.optimizers().zero_grad()
+    self.optimizers().step()
 
 
 class FromTheSecondEpoch(Manual):
@@ -104,8 +78,7 @@ class WithClosure(Manual):
 
         def closure():
             optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
+            self.manual_backward(loss := self.loss(batch))
             return loss
 
         self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
@@ -122,27 +95,23 @@ class Twice(optim.SGD):
         return loss
 
 
-class PyTorchOptimizer(Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.own
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-    def configure_optimizers(self):
-        self.own = optim.Adam(self.parameters(), 0.01)
-        return self.own
+def its_own_optimizer(self, batch, batch_idx):
+    self.own.zero_grad()
+    self.manual_backward(self.loss(batch))
+    self.own.step()
 
 
-class CountsSteps(Manual):
-    def training_step(self, batch, batch_idx):
-        before = self.global_step
-        super().training_step(batch, batch_idx)
-        assert self.global_step == before + 1
+def keeps_its_optimizer(self):
+    self.own = optim.Adam(self.parameters(), 0.01)
+    return self.own
 
 
-STEPS = [Manual, Accumulates, TwoUpdates, TwoBackwards, EditsWeights, EditsGradients, SkipsBatches, FromTheSecondEpoch]
-STEPS += [WithClosure, PyTorchOptimizer, CountsSteps]
+STEPS = [
+    *(Manual, FromTheSecondEpoch, WithClosure),
+    *(by_hand(step) for step in (accumulates, two_updates, two_backwards)),
+    by_hand(skips_a_batch, loss=loss_of_some),
+    by_hand(its_own_optimizer, configure_optimizers=keeps_its_optimizer),
+]
 
 
 @pytest.mark.parametrize("make", STEPS)
@@ -160,14 +129,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_closures_that_run_again(right_or_refused, name):
     right_or_refused(lambda: WithClosure(optimizer=OPTIMIZERS[name]), tolerance=1e-9)
-
-
-def test_sync_batchnorm(assert_parity):
-    assert_parity(lambda: Manual(batch_norm_net()), sync_batchnorm=True, limit_train_batches=3)
-
-
-def test_mixed_precision(assert_parity):
-    assert_parity(Manual, precision="64-true", profiler="simple")
 
 
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
@@ -217,8 +178,7 @@ class Plateau(Manual):
 class AtTheEnd(Scheduled):
     """Steps its scheduler in a hook."""
 
-    def training_step(self, batch, batch_idx):
-        self.update(self.loss(batch))
+    training_step = Manual.training_step
 
     def on_train_epoch_end(self):
         self.lr_schedulers().step()
@@ -254,76 +214,68 @@ class GAN(Regression):
         return zip(self.optimizers(), (self.generator_loss, self.critic_loss))
 
 
-class Toggled(GAN):
-    def training_step(self, batch, batch_idx):
-        for n, (optimizer, loss) in enumerate(self.losses()):
-            self.toggle_optimizer(optimizer)
-            other = self.net if n else self.critic
-            assert not any(parameter.requires_grad for parameter in other.parameters())
-            self.manual_backward(loss(batch[0]))
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-
-class ToggledWithClosures(GAN):
-    def training_step(self, batch, batch_idx):
-        for optimizer, loss in self.losses():
-
-            def closure(optimizer=optimizer, loss=loss):
-                optimizer.zero_grad()
-                self.manual_backward(loss(batch[0]))
-
-            with optimizer.toggle_model():
-                optimizer.step(closure=closure)
-        assert all(parameter.requires_grad for parameter in self.parameters())
-
-
-class Untoggled(GAN):
-    """The generator's loss leaves gradients in the critic; backward passes add up."""
-
-    def training_step(self, batch, batch_idx):
-        generator, critic = self.optimizers()
-        self.manual_backward(self.generator_loss(batch[0]))
-        self.manual_backward(self.critic_loss(batch[0]), retain_graph=True)
-        generator.step()
-        critic.step()
-        generator.zero_grad()
-        critic.zero_grad(set_to_none=False)
-
-
-class InTurns(GAN):
-    """The critic has three batches of four; schedulers are stepped with their optimizers."""
-
-    def training_step(self, batch, batch_idx):
-        n = int(batch_idx % 4 > 0)
-        optimizer, loss = list(self.losses())[n]
-        optimizer.zero_grad()
+def toggled(self, batch, batch_idx):
+    for n, (optimizer, loss) in enumerate(self.losses()):
+        self.toggle_optimizer(optimizer)
+        other = self.net if n else self.critic
+        assert not any(parameter.requires_grad for parameter in other.parameters())
         self.manual_backward(loss(batch[0]))
         optimizer.step()
-        self.lr_schedulers()[n].step()
-        for parameter in self.critic.parameters():
-            parameter.data.clamp_(-0.3, 0.3)
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
 
 
-class PenalizesGradients(GAN):
+def toggled_with_closures(self, batch, batch_idx):
+    for optimizer, loss in self.losses():
+
+        def closure(optimizer=optimizer, loss=loss):
+            optimizer.zero_grad()
+            self.manual_backward(loss(batch[0]))
+
+        with optimizer.toggle_model():
+            optimizer.step(closure=closure)
+    assert all(parameter.requires_grad for parameter in self.parameters())
+
+
+def untoggled(self, batch, batch_idx):
+    """The generator's loss leaves gradients in the critic; backward passes add up."""
+    generator, critic = self.optimizers()
+    self.manual_backward(self.generator_loss(batch[0]))
+    self.manual_backward(self.critic_loss(batch[0]), retain_graph=True)
+    generator.step()
+    critic.step()
+    generator.zero_grad()
+    critic.zero_grad(set_to_none=False)
+
+
+def in_turns(self, batch, batch_idx):
+    """The critic has three batches of four; schedulers are stepped with their optimizers."""
+    n = int(batch_idx % 4 > 0)
+    optimizer, loss = list(self.losses())[n]
+    optimizer.zero_grad()
+    self.manual_backward(loss(batch[0]))
+    optimizer.step()
+    self.lr_schedulers()[n].step()
+    for parameter in self.critic.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+def penalizes_gradients(self, batch, batch_idx):
     """WGAN-GP: gradients of the critic with respect to its input, and of their norm."""
-
-    def training_step(self, batch, batch_idx):
-        generator, critic = self.optimizers()
-        X = batch[0].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.critic(X).sum(), X, create_graph=True)
-        critic.zero_grad()
-        self.manual_backward(self.critic_loss(batch[0]) + (gradient.norm(dim=1) - 1).square().mean())
-        critic.step()
-        generator.zero_grad()
-        self.manual_backward(self.generator_loss(batch[0]))
-        generator.step()
+    generator, critic = self.optimizers()
+    X = batch[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(self.critic(X).sum(), X, create_graph=True)
+    critic.zero_grad()
+    self.manual_backward(self.critic_loss(batch[0]) + (gradient.norm(dim=1) - 1).square().mean())
+    critic.step()
+    generator.zero_grad()
+    self.manual_backward(self.generator_loss(batch[0]))
+    generator.step()
 
 
-@pytest.mark.parametrize("make", [Toggled, ToggledWithClosures, Untoggled, InTurns, PenalizesGradients])
-def test_two_optimizers(assert_parity, make):
-    assert_parity(make)
+@pytest.mark.parametrize("step", [toggled, toggled_with_closures, untoggled, in_turns, penalizes_gradients])
+def test_two_optimizers(assert_parity, step):
+    assert_parity(type("Module", (GAN,), {"training_step": step}))
 
 
 @pytest.mark.parametrize("case", ["more backwards", "no step", "other optimizer", "raises"])
@@ -353,48 +305,24 @@ def test_replicas_that_part_ways_end_in_an_error(train, case, sync_batchnorm):
         assert "manual_backward" in one_line(raised.value)
 
 
-def test_backward_by_hand(right_or_refused):
-    """`loss.backward()` where Lightning asks for `manual_backward`."""
-
-    class Module(Manual):
-        def training_step(self, batch, batch_idx):
-            self.optimizers().zero_grad()
-            self.loss(batch).backward()
-            self.optimizers().step()
-
-    right_or_refused(Module)
+def backward_by_hand(self, batch, batch_idx):
+    """Where Lightning asks for `manual_backward`."""
+    self.optimizers().zero_grad()
+    self.loss(batch).backward()
+    self.optimizers().step()
 
 
-def test_weights_updated_by_hand(right_or_refused):
+def update_by_hand(self, batch, batch_idx):
     """The book's `sgd`, without an optimizer."""
-
-    class Module(Manual):
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.loss(batch))
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
-
-        def configure_optimizers(self):
-            return None
-
-    right_or_refused(Module)
+    self.manual_backward(self.loss(batch))
+    with torch.no_grad():
+        for parameter in self.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
 
 
-def test_hooks_see_the_whole_batchs_loss(train):
-    class Module(Manual):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def on_before_backward(self, loss):
-            self.seen.append(loss.item())
-
-    class Look(Callback):
-        def on_after_backward(self, trainer, module):
-            module.seen.append(float(module.net[0].weight.grad.norm()))
-
-    one, *others = (train(Module, k, callbacks=lambda: [Look()], loader=lambda: a_loader(8, 24)) for k in (1, 2, 3))
-    for other in others:
-        assert_close(other.seen, one.seen)
+@pytest.mark.parametrize(
+    "make", [by_hand(backward_by_hand), by_hand(update_by_hand, configure_optimizers=lambda self: None)]
+)
+def test_all_by_hand(right_or_refused, make):
+    right_or_refused(make)

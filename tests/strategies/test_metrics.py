@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import NUM_CLASSES, Manual, Regression, a_loader, make_strategy, one_line
+from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, one_line
 from torch import nn
 from torchmetrics import classification as tc
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
 def for_stages(make):
@@ -60,7 +62,7 @@ def test_computed_in_a_step(assert_logs_alike, logged, engine, is_locked):
 
     make = for_stages(METRICS["f1"])
     if is_locked:
-        assert_logs_alike(step, make, strategy=lambda: make_strategy(engine, lockstep=True))
+        assert_logs_alike(step, make, strategy=lambda k: make_strategy(engine, lockstep=True))
     else:
         with pytest.raises(RuntimeError, match="lockstep=True") as raised:
             logged(2, step, make)
@@ -81,8 +83,8 @@ class Ratio(tm.Metric):
 
     def __init__(self):
         super().__init__()
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        for name in ("total", "count"):
+            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values, count):
         self.total += values.sum()
@@ -92,27 +94,16 @@ class Ratio(tm.Metric):
         return self.total / self.count
 
 
-Target = namedtuple("Target", "values weights")
-
-
-class WeightedError(tm.Metric):
-    """A user's own metric, whose target is nested."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("total", "count"):
-            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+class WeightedError(Ratio):
+    """Its target is nested."""
 
     def update(self, predicted, target):
         [y, *_], weights = target
         weights = torch.ones_like(y) if weights is None else weights
-        self.total += (weights * (predicted - y) ** 2).sum()
-        self.count += weights.sum()
-
-    def compute(self):
-        return self.total / self.count
+        super().update(weights * (predicted - y) ** 2, weights.sum())
 
 
+Target = namedtuple("Target", "values weights")
 OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
     "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
     "spearman": (tm.SpearmanCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
@@ -231,37 +222,35 @@ def test_wrappers(assert_logs_alike):
 
 
 def test_a_tracker(assert_logs_alike):
+    def make():
+        tracker = tm.MetricTracker(METRICS["f1"]())
+        tracker.increment()
+        return tracker
+
     def step(module, stage, X, y, batch_idx):
         if stage == "train":
-            if batch_idx == 0 and module.metric.n_steps == module.current_epoch:
-                module.metric.increment()
             module.metric.update(module.probabilities(X), y)
 
     def at_end(module, stage):
         if stage == "train":
             module.log("best", module.metric.best_metric())
+            module.metric.increment()
 
-    assert_logs_alike(step, lambda: tm.MetricTracker(METRICS["f1"]()), at_end)
+    assert_logs_alike(step, make, at_end)
 
 
 PLACES = {
-    "list": (lambda: [tm.MeanMetric(), METRICS["f1"]()], lambda place: place),
-    "dict": (lambda: {"a": [tm.MeanMetric()], "b": METRICS["f1"]()}, lambda place: (place["a"][0], place["b"])),
-    "layer": (
-        lambda: nn.ModuleDict({"mean": tm.MeanMetric(), "f1": METRICS["f1"]()}),
-        lambda place: (place["mean"], place["f1"]),
-    ),
-    "object": (
-        lambda: SimpleNamespace(mean=tm.MeanMetric(), f1=METRICS["f1"]()),
-        lambda place: (place.mean, place.f1),
-    ),
+    "list": (lambda mean, f1: [mean, f1], lambda place: place),
+    "dict": (lambda mean, f1: {"a": [mean], "b": f1}, lambda place: (place["a"][0], place["b"])),
+    "layer": (lambda mean, f1: nn.ModuleDict({"mean": mean, "f1": f1}), lambda place: (place["mean"], place["f1"])),
+    "object": (lambda mean, f1: SimpleNamespace(mean=mean, f1=f1), lambda place: (place.mean, place.f1)),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_metrics_in_plain_containers(assert_logs_alike, place):
-    """One for all stages; nobody logs it before the epoch ends."""
-    make, find = PLACES[place]
+    """One for all stages; nobody logs it before the epoch ends. Nobody moves it to a device, either."""
+    put, find = PLACES[place]
 
     def step(module, stage, X, y, batch_idx):
         mean, f1 = find(module.metric)
@@ -273,7 +262,7 @@ def test_metrics_in_plain_containers(assert_logs_alike, place):
         module.log_dict({f"{stage}_mean": mean.compute(), f"{stage}_f1": f1.compute()})
         f1.reset()
 
-    assert_logs_alike(step, make, at_end)
+    assert_logs_alike(step, lambda: put(*(make().to(HOME) for make in (tm.MeanMetric, METRICS["f1"]))), at_end)
 
 
 @pytest.mark.parametrize("kind", ["metric", "collection", "term", "sum"])

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from timm.optim import Muon
 from tiny_runs import MANUAL, Manual, Regression, a_loader, sgd
@@ -63,10 +63,10 @@ class Noisy(optim.SGD):
 
 
 class Counting(optim.Optimizer):
-    """Adam that counts its steps in its parameter groups, as some of timm's and apex' do, and keeps a list there."""
+    """Counts its steps in its parameter groups, as some of timm's do, keeps a list there, and edits gradients."""
 
     def __init__(self, params, start=0):
-        super().__init__(params, {"lr": 0.01, "steps": start, "taken": []})
+        super().__init__(params, {"lr": 0.1, "steps": start, "taken": []})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -77,24 +77,8 @@ class Counting(optim.Optimizer):
             group["taken"].append(float(group["steps"]))
             for p in group["params"]:
                 state = self.state[p]
-                if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-                m, v = state["m"].lerp_(p.grad, 0.1), state["v"].lerp_(p.grad.square(), 0.001)
-                steps = float(group["steps"])
-                p -= group["lr"] * m / (1 - 0.9**steps) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8)
-        return loss
-
-
-class Decayed(optim.SGD):
-    """Adds a decay to the gradients in place."""
-
-    def step(self, closure=None):
-        loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad.add_(p, alpha=0.1)
-        super().step()
+                state["m"] = state.get("m", torch.zeros_like(p)).lerp(p.grad.add_(p, alpha=0.1), 0.1)
+                p -= group["lr"] * state["m"] / (1 - 0.9 ** float(group["steps"]))
         return loss
 
 
@@ -149,7 +133,6 @@ OPTIMIZERS = {  # what configures them, and whether each replica makes its own u
     "draws random numbers": (lambda m: Noisy(m.parameters(), 0.1, momentum=0.9), False),
     "counts in its group": (lambda m: Counting(m.parameters()), False),
     "counts in a tensor": (lambda m: Counting(m.parameters(), torch.zeros(())), False),
-    "adds to gradients": (lambda m: Decayed(m.parameters(), 0.1), False),
     "lookahead": (lambda m: Lookahead(m.parameters()), False),
     "wrapped by the module": (lambda m: LightningOptimizer(sgd(m)), None),
 }
@@ -231,7 +214,7 @@ class RatesInTheStep(Regression):
 class LooksAtStates(Regression):
     def training_step(self, batch, batch_idx):
         state = self.optimizers().optimizer.state
-        norms = [buffers["momentum_buffer"].norm() for buffers in state.values()]
+        norms = [buffers["momentum_buffer"].norm().to(self.device) for buffers in state.values()]
         assert len(norms) == (0 if self.global_step == 0 else 4)
         return self.loss(batch) * (1 + sum(norms))
 
@@ -253,23 +236,22 @@ STATES = {
 def test_states_reset_on_the_way(assert_parity, name, hook):
     """A warm restart: the other replicas' states are reset as well."""
 
-    def reset(self, trainer, module):
+    def reset(trainer, module):
         if trainer.global_step in (3, 6):
             STATES[name](trainer.optimizers[0])
 
-    callbacks = lambda: [type("Reset", (Callback,), {hook: reset})()]  # noqa: E731
+    callbacks = lambda: [LambdaCallback(**{hook: reset})]  # noqa: E731
     loader = lambda: a_loader(num_samples=48)  # noqa: E731
     assert_parity(Regression, callbacks=callbacks, loader=loader, val=True, val_check_interval=3)
 
 
 @pytest.mark.parametrize("make", [Regression, Manual])
 def test_optimizers_set_up_again(assert_parity, make):
-    class Again(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.strategy.setup_optimizers(trainer)
+    def set_up(trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.strategy.setup_optimizers(trainer)
 
-    assert_parity(make, callbacks=lambda: [Again()])
+    assert_parity(make, callbacks=lambda: [LambdaCallback(on_train_epoch_start=set_up)])
 
 
 class Thaws(BaseFinetuning):

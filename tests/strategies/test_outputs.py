@@ -12,10 +12,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BasePredictionWriter
-from tiny_runs import Regression, a_loader, assert_close
+from tiny_runs import MANUAL, Regression, a_loader, assert_close
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 Pair = namedtuple("Pair", "X y")
 

@@ -1,7 +1,6 @@
 """A small module in float64, its data, and how two trained modules are compared. The fixtures of conftest.py use it."""
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_mgpu
+import lightning_mgpu  # noqa: F401  registers the strategies
 
-ENGINES = os.environ.get("ENGINES", "manual_allreduce dp").split()
-MANUAL, DP = ENGINES
-if MANUAL not in StrategyRegistry:
-    import lightning_mgpu.strategies  # noqa: F401  until `import lightning_mgpu` registers the strategies
+MANUAL, DP = ENGINES = ("manual_allreduce", "dp")
+IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"  # devices that differ: see tests/simulated
+HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first device
 
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
 
@@ -29,10 +27,6 @@ def make_strategy(engine: str, **options: Any) -> Any:
     """The strategy of that name, with options."""
     known = StrategyRegistry[engine]
     return known["strategy"](**{**known["init_params"], **options})
-
-
-def strategy_class(engine: str) -> Any:
-    return StrategyRegistry[engine]["strategy"]
 
 
 def a_loader(
@@ -123,16 +117,13 @@ class EqualReplicas(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        replicas = (
-            strategy.replicas if hasattr(strategy.replicas, "parameters") else strategy._replicas
-        )  # the old engine
-        for first, *others in replicas.parameters:
+        for first, *others in strategy.replicas.parameters:
             copies = (first, *others)
             assert len({copy.data_ptr() for copy in copies}) == len(copies) or first.numel() == 0
             assert all(torch.equal(first.cpu(), other.cpu()) for other in others)
         self.num_steps += 1
         if self.own_updates is not None:
-            assert getattr(strategy, "own_updates", self.own_updates) == self.own_updates
+            assert strategy.own_updates == self.own_updates
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:

@@ -1,0 +1,132 @@
+"""A checkpoint is the plain module's; a run goes on from it on other devices as if it had never stopped."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from tiny_runs import DP, MANUAL, Manual, Regression, assert_close, make_strategy, same_bits
+from torch import optim
+from torch.utils.data import Dataset
+
+from lightning_mgpu.data.batches import BatchLoader, GlobalBatches
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
+
+class Indexed(Dataset):
+    def __init__(self):
+        self.X = torch.randn(25, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+    def __getitem__(self, item):
+        _, indices = item
+        return [self.X[indices], self.X[indices, :3].sin()]
+
+
+def shuffled():
+    return BatchLoader(Indexed(), GlobalBatches(torch.arange(25), 8, seed=3))
+
+
+def momentum(module):
+    optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def adamw(module):
+    optimizer = optim.AdamW(module.parameters(), 0.05, amsgrad=True)
+    return [optimizer], [optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """Three epochs of four batches, which leave a checkpoint of every step, or the rest of them."""
+
+    def run(make, k, resume=None, **kwargs):
+        saving = [] if resume else [ModelCheckpoint(tmp_path / str(k), "{step}", every_n_train_steps=1, save_top_k=-1)]
+        kwargs = {"loader": shuffled, "max_epochs": 3, "enable_checkpointing": not resume, **kwargs}
+        path = resume and tmp_path / resume
+        return train(make, k, callbacks=lambda: saving, ckpt_path=path, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("make", [lambda: Regression(optimizer=momentum), lambda: Manual(optimizer=adamw)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (2, 2)])
+def test_resumed(run, make, before, after):
+    """From the end of the first epoch, and from the middle of the second."""
+    whole = run(make, before)
+    for step in (4, 6):
+        resumed = run(make, after, f"{before}/step={step}.ckpt")
+        assert resumed.trainer.global_step == whole.trainer.global_step == 12
+        assert_close(resumed.state_dict(), whole.state_dict())
+
+
+def test_resumed_under_another_strategy(run, engine):
+    whole = run(lambda: Regression(optimizer=adamw), 2)
+    other = make_strategy(DP if engine == MANUAL else MANUAL)
+    resumed = run(lambda: Regression(optimizer=adamw), 3, "2/step=6.ckpt", strategy=other, check=False)
+    assert_close(resumed.state_dict(), whole.state_dict())
+
+
+def test_contents(run, tmp_path):
+    """Weights, optimizer and schedulers have the keys and values of one device's. One after the run has the weights."""
+    modules = {k: run(lambda: Regression(optimizer=adamw), k) for k in (1, 2)}
+    one, two = (torch.load(tmp_path / str(k) / "step=7.ckpt", weights_only=False) for k in (1, 2))
+    assert one.keys() == two.keys()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert_close(two[part], one[part])
+    modules[2].trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert_close(torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"], modules[2].state_dict(), 0, 0)
+
+
+class HalfLater(ManualAllreduceStrategy):
+    """Exchanges half of what there is, and keeps the rest for the next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def reduce_gradients(self, gradients):
+        for name, tensors in gradients.items():
+            home = tensors[0].device
+            kept = self.kept.get(name, torch.zeros_like(tensors[0])).to(home)
+            self.kept[name] = (kept + sum(tensor.to(home) for tensor in tensors)) / 2
+            for tensor in tensors:
+                tensor.copy_(self.kept[name])
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict):
+        self.kept = state_dict["kept"]
+
+
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_strategys_own_state(run, tmp_path, forgets, monkeypatch):
+    """Resumed bit for bit; not if the state is forgotten. Another strategy leaves it out, with a warning."""
+    whole = run(Regression, 2, strategy=HalfLater())
+    assert "lightning_mgpu_strategy" in torch.load(tmp_path / "2/step=4.ckpt", weights_only=True)
+    if forgets:
+        monkeypatch.delattr(HalfLater, "load_state_dict")
+    assert same_bits(run(Regression, 2, "2/step=4.ckpt", strategy=HalfLater()), whole) != forgets
+    if not forgets:
+        with pytest.warns(UserWarning, match="DataParallelStrategy leaves out the state that HalfLater has saved"):
+            run(Regression, 2, "2/step=4.ckpt", strategy=make_strategy(DP), check=False)
+        assert run(Regression, 1, "2/step=4.ckpt").trainer.global_step == 12
+
+
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+def test_who_has_no_state(train, tmp_path):
+    """The checkpoints have Lightning's keys, and those of weights alone, too."""
+    for strategy, name in ((HalfLater(), "own"), (None, "plain")):
+        trainer = train(Regression, 2, strategy=strategy).trainer
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        trainer.save_checkpoint(tmp_path / f"{name}_weights.ckpt", weights_only=True)
+    keys = {path.stem: set(torch.load(path, weights_only=True)) for path in tmp_path.glob("*.ckpt")}
+    assert keys["own"] - keys["plain"] == {"lightning_mgpu_strategy"}
+    assert keys["own_weights"] == keys["plain_weights"]
+
+
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+def test_steps_of_the_learning_rate_finder_are_forgotten(train):
+    find = lambda: [LearningRateFinder(num_training_steps=3, update_attr=False, early_stop_threshold=None)]  # noqa: E731
+    assert same_bits(*(train(Regression, 2, strategy=HalfLater(), callbacks=each) for each in (list, find)))

@@ -1,0 +1,271 @@
+"""What goes wrong ends at once, as itself, in one line where it is the user's mistake; nothing hangs or stays."""
+
+import threading
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from tiny_runs import MANUAL, Manual, Regression, a_loader, is_second_shard, make_strategy, one_line, ordered_loader
+from torch import nn, optim
+from torchmetrics import Metric
+
+from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
+
+WRONG_OPTIONS = [  # given for two devices; what the one line says
+    *(({"split": split}, "one positive share for each of the 2 devices") for split in ([1.0], [1.0, 0.0], [])),
+    *(({"split": [1.0, share]}, "one positive share") for share in (-1.0, float("nan"), float("inf"))),
+    ({"replicas": 3}, "replicas=3: choose a multiple of the 2 device"),
+    ({"replicas": 0}, "replicas=0: choose a multiple"),
+    ({"replicas": 4, "split": [0.5, 0.5]}, "leave `split` out"),
+    ({"replicas": 4, "split": "auto"}, "leave `split` out"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS, ids=str)
+def test_options_that_do_not_fit_the_devices(trainer_on, options, said):
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on(strategy=ManualAllreduceStrategy(**options)).fit(Regression(), a_loader())
+    assert said in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"split": "even"}, ["split='even'", "auto"]),
+        ({"allreduce": "nonsense"}, ["allreduce=nonsense", "function"]),
+        *(({"parallel_devices": ["cpu", name]}, [repr(name), "cuda:0"]) for name in ("gpu:0", "cuda:x", "sum", "")),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(options, said):
+    with pytest.raises((MisconfigurationException, ValueError)) as raised:
+        ManualAllreduceStrategy(**options)
+    assert all(part in one_line(raised.value) for part in said)
+
+
+def test_cuda_devices_that_are_not_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
+    assert strategy.devices == [torch.device("cuda:0")] * 3  # torch takes none without a number for the current one
+    with pytest.raises(MisconfigurationException) as raised:
+        ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
+    assert "no 'cuda:1'; torch sees 1 CUDA device(s)" in one_line(raised.value)
+
+
+def test_too_many_devices(trainer_on, engine):
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on(1, strategy=make_strategy(engine, parallel_devices=["cpu"] * 99)).fit(Regression(), a_loader())
+    assert "99 devices are too many" in one_line(raised.value)
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "GROUP_RANK": "0"}
+SLURM = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SLURM |= {"SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "1"}
+LAUNCHERS = [({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE"), (SLURM, "SLURM_NTASKS")]
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command")
+@pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS, ids=["torchrun", "slurm"])
+def test_launchers(trainer_on, variables, world_size, monkeypatch):
+    """Several processes are refused. A single one is rank 0 of 1."""
+    for name, value in {**variables, world_size: "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on().fit(Regression(), a_loader())
+    assert "2 were launched" in one_line(raised.value) and "--trainer.strategy=ddp" in str(raised.value)
+    monkeypatch.setenv(world_size, "1")
+    trainer = trainer_on(3)
+    trainer.fit(Regression(), a_loader())
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+    assert trainer.is_global_zero and trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+@pytest.mark.parametrize("environment", [SLURMEnvironment(auto_requeue=False), TorchElasticEnvironment()])
+def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on, environment):
+    trainer_on(plugins=[environment]).fit(Regression(), a_loader())
+
+
+def test_several_nodes_are_refused(trainer_on):
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer_on(num_nodes=2).fit(Regression(), a_loader())
+    assert "num_nodes=2" in one_line(raised.value) and "ddp" in str(raised.value)
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, X):
+        return X.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise LookupError("in backward")
+
+
+class BadMetric(Metric):
+    def update(self, X):
+        raise LookupError("in metric")
+
+    def compute(self):
+        return torch.tensor(0.0)
+
+
+def fails(where, base):
+    """A module that fails in step 1 where `where` says, in the second replica."""
+
+    class Fails(base):
+        def __init__(self):
+            super().__init__()
+            self.metric = BadMetric() if where == "metric" else nn.Identity()
+
+        def loss(self, batch):
+            X, y = batch
+            if self.trainer.global_step == 1 and is_second_shard(batch):
+                if where == "interrupt":
+                    raise KeyboardInterrupt
+                if where == "forward":
+                    raise LookupError("in forward")
+                self.metric(X)
+                X = BadBackward.apply(X.clone().requires_grad_()) if where == "backward" else X
+            return super().loss([X, y])
+
+    return Fails()
+
+
+def assert_clean_and_usable(trainer_on):
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+    trainer_on().fit(Regression(), a_loader())
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("where", ["forward", "backward", "metric", "interrupt"])
+def test_a_failure_in_one_replica(trainer_on, where, base):
+    """It is that replica's exception, which says so. A metric of the user's fails for all of them at once."""
+    trainer = trainer_on()
+    with pytest.raises((LookupError, KeyboardInterrupt, SystemExit)) as raised:
+        trainer.fit(fails(where, base), ordered_loader())
+    if where != "interrupt":
+        assert f"in {where}" in str(raised.value)
+    if where in ("forward", "backward"):
+        notes = " ".join(getattr(raised.value, "__notes__", map(str, raised.value.args)))
+        assert f"raised in replica 1 on {trainer.strategy.devices[1]}" in notes
+    assert_clean_and_usable(trainer_on)
+
+
+WRONG_ALLREDUCES = {
+    "nothing": lambda tensors: None,
+    "on the first alone": lambda tensors: tensors[0].add_(tensors[1].to(tensors[0].device)),
+    "list slots": lambda tensors: tensors.__setitem__(slice(None), [sum(tensors)] * len(tensors)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ALLREDUCES)
+def test_a_wrong_allreduce_is_refused_on_start(trainer_on, name):
+    with pytest.raises(ValueError, match="allreduce") as raised:
+        trainer_on(strategy=ManualAllreduceStrategy(WRONG_ALLREDUCES[name])).fit(Regression(), a_loader())
+    assert str(raised.value).count("\n") < 6
+
+
+class StopsAfter:
+    """An allreduce that stops exchanging after some calls, or raises."""
+
+    def __init__(self, num_calls, error=None):
+        self.num_calls, self.error = num_calls, error
+
+    def __call__(self, tensors):
+        self.num_calls -= 1
+        if self.num_calls >= 0:
+            textbook_allreduce(tensors)
+        elif self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("error", [None, LookupError("cable")], ids=str)
+def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, base):
+    """An exception is its own. If it leaves replicas with different sums, the next epoch's first step says so."""
+    monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
+    with pytest.raises(LookupError if error else ValueError) as raised:
+        train(base, 2, strategy=ManualAllreduceStrategy(StopsAfter(10, error)), check=False, max_epochs=8)
+    said = "cable" if error else f"allreduce {StopsAfter.__name__}"
+    assert said in one_line(raised.value) or "left replica 1 (" in str(raised.value)
+    assert_clean_and_usable(trainer_on)
+
+
+def test_a_strategy_that_leaves_replicas_with_other_sums(train):
+    class Uneven(ManualAllreduceStrategy):
+        def reduce_gradients(self, gradients):
+            for tensors in gradients.values():
+                tensors[0].add_(tensors[1].to(tensors[0].device))
+
+    with pytest.raises(ValueError, match=r"^Uneven\.reduce_gradients left replica 1 \(.*\) with another sum than rep"):
+        train(Regression, 2, strategy=Uneven(), check=False)
+
+
+def books(data):
+    """d2l.ai's, as it is today."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def popping(data):
+    """Leaves nothing in its list."""
+    everyone = list(data)
+    while len(data) > 1:
+        data[0].add_(data.pop().to(data[0].device))
+    for tensor in everyone[1:]:
+        tensor.copy_(data[0])
+
+
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+@pytest.mark.parametrize("allreduce", [books, popping])
+def test_an_allreduce_of_ones_own(assert_parity, allreduce):
+    """It trains parameters without dimensions, too."""
+
+    class Scaled(Regression):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+        def loss(self, batch):
+            return super().loss(batch) * self.scale.exp()
+
+    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(allreduce), own_updates=True)
+
+
+REFUSED = {  # modules that several devices would train wrongly, and what is said
+    "max_norm": (lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))), "max_norm"),
+    "no torch optimizer": (lambda: Regression(optimizer=lambda m: Stepper(m)), "Stepper is no torch.optim.Optimizer"),
+}
+
+
+class Stepper:
+    """What Lightning takes for an optimizer."""
+
+    def __init__(self, module):
+        self.inner = optim.SGD(module.parameters(), 0.1)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, *_):
+        self.inner.zero_grad()
+
+    state_dict = load_state_dict = zero_grad
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(train, name):
+    make, said = REFUSED[name]
+    with pytest.raises(MisconfigurationException) as raised:
+        train(make, 2)
+    assert said in one_line(raised.value)
+
+
+def test_a_compiled_module_is_refused(trainer_on):
+    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
+        trainer_on().fit(torch.compile(Regression()), a_loader())

@@ -1,0 +1,194 @@
+"""BatchNorm: statistics of each replica's shard, averaged; or of the whole batch, as on one device."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tiny_runs import Manual, Regression, a_loader, assert_close, batch_norm_net, make_strategy, same_bits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+def net2d(norm=nn.BatchNorm2d, **options):
+    return nn.Sequential(nn.Conv2d(2, 4, 2), norm(4, **options), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+
+
+IMAGES = {"shape": (2, 3, 2), "sync_batchnorm": True}
+OPTIONS = [{}, {"momentum": None}, {"momentum": 0.5, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}]
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_synchronised(assert_parity, options, base):
+    """Running statistics and validation, too. In 2d a batch of one sample can be normalised, also by fewer replicas."""
+    no_single = {"limit_train_batches": 3, "limit_val_batches": 3}
+    assert_parity(lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single)
+    assert_parity(lambda: base(net2d(**options)), (2,), val=True, **IMAGES)
+
+
+class Activated(nn.BatchNorm2d):
+    """Does more than normalise, as timm's `BatchNormAct2d`."""
+
+    def forward(self, X):
+        is_training = self.training or self.running_mean is None
+        args = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(X, *args, training=is_training, momentum=0.2).tanh()
+
+
+class EvalNowAndThen(Regression):
+    def on_train_epoch_start(self):
+        self.net[1].train(self.current_epoch != 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        (Regression, {"accumulate_grad_batches": 2}),
+        (Regression, {"gradient_clip_val": 0.1}),
+        (Regression, {"precision": "64-true"}),
+        (EvalNowAndThen, {"max_epochs": 3}),
+        (lambda net: Regression(net2d(Activated)), {"val": True}),
+        (lambda net: Regression(net2d(nn.InstanceNorm2d, affine=True)), {}),
+    ],
+    ids=str,
+)
+def test_synchronised_with(assert_parity, make, kwargs):
+    assert_parity(lambda: make(net2d()), **IMAGES, **kwargs)
+
+
+def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
+    """Where autograd has a thread a device, what replicas give back to each other comes in any order."""
+
+    def make():
+        return Regression(nn.Sequential(batch_norm_net(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+    first, *others = (train(make, 3, sync_batchnorm=True, limit_train_batches=3) for _ in range(3))
+    assert all(same_bits(first, other) for other in others)
+
+
+def test_synchronised_images_in_half_precision(assert_parity):
+    """Far from zero no digit is lost: moments are computed in float32."""
+
+    class Half(Regression):
+        def __init__(self):
+            super().__init__(net2d())
+            self.float()
+
+        def loss(self, batch):
+            Z = self.net[1]((self.net[0](batch[0].float()) + 50).bfloat16())
+            return (self.net[2:](Z.float())[:, :3] - batch[1].float()).square().mean()
+
+    assert_parity(Half, tolerance=0.02, **IMAGES)
+
+
+def test_what_synchronisation_refuses(train):
+    """A single value a channel as one device does; activation checkpointing and compiled layers in one line."""
+
+    class Checkpointed(Regression):
+        def training_step(self, batch, batch_idx):
+            return checkpoint(self.loss, batch, use_reentrant=False)
+
+    def compiled():
+        module = Regression(batch_norm_net())
+        module.net.compile(backend="eager")
+        return module
+
+    for make, said in (
+        (lambda: Regression(batch_norm_net()), "more than 1 value per channel"),
+        (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),  # of GPUs, torch
+        (compiled, "compiled layers"),
+    ):
+        with pytest.raises(Exception, match=said):
+            train(make, 2, sync_batchnorm=True)
+
+
+class Fixed(Regression):
+    """BatchNorm of the input: its running mean is linear in the batches', so averaged it equals one device's."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(6))
+        self.fixed = nn.Linear(6, 3).double()
+
+    def loss(self, batch):
+        return self.fixed(self.net(batch[0])).square().mean()
+
+
+class Looks(Callback):
+    """At the statistics, in validation and in a checkpoint of the middle of an epoch."""
+
+    def __init__(self, path):
+        self.path, self.means, self.variances = path, [], []
+
+    def look(self, state):
+        self.means.append(state["net.running_mean"].clone().cpu())
+        self.variances.append(state["net.running_var"].clone().cpu())
+
+    def on_validation_start(self, trainer, module):
+        self.look(module.state_dict())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+            self.look(torch.load(self.path, weights_only=True)["state_dict"])
+
+
+@pytest.mark.parametrize("base", [Fixed, type("FixedManual", (Fixed, Manual), {})])
+@pytest.mark.parametrize("split", [None, [0.75, 0.25]])
+def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
+    """Weighted by samples, whenever somebody looks. The variance is less than that between all samples."""
+    kwargs = {"val": True, "limit_train_batches": 3}
+    looks = [Looks(tmp_path / f"{k}.ckpt") for k in (1, 2)]
+    strategies = (None, make_strategy(engine, split=split))
+    runs = zip((1, 2), strategies, looks)
+    one, two = (train(base, k, strategy, lambda look=look: [look], **kwargs) for k, strategy, look in runs)
+    assert_close(looks[1].means, looks[0].means)
+    assert all((own != expected).all() for own, expected in zip(looks[1].variances, looks[0].variances))
+    assert torch.equal(two.net.num_batches_tracked.cpu(), one.net.num_batches_tracked.cpu())
+
+
+def test_statistics_set_by_others(train):
+    """Reset at the start of an epoch, replaced for validation: in every replica."""
+
+    class Resets(Fixed):
+        def on_train_epoch_start(self):
+            self.net.reset_running_stats()
+
+    class Replace(Callback):
+        def on_validation_start(self, trainer, module):
+            module.net.running_mean.fill_(0.3)
+
+    one, two = (train(Resets, k, limit_train_batches=3) for k in (1, 2))
+    assert_close(two.net.running_mean, one.net.running_mean)
+    two = train(Fixed, 2, limit_train_batches=3, val=True, callbacks=lambda: [Replace()])
+    assert (two.net.running_mean == 0.3).all()
+
+
+def test_statistics_count_with_the_samples_of_a_replica(train):
+    """Of batches of eight each replica has four; of those of two the first has one, which BatchNorm of images takes."""
+
+    def make():
+        return Regression(net2d(), lambda m: torch.optim.SGD(m.parameters(), 0.0))
+
+    module = train(make, 2, loader=lambda: a_loader(8, 11, (2, 3, 2)), max_epochs=1).cpu()
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for X, _ in a_loader(8, 11, (2, 3, 2)):
+        layers = [nn.BatchNorm2d(4).double() for _ in range(2)]
+        shards = X.tensor_split(2)
+        for layer, shard in zip(layers, shards):
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(var)
+            layer(module.net[0](shard))
+        mean, var = (
+            sum(getattr(layer, name) * len(shard) for layer, shard in zip(layers, shards)) / len(X)
+            for name in ("running_mean", "running_var")
+        )
+    assert_close([module.net[1].running_mean, module.net[1].running_var], [mean, var])
+
+
+def test_a_shard_of_one_sample(train):
+    """BatchNorm refuses it, as torch does, where one device has two samples; synchronised it is right."""
+    loader = lambda: a_loader(2, 6)  # noqa: E731
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        train(lambda: Regression(batch_norm_net()), 2, loader=loader)
+    one, two = (train(lambda: Regression(batch_norm_net()), k, loader=loader, sync_batchnorm=True) for k in (1, 2))
+    assert_close(two.state_dict(), one.state_dict(), 1e-7, 1e-9)

@@ -1,0 +1,97 @@
+"""Every precision of the Trainer; the low ones to their own accuracy, with replicas equal bit for bit all the same."""
+
+import contextlib
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from tiny_runs import Manual, Regression, a_loader, is_second_shard, ordered_loader, sgd
+from torch import optim
+
+
+def in_single(base):
+    """A module in float32 whose batches come in its precision."""
+
+    class Single(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.float()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [part.to(self.net[0].weight.dtype) for part in batch]
+
+    return Single
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_double(assert_parity, base):
+    class Module(in_single(base)):
+        def loss(self, batch):
+            assert torch.tensor(1.0).dtype == torch.float64  # wherever a replica runs
+            return super().loss(batch)
+
+    one, *_ = assert_parity(Module, precision="64-true")
+    assert one.net[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.03), ("bf16-true", 0.1)])
+def test_low(assert_parity, precision, tolerance, base):
+    class Module(in_single(base)):
+        def loss(self, batch):
+            assert torch.is_autocast_enabled("cpu") == (precision == "bf16-mixed")
+            return super().loss(batch)
+
+    assert_parity(Module, precision=precision, tolerance=tolerance)
+
+
+class Scaled(MixedPrecision):
+    """float16 with a GradScaler on the CPU, which Lightning does not offer; gradients overflow now and then."""
+
+    def __init__(self, **kwargs):
+        options = {"init_scale": 2.0**8, "growth_factor": 64.0, "growth_interval": 2, **kwargs}
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
+
+
+@pytest.mark.parametrize(
+    ("fused", "base", "clip"),
+    [(False, Regression, None), (False, Regression, 0.1), (False, Manual, None), (True, Regression, None)],
+)
+def test_scaled_gradients(assert_parity, fused, base, clip):
+    """The same steps are skipped. The scaler has a hand in the update: the others get the first one's."""
+    scales = []
+
+    class Module(in_single(base)):
+        def on_train_end(self):
+            scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+    make = lambda: Module(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01, fused=fused))  # noqa: E731
+    kwargs = {"max_epochs": 4, "gradient_clip_val": clip, "own_updates": False}
+    assert_parity(make, tolerance=0.03, plugins=lambda: [Scaled()], **kwargs)
+    assert scales[0] < 2.0**8 * 64.0**8 and len(set(scales)) == 1
+
+
+def test_an_optimizer_that_unscales_by_itself(assert_parity):
+    """The scale grows in the middle of an epoch."""
+
+    class Growing(Scaled):
+        def forward_context(self):
+            return contextlib.nullcontext()  # all of it in float64
+
+    make = lambda: Regression(optimizer=lambda m: optim.SGD(m.parameters(), 0.1, fused=True))  # noqa: E731
+    growing = lambda: [Growing(init_scale=1.0, growth_factor=2.0)]  # noqa: E731
+    assert_parity(make, plugins=growing, loader=lambda: a_loader(num_samples=80))
+
+
+def test_a_skipped_step_changes_nothing(train):
+    """One replica's gradient overflows, so the sum does."""
+
+    class Module(in_single(Regression)):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * float("inf" if is_second_shard(batch) else 1)
+
+    kwargs = {"plugins": lambda: [Scaled()], "loader": ordered_loader, "max_epochs": 1}
+    module, start = (train(lambda: Module(optimizer=sgd), k, **kwargs, max_steps=n) for k, n in ((2, -1), (1, 0)))
+    assert module.trainer.precision_plugin.scaler.get_scale() == 2.0**6
+    torch.testing.assert_close(module.state_dict(), start.state_dict(), rtol=0, atol=0)
+    assert not any(optimizer.state for optimizer in module.trainer.optimizers)

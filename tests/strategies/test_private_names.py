@@ -1,0 +1,90 @@
+"""Private names of torch, Lightning and torchmetrics that the engine leans on. A new release may move one."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core import optimizer as lightning_optimizer
+from tiny_runs import Regression
+from torch import nn
+
+from lightning_mgpu import strategies
+
+FOLDER = Path(strategies.__file__).parent
+WEIGHT, LINEAR = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
+SGD = torch.optim.SGD([WEIGHT], 0.1)
+F1 = torchmetrics.classification.BinaryF1Score()
+WRAPPER = lightning_optimizer.LightningOptimizer(SGD)
+
+NAMES = {  # who has it, outside of a run
+    "_parameters": LINEAR,
+    "_buffers": LINEAR,
+    "_modules": LINEAR,
+    "_compiled_call_impl": LINEAR,
+    "_flat_weights": nn.LSTM(1, 1),
+    "_NormBase": nn.modules.batchnorm,
+    "_BatchNorm": nn.modules.batchnorm,
+    "_version": WEIGHT,
+    "_backward_hooks": WEIGHT,
+    "_post_accumulate_grad_hooks": WEIGHT,
+    "_foreach_add_": torch,
+    "_foreach_copy_": torch,
+    "_dynamo": torch,
+    "_C": torch,
+    "_current_graph_task_id": torch._C,
+    "_autograd": torch._C,
+    "_get_current_graph_task_keep_graph": torch._C._autograd,
+    "_optimizer_step_pre_hooks": SGD,
+    "_optimizer_step_post_hooks": SGD,
+    "_device": LightningModule(),
+    "_LightningModule__to_tensor": LightningModule,
+    "_MockOptimizer": lightning_optimizer,
+    "_optimizer": WRAPPER,
+    "_on_before_step": WRAPPER,
+    "_on_after_step": WRAPPER,
+    "_enable_compute_groups": torchmetrics.MetricCollection(F1),
+    "_forward_cache": F1,
+}
+IN_A_RUN = ["_results", "strategy._layer_sync", "strategy._lightning_optimizers"]  # of a Trainer
+WORDS = {"_fields", "_hooks"}  # of named tuples; an ending
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_where_it_was(name):
+    assert hasattr(NAMES[name], name), f"{name} has moved from {NAMES[name]}"
+
+
+@pytest.mark.parametrize("engine", ["dp"], indirect=True)
+def test_names_of_a_trainer(train):
+    class Looks(Regression):
+        def training_step(self, batch, batch_idx):
+            for name in IN_A_RUN:
+                *owners, last = name.split(".")
+                owner = self.trainer
+                for each in owners:
+                    owner = getattr(owner, each)
+                assert hasattr(owner, last), f"trainer.{name} has moved"
+            assert self.trainer._results is not None
+            return self.loss(batch)
+
+    train(Looks, 2, max_steps=1)
+
+
+def test_all_of_them_are_named_here():
+    """And none that nobody uses."""
+    own, used = set(), set()
+    for node in (node for path in FOLDER.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            (own if is_own else used).add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            used.add(node.value)
+    private = {name for name in used - own - WORDS if name.startswith("_") and not name.startswith("__")}
+    assert private == {*NAMES, *(name.split(".")[-1] for name in IN_A_RUN)} - own
