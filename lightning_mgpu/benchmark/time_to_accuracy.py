@@ -92,7 +92,7 @@ def read_epochs(rows: Sequence[dict[str, str]]) -> list[dict[str, float]]:
     """From the rows of `metrics.csv`: an epoch's `accuracy`, where it was tested, and `seconds` of training so far."""
     epochs: dict[int, dict[str, float]] = {}
     seconds = 0.0
-    for row in rows:
+    for row in (row for row in rows if row["epoch"]):  # others have a step's learning rate alone
         epoch = epochs.setdefault(int(float(row["epoch"])) + 1, {"epoch": int(float(row["epoch"])) + 1})
         if row.get("val_acc"):
             epoch["accuracy"] = float(row["val_acc"])
