@@ -50,7 +50,6 @@ class EvalNowAndThen(Regression):
         (lambda net: Regression(net2d(Activated)), {"val": True}),
         (lambda net: Regression(net2d(nn.InstanceNorm2d, affine=True)), {}),
     ],
-    ids=str,
 )
 def test_synchronised_with(assert_parity, make, kwargs):
     assert_parity(lambda: make(net2d()), **IMAGES, **kwargs)
