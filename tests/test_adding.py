@@ -24,7 +24,7 @@ from torch import Tensor
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\n")[2]
+ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\n")[2].partition("\n## ")[0]
 SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + ALLREDUCE.partition("\nA model, a dataset")[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()]
@@ -86,7 +86,7 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 
 def test_nothing_is_left_out() -> None:
-    assert len(TESTS) == 3 and len(RUNS) == 5 and SUITE in COMMANDS and len(COMMANDS) == 9
+    assert len(TESTS) == 3 and len(RUNS) == 5 and SUITE in COMMANDS and len(COMMANDS) == 10
     assert {"my_model.py", "my_data.py", "my_strategy.py", "my_top_k.py", "my_allreduce.py"} < set(FILES)
 
 

@@ -76,9 +76,7 @@ class Replicas:
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
         self._meet = False
-        self._lists: list[
-            tuple[list[Any], int, list[Any]]
-        ] = []  # a list, its length when a step began, a replica's own
+        self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
         self._optimizers: list[Optimizer] = []
         self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
         self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
@@ -133,8 +131,7 @@ class Replicas:
                     if (copies := known.get(id(tensor))) is not None and copies.tensors[-1].dtype != tensor.dtype:
                         del known[id(tensor)]
         new = [tensor for key, (_, tensor) in found.items() if key not in known]
-        sets = [new]
-        sets += [get_params(new, device) for device in self.devices[1:]]
+        sets = [new, *(get_params(new, device) for device in self.devices[1:])]
         for tensor, copies_of_it in zip(new, zip(*sets)):
             known[id(tensor)] = Copies(copies_of_it)
         return {name: known[key] for key, (name, _) in found.items()}

@@ -34,7 +34,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --data.batch_size=0": ("data.batch_size=0: the global batch needs at least one sample",),
     "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
-    f"fit {MANUAL} --trainer.strategy.replicas=3": ("replicas=3",),
+    f"fit {MANUAL} --trainer.strategy.replicas=-1": ("replicas=-1",),
     "fit --config nope.yaml": ("--config=nope.yaml: no such file",),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
     "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: line 2",),
