@@ -32,11 +32,6 @@ class EpochTimer(Callback):
         """The mean over the epochs of this run; NaN before the first."""
         return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
 
-    @property
-    def seconds_so_far(self) -> float:
-        """Of training up to a validation, over all epochs; asked during it."""
-        return sum(self.seconds) + self._elapsed
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds}

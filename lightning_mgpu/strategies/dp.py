@@ -6,8 +6,6 @@ devices get copies of the result. In `manual_allreduce` gradients meet on all de
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
 """
 
-from typing import Any, Literal
-
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,16 +30,6 @@ class DataParallelStrategy(TrainBatchStrategy):
 
     name = "dp"
     replicas_update = False
-
-    def __init__(
-        self,
-        parallel_devices: list[str] | None = None,
-        split: list[float] | Literal["auto"] | None = None,
-        replicas: int | None = None,
-        lockstep: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
 
     @override
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:

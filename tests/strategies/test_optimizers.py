@@ -156,6 +156,22 @@ def test_users_hooks_end_own_updates(assert_parity, hook):
     assert_parity(Regression, callbacks=lambda: [edits()], own_updates=False)
 
 
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+def test_updates_that_differ_are_copied(train, engine, monkeypatch):
+    """The first update of an epoch is compared: one of torch's own optimizers draws random numbers here."""
+    step = optim.SGD.step
+
+    def draws(self, closure=None):
+        loss = step(self, closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(torch.rand((), dtype=p.dtype).to(p.device), alpha=0.01)
+        return loss
+
+    monkeypatch.setattr(optim.SGD, "step", draws)
+    train(Regression, 2, own_updates=False)
+
+
 @pytest.mark.parametrize("in_data", [False, True])
 def test_hooks_on_optimizers(assert_parity, in_data):
     def configure(module):
@@ -228,6 +244,7 @@ STATES = {
     "cleared": lambda optimizer: optimizer.state.clear(),
     "loaded": lambda optimizer: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
     "edited": lambda optimizer: [state["momentum_buffer"].zero_() for state in optimizer.state.values()],
+    "edited without a mark": lambda optimizer: [s["momentum_buffer"].data.zero_() for s in optimizer.state.values()],
 }
 
 
