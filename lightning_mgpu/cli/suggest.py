@@ -30,18 +30,16 @@ def explain(message: str, given: dict[str, Any], options: list[str]) -> str:
         given: What was given, flags and files, by name, with the classes that would run.
         options: Those of the parser, without dashes.
     """
-    parts = {name: (name, name.rpartition(".")[2]) for name in given}
-    spoken_of = [
-        name for name in given if any(f'"{part}"' in message or f"'{part}'" in message for part in parts[name])
-    ]
+    quoted = message.replace('"', "'")
+    spoken_of = [name for name in given if f"'{name}'" in quoted or f"'{last_part(name)}'" in quoted]
     first = max(spoken_of, key=lambda name: (name.count("."), len(name)), default=None)
     hints = []
     options = [*options, *class_options(given)]
     for name, value in given.items():
-        kind = KINDS.get(parts[name][1])
+        kind = KINDS.get(last_part(name))
         if name not in options and (name in spoken_of or f"--{name}" in message):
             hints.append(f"--{name}: {did_you_mean(name, options, '--')}")
-        elif kind and str(value) in message and parts_last(value) not in (names := class_names(kind)):
+        elif kind and str(value) in message and last_part(value) not in (names := class_names(kind)):
             known = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES)
             hints.append(f"{did_you_mean(value, names)} Take one of {known}, or a path: my_package.MyClass")
     lines = [f"--{first}={given[first]}:"] if first else []
@@ -49,7 +47,7 @@ def explain(message: str, given: dict[str, Any], options: list[str]) -> str:
     return "\n  ".join([*list(dict.fromkeys(lines))[: 6 - len(hints[:2])], *hints[:2]])
 
 
-def parts_last(value: Any) -> str:
+def last_part(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
@@ -86,8 +84,8 @@ def class_options(given: dict[str, Any]) -> list[str]:
     """The options of the classes that would run, such as `model.optimizer.lr`."""
     found = []
     for key, default in (("model", ""), ("data", ""), ("model.optimizer", "SGD")):
-        name = parts_last(given.get(key, default))
-        named = next((each for each in subclasses(KINDS[parts_last(key)]) if each.__name__ == name), None)
+        name = last_part(given.get(key, default))
+        named = next((each for each in subclasses(KINDS[last_part(key)]) if each.__name__ == name), None)
         if named is not None:
             parser = ArgumentParser()
             parser.add_class_arguments(named, key, fail_untyped=False, skip={"params"} if "optim" in key else None)

@@ -27,14 +27,28 @@ class RunCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, *args: Any, monitor: str | None = None, mode: str = "min", save_last: bool = True, **kwargs: Any
-    ):
+        self,
+        *args: Any,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_last: bool = True,
+        enable_version_counter: bool = False,  # an epoch that is trained again after a kill replaces its file
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("dirpath"):
+            raise ValueError("--checkpoint.dirpath: checkpoints are kept in the run directory; name it with --run_dir")
         by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
             monitor, mode = VAL_ACC, "max"
-        kwargs["enable_version_counter"] = False  # an epoch that is trained again after a kill replaces its file
-        super().__init__(*args, monitor=monitor, mode=mode, save_last=False, **kwargs)
+        super().__init__(
+            *args,
+            monitor=monitor,
+            mode=mode,
+            save_last=False,
+            enable_version_counter=enable_version_counter,
+            **kwargs,
+        )  # type: ignore[misc]
         self.keep_last = save_last
 
     @property

@@ -52,9 +52,8 @@ def claimed(run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"the run directory {run_dir} cannot be made: {error.strerror}; choose another --run_dir"
-        ) from error
+        reason = f"{error.strerror}; choose another with --run_dir"
+        raise UsageError(f"the run directory {run_dir} cannot be made: {reason}") from error
     directory = os.open(run_dir, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # of a network file system without locks

@@ -85,10 +85,9 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
 
                 wait_for(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
         logger = _init("offline", tracking, run_dir, config)
-        where = (
-            f"offline ({redact(reason)}); upload it with: wandb sync {shlex.quote(f'{run_dir}/wandb')}/offline-run-*"
-        )
-        return logger, where + ("; --wandb.log_model uploads nothing" if tracking.log_model else "")
+        parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
+        nothing = "; --wandb.log_model uploads nothing" if tracking.log_model else ""
+        return logger, f"offline ({redact(reason)}){nothing}; upload it with: wandb sync {parts}"
     except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
         return None, f"off ({redact(' '.join(f'{type(error).__name__}: {error}'.split()))[:200]})"
 
