@@ -5,6 +5,7 @@ What comes out: the defaults first, then what was given, in its order; what stan
 
 import json
 import os
+import pydoc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     registered = ["auto", *StrategyRegistry.available_strategies()]
     if not isinstance(name, str) or (not options and name.lower() in registered):
         return args
-    if "." not in name and name.lower() not in registered and name not in (names := class_names(Strategy)):
+    names = class_names(Strategy)
+    if name.lower() not in registered and name not in names and not isinstance(pydoc.locate(name), type):
         shown = [known for known in registered if not ("find_unused" in known or "stage_" in known)]  # variants
         raise UsageError(
             f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, [*registered, *names])}\n"

@@ -138,7 +138,7 @@ def test_code_of_ones_own(main: Callable, root: Path, tmp_path: Path, capfd: pyt
 def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     """In training Lightning handles it."""
 
-    def interrupted(args: list[str]) -> None:
+    def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_mgpu.cli.main.CLI", interrupted)

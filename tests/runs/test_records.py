@@ -64,22 +64,17 @@ class FakeRun(SimpleNamespace):
 
     def __init__(self, directory: Path, **kwargs: Any) -> None:
         self.settings = SimpleNamespace(sync_dir=str(directory / "wandb" / "offline-run-1"))
-        super().__init__(offline=True, id="abc", dir=str(directory), summary={}, logged={}, saved=[], given=kwargs)
+        super().__init__(offline=True, id="abc", dir=str(directory), summary={}, logged={}, given=kwargs)
 
     def log(self, metrics: dict[str, Any], **_: Any) -> None:
         self.logged |= metrics
-
-    def save(self, path: str, **_: Any) -> None:
-        self.saved.append(Path(path).name)
-
-    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
 
     def finish(self) -> None:
         self.finished = True
 
 
 def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings under their names on the command line, metrics, the learning rate, histograms, the fingerprint."""
+    """Settings under their names on the command line, metrics, the learning rate, the fingerprint."""
     runs: list[FakeRun] = []
 
     def init(**kwargs: Any) -> FakeRun:
@@ -91,23 +86,19 @@ def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, mo
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_hyperparams", lambda *args: None)
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
-    watch = ("--wandb.watch=all", "--wandb.watch_freq=1", "--wandb.mode=offline", "--wandb.project=fashion")
-    brief = ("--trainer.devices=1", "--trainer.max_epochs=1", "--wandb.notes=https://me:hunter2@host")
-    assert fit(*brief, *watch, "--run_dir=run") == 0
+    told = ("--wandb.mode=offline", "--wandb.project=fashion", "--wandb.notes=https://me:hunter2@host")
+    assert fit("--trainer.devices=1", "--trainer.max_epochs=1", *told, "--run_dir=run") == 0
     out = capfd.readouterr().out
     (run,) = runs
-    where = f"upload it with: wandb sync {tmp_path}/run/wandb/offline-run-1"
-    assert f"wandb:    offline (--wandb.mode=offline); {where}" in out
+    assert "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*" in out
     config = run.given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
     assert config["data.batch_size"] == 64 and config["trainer.max_epochs"] == 1
     assert not [name for name in config if "init_args" in name or "class_path" in name]
     assert run.given["project"] == "fashion" and run.given["name"] == "run" and run.given["resume"] == "allow"
-    assert {"val_acc", "train_loss", "lr-SGD", "gradients/net.1.weight", "parameters/net.4.bias"} <= run.logged.keys()
+    assert {"val_acc", "train_loss", "lr-SGD"} <= run.logged.keys()
     assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finished
-    assert run.saved == ["resolved_config.yaml", "resolved_model.txt"]
     assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc\n"
-    monkeypatch.setattr("lightning_mgpu.cli.lightning.finish", lambda run: None)
     assert fit("--resume=run", "--trainer.max_epochs=2") == 0
     assert runs[-1].given["id"] == "abc"  # the same run goes on
 
@@ -130,14 +121,14 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert choose_mode("auto")[1].startswith("127.0.0.1 cannot be reached: ")
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     assert choose_mode("auto") == ("offline", "WANDB_MODE=dryrun")
-    monkeypatch.setattr(wandb_run, "_is_installed", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_mode("auto") == ("disabled", "not installed: pip install wandb")
 
     def fails(*args: Any) -> None:
         raise RuntimeError("the service\nis gone")
 
     monkeypatch.setattr(wandb_run, "choose_mode", fails)
-    assert wandb_run.start_run(Tracking(), tmp_path, "fit", {}) == (None, "off (RuntimeError: the service is gone)")
+    assert wandb_run.start_run(Tracking(), tmp_path, {}) == (None, "off (RuntimeError: the service is gone)")
 
 
 def test_metrics_go_on_behind_what_is_kept(tmp_path: Path) -> None:
@@ -173,42 +164,10 @@ def test_flatten() -> None:
     assert flatten({"a": [1, 2], "b": [{"class_path": "X"}], "c": {}}) == {"a": [1, 2], "b.0": "X", "c": {}}
 
 
-@pytest.fixture
-def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password out-of-netrc\n")
-    (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("SOME_API_KEY", "from-the-environment")
-    monkeypatch.setenv("SERVICE_SECRET", "lightning")  # a word of its own
-    monkeypatch.setenv("OTHER_TOKEN", "short")
-
-
-@pytest.mark.usefixtures("secrets")
 def test_secrets_are_hidden_and_nothing_else() -> None:
-    for text, shown in {
-        "https://me:hunter2@host:8080/x": "https://***@host:8080/x",
-        "https://host/x?a=1&access_token=abc&b=2": "https://host/x?a=1&access_token=***&b=2",
-        "has from-the-environment in it": "has *** in it",
-        "has out-of-netrc in it": "has *** in it",
-        "https://host/x?page=2&monkey=3": "https://host/x?page=2&monkey=3",
-        "lightning.pytorch, a short story, mail me@host": "lightning.pytorch, a short story, mail me@host",
-    }.items():
-        assert redact(text) == shown
-    long = "abcdef1234567890"
-    values = {
-        "api_key": "abc",
-        "x": [{"password": "abc", "token": long}],
-        "pad_token": "<|end|>",
-        "key": "a",
-        "lr": 0.1,
-    }
-    hidden = {
-        "api_key": "***",
-        "x": [{"password": "***", "token": "***"}],
-        "pad_token": "<|end|>",
-        "key": "a",
-        "lr": 0.1,
-    }
+    assert redact("https://me:hunter2@host:8080/x, mail me@host") == "https://***@host:8080/x, mail me@host"
+    values = {"api_key": "abc", "x": [{"password": "abc", "hf_token": "abc"}], "pad_token": "<|end|>", "key": "a"}
+    hidden = {"api_key": "***", "x": [{"password": "***", "hf_token": "***"}], "pad_token": "<|end|>", "key": "a"}
     assert redact_values(values) == hidden and yaml.safe_load(yaml.safe_dump(hidden)) == hidden
     arguments = ["fit", "--l.api_key=abc", "--l.password", "abc", "--lr", "0.1"]
     assert redact_arguments(arguments) == ["fit", "--l.api_key=***", "--l.password", "***", "--lr", "0.1"]
