@@ -32,22 +32,15 @@ INFO = (
     "Finished batch size finder, will continue with full run",  # which it does not
     "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
 )
-LOGGERS = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    "lightning.pytorch.tuner.batch_size_scaling",
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.fabric.utilities.rank_zero",
-    "lightning.fabric.utilities.seed",
-    "lightning.fabric.utilities.distributed",
-)
 
 
 def quieten() -> None:
     """Filter the messages above."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(_is_wanted)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

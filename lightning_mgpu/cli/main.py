@@ -13,7 +13,6 @@ from lightning_mgpu.cli.errors import SWITCH, UsageError, one_line_errors
 from lightning_mgpu.cli.lightning import CLI
 from lightning_mgpu.cli.subcommands import RUNS, subcommands, tools
 from lightning_mgpu.cli.suggest import did_you_mean
-from lightning_mgpu.runs.launchers import set_rank
 from lightning_mgpu.runs.processes import exit_on_sigterm, leave_group
 from lightning_mgpu.runs.resume import FLAG
 
@@ -23,7 +22,6 @@ def run(args: list[str]) -> None:
     quieten()
     sys.path.insert(0, os.getcwd())  # models of one's own are found here; `python -m` does the same
     with one_line_errors(SWITCH in args):
-        set_rank()
         subcommand, others = args[0], args[1:]
         if subcommand in tools():
             exit_on_sigterm()

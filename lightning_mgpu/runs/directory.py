@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.runs.errors import UsageError
@@ -69,15 +68,10 @@ def claimed(run_dir: Path) -> Iterator[None]:
 def run_directory(trainer: Trainer) -> Path | None:
     """Where callbacks write, created; `None` in other processes than the first and in a `fast_dev_run`.
 
-    The directory is that of the command line, whatever the loggers. A Trainer made in Python has its first logger's.
-    `trainer.log_dir` says the same of the latter, but is a broadcast: asked in one process alone, it waits for ever.
+    `trainer.log_dir` is no place to ask for: it is a broadcast, which waits for ever if one process alone asks.
     """
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    path: str | None = trainer.default_root_dir
-    if trainer.loggers and os.environ.get(RUN_DIR) != os.path.abspath(trainer.default_root_dir):
-        logger = trainer.loggers[0]
-        path = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else logger.save_dir
-    directory = Path(path or trainer.default_root_dir)
+    directory = Path(trainer.default_root_dir)
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -2,7 +2,6 @@
 
 torchrun --nnodes=2 ... -m lightning_mgpu fit       # num_nodes and devices are torchrun's
 srun python -m lightning_mgpu fit                   # are SLURM's
-NODE_RANK=1 MASTER_ADDR=... MASTER_PORT=... python -m lightning_mgpu fit --trainer.num_nodes=2
 """
 
 import os
@@ -10,13 +9,6 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-
-def set_rank() -> None:
-    """Tell the processes of the second and later machines, started by hand, that they are not the first."""
-    if os.environ.get("NODE_RANK", "0") != "0" and not TorchElasticEnvironment.detect():
-        rank_zero_only.rank = max(1, rank_zero_only.rank)  # type: ignore[attr-defined]
 
 
 def follow_launcher(config: Namespace) -> None:

@@ -22,7 +22,7 @@ def redact(text: str) -> str:
 def redact_values(config: Any) -> Any:
     """Plain values, as read from YAML or JSON, without the secrets among their texts."""
     if isinstance(config, dict):
-        return {name: HIDDEN if _hides(name, value) else redact_values(value) for name, value in config.items()}
+        return {name: HIDDEN if is_secret(name, value) else redact_values(value) for name, value in config.items()}
     if isinstance(config, list):
         return [redact_values(value) for value in config]
     return redact(config) if isinstance(config, str) else config
@@ -33,10 +33,11 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     found: list[str] = []
     for before, argument in zip(["", *arguments], arguments):
         name, _, value = argument.partition("=") if argument.startswith("--") else (before, "", argument)
-        hides = name.startswith("--") and _hides(name.rpartition(".")[2], value)
+        hides = name.startswith("--") and is_secret(name.rpartition(".")[2], value)
         found.append(f"{argument.removesuffix(value)}{HIDDEN}" if hides else redact(argument))
     return found
 
 
-def _hides(name: Any, value: Any) -> bool:
+def is_secret(name: Any, value: Any) -> bool:
+    """Whether the value of an option of this name, which has no dots, is a secret."""
     return isinstance(value, str) and value != "" and NAME.fullmatch(str(name)) is not None

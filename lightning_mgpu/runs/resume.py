@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.runs.checkpoint_file import LAST, PREVIOUS, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.redact import is_secret
 
 FLAG = "--resume"
 RUNS = Path("runs")
@@ -53,6 +54,8 @@ def check_given(run_dir: Path, given: dict[str, Any]) -> None:
         UsageError: For the first of them.
     """
     for key, value in given.items():
+        if is_secret(key.rpartition(".")[2], value):
+            continue  # which the configuration leaves out
         if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
             raise UsageError(
                 f"--{key}={value} would make {run_dir} another run: leave it out, or start a new run from its "

@@ -9,7 +9,6 @@ process of W&B's own; training hands it records and never waits for them.
 """
 
 import contextlib
-import importlib.util
 import netrc
 import os
 import secrets
@@ -94,8 +93,6 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
 
 def choose_mode(mode: str) -> tuple[str, str]:
     """Resolve `auto` and `online` to online, offline or disabled, with the reason in words."""
-    if mode != "disabled" and importlib.util.find_spec("wandb") is None:
-        return "disabled", "not installed: pip install wandb"
     reason = f"--wandb.mode={mode}"
     if mode == "auto" and (from_environment := os.environ.get("WANDB_MODE")):
         mode, reason = from_environment, f"WANDB_MODE={from_environment}"

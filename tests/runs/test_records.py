@@ -55,6 +55,7 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
         assert "hunter2" not in saved and "***" in saved
     assert fit("--resume=trainer.logger", "--trainer.max_epochs=2") == 2
     assert "a secret, which is written to no file; give it on the command line" in capfd.readouterr().err
+    assert fit("--resume=trainer.logger", "--trainer.logger.password=hunter2") == 0
     assert fit(*one, "--trainer.logger=false", "--run_dir=none") == 0
     assert not (tmp_path / "none" / "metrics.csv").exists() and (tmp_path / "none" / "config.yaml").exists()
 
@@ -121,8 +122,6 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert choose_mode("auto")[1].startswith("127.0.0.1 cannot be reached: ")
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     assert choose_mode("auto") == ("offline", "WANDB_MODE=dryrun")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert choose_mode("auto") == ("disabled", "not installed: pip install wandb")
 
     def fails(*args: Any) -> None:
         raise RuntimeError("the service\nis gone")
