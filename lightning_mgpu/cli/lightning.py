@@ -167,8 +167,8 @@ class CLI(LightningCLI):
         self.timer = EpochTimer(of_one_run=self.resumed is None)
         callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix(), GlobalBatchCheck()]
         if self.run_dir is not None:
-            tracking = Tracking(**{**config.wandb.as_dict(), **({"mode": "disabled"} if config.no_wandb else {})})
             saved = redact_values({**self.config_dump, "run_dir": None})  # whoever repeats the run has another
+            tracking = Tracking(**{**saved["wandb"], **({"mode": "disabled"} if config.no_wandb else {})})
             told = tracking if has_logger else None
             callbacks.append(RunRecord(self.run_dir, saved, header, told, self.goes_on, self.opened))
         if self.subcommand == "predict":

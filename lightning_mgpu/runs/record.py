@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,23 @@ from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 GIT_SECONDS = 10.0  # git on a slow network file system must not hold up a run
 
 
+@dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and starts the loggers once the data are there: a mistake before leaves nothing.
+    """Makes the run directory and starts the loggers once the data are there: a mistake before leaves nothing."""
 
-    Args:
-        config: As `config.yaml` is to have it, without secrets.
-        header: Gets a line of what W&B does.
-        tracking: What W&B is told; none where nothing is logged.
-        goes_on: Whether a checkpoint of this run says how many rows of `metrics.csv` to keep.
-        opened: What is closed when the run ends: the directory's lock, the W&B run.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        config: dict[str, Any],
-        header: RunHeader,
-        tracking: Tracking | None,
-        goes_on: bool,
-        opened: ExitStack,
-    ) -> None:
-        self.run_dir, self.config, self.header, self.tracking = run_dir, config, header, tracking
-        self.goes_on, self.opened = goes_on, opened
-        self._is_done = False
+    run_dir: Path
+    config: dict[str, Any]  # as `config.yaml` is to have it, without secrets
+    header: RunHeader  # gets a line of what W&B does
+    tracking: Tracking | None  # none where nothing is logged
+    goes_on: bool  # from a checkpoint of this run, which says how many rows of `metrics.csv` to keep
+    opened: ExitStack  # what is closed when the run ends: the directory's lock, the W&B run
+    is_done: bool = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._is_done:  # `fit` tests
+        if self.is_done:  # `fit` tests
             return
-        self._is_done = True
+        self.is_done = True
         facts = run_facts(trainer, pl_module, self.header.is_global)
         if self.tracking is not None:
             trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]

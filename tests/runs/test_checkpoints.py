@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint
-from lightning_mgpu.runs.closing_line import closing_line, fingerprint
+from lightning_mgpu.runs.closing_line import fingerprint
 from lightning_mgpu.runs.errors import UsageError
 from tests.runs.conftest import last, metrics
 
@@ -89,13 +89,3 @@ def test_what_cannot_be_used_is_told(run: Path, tmp_path: Path, capfd: Any) -> N
     with pytest.raises(UsageError, match="it holds objects of classes"):
         read_checkpoint(path)
     assert "code of a checkpoint" not in capfd.readouterr().out
-
-
-def test_fingerprint_and_closing_line() -> None:
-    tensors = [torch.ones(2, 3), torch.tensor(1.5, dtype=torch.bfloat16)]
-    assert fingerprint(tensors) == fingerprint([t.clone() for t in tensors]) != fingerprint(tensors[::-1])
-    assert len(fingerprint(tensors)) == 12 and fingerprint([torch.zeros(1)]) != fingerprint([torch.zeros(2)])
-    assert (
-        closing_line({"test_acc": 0.834, "test_loss": 1.0}, 3.06, "[cpu]") == "test acc: 0.83, 3.1 sec/epoch on [cpu]"
-    )
-    assert closing_line({}, float("nan"), "[cpu]") == "no epoch trained on [cpu]"

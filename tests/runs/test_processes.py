@@ -91,6 +91,8 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path, monkeypatch: p
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text("{}")
     assert take_resume("fit", script) == ([], run_dir)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert take_resume("fit", script) == (script, None)  # another job
 
 
 def test_lightnings_own_checkpoint_before_the_time_is_up(

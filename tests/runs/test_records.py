@@ -1,7 +1,5 @@
 """What a run leaves: CSV files, loggers that add to each other, its W&B run, no secret."""
 
-import contextlib
-import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import wandb
 import yaml
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from lightning_mgpu.runs import wandb_run
-from lightning_mgpu.runs.csv_logger import RunCSVLogger
-from lightning_mgpu.runs.files import replace_text, replacing
-from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.redact import redact, redact_arguments, redact_values
 from lightning_mgpu.runs.wandb_run import Tracking, choose_mode
 from tests.runs.conftest import metrics
@@ -97,6 +91,7 @@ def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, mo
     assert config["data.batch_size"] == 64 and config["trainer.max_epochs"] == 1
     assert not [name for name in config if "init_args" in name or "class_path" in name]
     assert run.given["project"] == "fashion" and run.given["name"] == "run" and run.given["resume"] == "allow"
+    assert run.given["notes"] == "https://***@host"
     assert {"val_acc", "train_loss", "lr-SGD"} <= run.logged.keys()
     assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finished
     assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc\n"
@@ -128,39 +123,6 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.setattr(wandb_run, "choose_mode", fails)
     assert wandb_run.start_run(Tracking(), tmp_path, {}) == (None, "off (RuntimeError: the service is gone)")
-
-
-def test_metrics_go_on_behind_what_is_kept(tmp_path: Path) -> None:
-    first = RunCSVLogger(tmp_path)
-    first.log_metrics({"a": 1.0}, 0)
-    first.log_metrics({"b": 2.0}, 1)
-    assert first.experiment.sync() == 2
-    first.log_metrics({"c": torch.tensor(3.0)}, 2)
-    first.save()
-    second = RunCSVLogger(tmp_path)
-    second.experiment.keep(2)
-    second.log_metrics({"d": 4.0}, 2)
-    assert second.experiment.sync() == 3
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert [(row["a"], row["b"], row["d"], row["step"]) for row in rows] == [
-        *(("1.0", "", "", "0"), ("", "2.0", "", "1"), ("", "", "4.0", "2"))
-    ]
-
-
-def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
-    replace_text(tmp_path / "a", "old")
-    with contextlib.suppress(KeyboardInterrupt), replacing(tmp_path / "a", sync=True) as part:
-        part.write_text("half")
-        raise KeyboardInterrupt
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
-
-
-def test_flatten() -> None:
-    config = {
-        "model": {"class_path": "LeNet", "init_args": {"optimizer": {"class_path": "SGD", "init_args": {"lr": 1}}}}
-    }
-    assert flatten(config) == {"model": "LeNet", "model.optimizer": "SGD", "model.optimizer.lr": 1}
-    assert flatten({"a": [1, 2], "b": [{"class_path": "X"}], "c": {}}) == {"a": [1, 2], "b.0": "X", "c": {}}
 
 
 def test_secrets_are_hidden_and_nothing_else() -> None:
