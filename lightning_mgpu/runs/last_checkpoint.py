@@ -8,7 +8,6 @@ that there is no state of generators to keep.
 import os
 import random
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class LastCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not SLURMEnvironment.detect() and threading.current_thread() is threading.main_thread():
+        if not SLURMEnvironment.detect():
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Lightning's would end with status 0
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
