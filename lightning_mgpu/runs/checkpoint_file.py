@@ -9,7 +9,7 @@ import torch
 
 from lightning_mgpu.runs.errors import UsageError
 
-LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+LAST = "last.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on

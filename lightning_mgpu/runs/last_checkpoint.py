@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, PREVIOUS, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST, read_checkpoint
 from lightning_mgpu.runs.csv_logger import MetricsWriter, RunCSVLogger
 from lightning_mgpu.runs.errors import UsageError
 
@@ -108,7 +108,7 @@ class LastCheckpoint(Callback):
             writer.keep(checkpoint[KEY]["rows"])
 
     def _save(self, trainer: Trainer) -> None:
-        """Write aside, sync, rename: `last.ckpt` is whole or not there, and `previous.ckpt` the one before."""
+        """Write aside, sync, rename: `last.ckpt` is whole, or the one before."""
         if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         last = Path(str(self.best.dirpath), LAST)
@@ -119,8 +119,6 @@ class LastCheckpoint(Callback):
             return
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        if last.exists():
-            os.replace(last, last.with_name(PREVIOUS))
         os.replace(part, last)
         if not self._is_checked:
             self._is_checked = True

@@ -12,9 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-from lightning_mgpu.runs.checkpoint_file import LAST, PREVIOUS, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.redact import is_secret
 
@@ -41,7 +39,7 @@ def find_run(name: str) -> Path:
         if not (run_dir / "config.yaml").is_file():
             raise UsageError(f"{FLAG}={name}: no run directory, which has a config.yaml")
         return run_dir
-    saved = [path for path in RUNS.glob("*/checkpoints/*.ckpt") if path.name in (LAST, PREVIOUS)]
+    saved = list(RUNS.glob(f"*/checkpoints/{LAST}"))
     if not saved:
         raise UsageError(f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one")
     return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
@@ -64,29 +62,21 @@ def check_given(run_dir: Path, given: dict[str, Any]) -> None:
 
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | None:
-    """The newest checkpoint that is whole; none if the run was stopped before its first epoch was over.
+    """The newest checkpoint; none if the run was stopped before its first epoch was over.
 
     Raises:
-        UsageError: If all are damaged, or the run has been trained for longer than `max_epochs` already.
+        UsageError: If it is damaged, or the run has been trained for longer than `max_epochs` already.
     """
-    candidates = [path for path in (run_dir / "checkpoints" / name for name in (LAST, PREVIOUS)) if path.exists()]
-    candidates += run_dir.glob("hpc_ckpt_*.ckpt")  # Lightning's, before the time of a SLURM job is up
-    problems: list[UsageError] = []
-    for path in sorted(candidates, key=lambda path: path.stat().st_mtime, reverse=True):
-        try:
-            checkpoint = read_checkpoint(path)
-        except UsageError as error:
-            problems.append(error)
-            continue
-        trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-        if max_epochs is not None and 0 <= max_epochs < trained:
-            raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
-        if problems:
-            rank_zero_warn(f"{problems[0]}. Going on from {path.name}, saved before.")
-        return path
-    if problems:
-        raise problems[0]
-    return None
+    last = run_dir / "checkpoints" / LAST
+    saved = [*([last] if last.exists() else []), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
+    if not saved:
+        return None
+    path = max(saved, key=lambda path: path.stat().st_mtime)
+    loops = read_checkpoint(path).get("loops")  # none where weights alone were saved: refused when they are loaded
+    trained = loops["fit_loop"]["epoch_progress"]["current"]["processed"] if loops else 0
+    if max_epochs is not None and 0 <= max_epochs < trained:
+        raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
+    return path
 
 
 def how_to_resume(run_dir: Path) -> str:
