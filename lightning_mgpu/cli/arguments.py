@@ -110,7 +110,7 @@ def _of_checkpoint(path: str, subcommand: str, given: dict[str, Any]) -> dict[st
     Raises:
         UsageError: If an option names another model, or would change one that trains on with its old optimizer.
     """
-    saved = saved_config(read_checkpoint(path))
+    saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
     before = flatten({"model": saved.get("model", {})})
     for key, value in given.items():
         if key in before and not _same(value, before[key]) and (key == "model" or subcommand == "fit"):

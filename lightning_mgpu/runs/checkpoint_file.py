@@ -15,11 +15,12 @@ SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in ever
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
     """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`).
 
     Raises:
-        UsageError: If the file is not there, is damaged, holds an object of some class, or is no Trainer's.
+        UsageError: If the file is not there, is damaged, holds an object of some class, or is no Trainer's; and, where
+            training is to go on, if it holds weights alone.
     """
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
@@ -38,6 +39,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: it is damaged, or no checkpoint of a Trainer") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
+    if to_train_on and not {"loops", "optimizer_states"} <= checkpoint.keys():
+        raise UsageError(f"{path} holds weights alone: no training can go on from it")
     return checkpoint
 
 

@@ -84,11 +84,8 @@ class LastCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
             return
-        try:
-            loop, _ = checkpoint["loops"]["fit_loop"], checkpoint["optimizer_states"]
-            batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
-        except (KeyError, TypeError) as error:
-            raise UsageError("the checkpoint holds weights only: no run can go on from it") from error
+        loop = checkpoint["loops"]["fit_loop"]
+        batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
         ended_within = batches["total"]["ready"] and not batches["is_last_batch"]
         if ended_within and epochs["processed"] == epochs["ready"]:
             raise UsageError(

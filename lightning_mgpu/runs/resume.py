@@ -72,8 +72,8 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | No
     if not saved:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
-    loops = read_checkpoint(path).get("loops")  # none where weights alone were saved: refused when they are loaded
-    trained = loops["fit_loop"]["epoch_progress"]["current"]["processed"] if loops else 0
+    checkpoint = read_checkpoint(path, to_train_on=True)
+    trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
     return path

@@ -91,7 +91,10 @@ def test_a_checkpoint_brings_its_configuration(config: Config, tmp_path: Path, m
         "data": {"class_path": "lightning_mgpu.data.FashionMNIST", "init_args": {"batch_size": 9, "root": "there"}},
         "seed_everything": 3,
     }
-    torch.save({"state_dict": {}, "lightning_mgpu": {"config": saved}}, tmp_path / "x.ckpt")
+    torch.save(
+        {"state_dict": {}, "loops": {}, "optimizer_states": [], "lightning_mgpu": {"config": saved}},
+        tmp_path / "x.ckpt",
+    )
     found = config("test", "--ckpt_path=x.ckpt", "--data.val_size=5")
     assert found["model"]["init_args"]["num_classes"] == 7 and found["seed_everything"] == 3
     data = found["data"]["init_args"]

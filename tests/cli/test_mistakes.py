@@ -40,6 +40,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --config twice.yaml": ("max_epochs stands twice",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path foreign.ckpt": ("foreign.ckpt is no checkpoint of a Trainer",),
+    "fit --ckpt_path weights.ckpt": ("weights.ckpt holds weights alone: no training can go on from it",),
     "fit --ckpt_path torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
     "--trainer.devices=2": ("name a subcommand first",),
@@ -73,6 +74,7 @@ def here(tmp_path: Path) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
     return tmp_path
 
 
