@@ -36,12 +36,7 @@ class Gradients:
         self._left: dict[int, tuple[Tensor, int]] = {}  # what the last exchange has left, by tensor: gradient, version
 
     def join(
-        self,
-        losses: Mapping[int, Tensor],
-        sizes: Mapping[int, int],
-        turn: Turn,
-        is_one_graph: bool = False,
-        inputs: Mapping[int, Any] | None = None,
+        self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], turn: Turn, is_one_graph: bool = False
     ) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and exchanges the replicas' gradients.
 
@@ -50,42 +45,32 @@ class Gradients:
             sizes: The samples of the shards.
             turn: Enters a replica's turn.
             is_one_graph: Whether the replicas' graphs are connected, by synchronised BatchNorm. One pass runs for all.
-            inputs: What each replica wants gradients of; all parameters if left out.
         """
-        device = self.replicas.devices[0]
         weights = [sizes[i] for i in losses]
-        value = weighted_mean([loss.detach().to(device) for loss in losses.values()], weights)
-        if not any(loss.requires_grad for loss in losses.values()):
+        value = weighted_mean([loss.detach().to(self.replicas.devices[0]) for loss in losses.values()], weights)
+        connected = {i: loss for i, loss in losses.items() if loss.requires_grad}
+        if not connected:
             return value
 
         def backward(gradient: Tensor, keep_graph: bool) -> None:
-            parts = {
-                i: (gradient * (sizes[i] / sum(weights))).to(loss.device)
-                for i, loss in losses.items()
-                if loss.requires_grad
-            }
+            parts = {i: (gradient * (sizes[i] / sum(weights))).to(loss.device) for i, loss in connected.items()}
             if is_one_graph:
-                every = [losses[i] for i in parts]
-                wanted = None if inputs is None else [each for i in parts for each in _as_list(inputs[i])]
-                torch.autograd.backward(every, list(parts.values()), keep_graph, inputs=wanted)
+                torch.autograd.backward(list(connected.values()), list(parts.values()), keep_graph)
                 return
-            for i, part in parts.items():
-                wanted = None if inputs is None else _as_list(inputs[i])
+            for i, loss in connected.items():
                 with turn(i):
-                    torch.autograd.backward(losses[i], part, keep_graph, inputs=wanted)
+                    torch.autograd.backward(loss, parts[i], keep_graph)
 
         anchor = torch.zeros_like(value, requires_grad=True)
         return _Junction.apply(anchor, value, lambda *args: self._meet(backward, *args))  # type: ignore[no-any-return]
 
     def _meet(self, backward: Callable[[Tensor, bool], None], gradient: Tensor, keep_graph: bool) -> None:
         """Compute the replicas' gradients, exchange them, and add them to what was there before."""
-        if not self.are_owned:
-            if self.is_edited:
-                self.replicas.copy_parameters()
-            self.follow()
+        if self.is_edited and not self.are_owned:
+            self.replicas.copy_parameters()
         parameters = self.replicas.parameters
         hooks = [[_take_hooks(param) for param in copies] for copies in parameters]
-        before = [[param.grad for param in copies] for copies in parameters]
+        before = [copies[0].grad for copies in parameters]
         try:
             for copies in parameters:
                 for param in copies:
@@ -120,11 +105,8 @@ class Gradients:
                 every: list[Any] = [param.grad for param in copies.tensors]
                 gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
         self.exchange(gradients)
-        for first, *others in gradients.values() if self.are_owned and not self.on_all else ():
-            for other in others:
-                other.copy_(first)
 
-    def _accumulate(self, copies: Sequence[Tensor], before: list[Tensor | None], hooks: list[Any]) -> None:
+    def _accumulate(self, copies: Sequence[Tensor], before: Tensor | None, hooks: list[Any]) -> None:
         """Run the user's hooks on the reduced gradient, and add it to the one of the batches before."""
         original, *others = copies
         on_gradient, after_accumulation = hooks[0]
@@ -135,13 +117,14 @@ class Gradients:
         for hook in on_gradient.values() if original.grad is not None else ():
             changed = hook(original.grad)
             original.grad = original.grad if changed is None else changed
-            for other in others:
-                other.grad = original.grad.to(other.device, copy=True)  # type: ignore[union-attr]
-        for param, old in zip(copies, before):
-            if not (self.on_all or self.are_owned or param is original):
-                param.grad = None
-            elif old is not None:
-                param.grad = old if param.grad is None else old.add_(param.grad)
+        if before is not None:
+            original.grad = before if original.grad is None else before.add_(original.grad)
+        is_own = self.on_all and before is None and not on_gradient
+        for other in others:
+            if original.grad is None or not (self.on_all or self.are_owned):
+                other.grad = None
+            elif not is_own:
+                other.grad = original.grad.to(other.device, copy=True)
         if original.grad is not None:
             for post_hook in after_accumulation.values():
                 post_hook(original)
@@ -219,10 +202,6 @@ def are_equal(tensor: Tensor, other: Tensor) -> bool:
         return True  # torch has added them up
     other = other.to(tensor.device)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _as_list(inputs: Any) -> list[Tensor]:
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
 
 
 def _take_hooks(param: Tensor) -> tuple[dict, dict]:

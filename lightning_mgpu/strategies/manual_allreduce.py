@@ -101,12 +101,9 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        if self.own_updates:
-            if not self.gradients.are_owned:
-                self.gradients.follow()  # clipping has changed the first one's
-            self.own_updates = self.updates.repeat(optimizer)
+        self.gradients.follow()  # clipping may have changed the first one's
+        self.own_updates = self.updates.repeat(optimizer)
         if not self.own_updates:
-            self.updates.forget(optimizer)
             self.replicas.copy_parameters()
 
 

@@ -6,7 +6,6 @@ always was. A turn exchanges the dicts. An attribute that a step rebinds is the 
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # BatchNorm, InstanceNorm: those with running statistics
-from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
@@ -31,9 +29,10 @@ MISSING = object()
 
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """A replica's own parameters, as in the book: copies on its device."""
+    """A replica's own parameters, as in the book: copies on its device. Buffers, too."""
     with torch.inference_mode(False), torch.no_grad():
-        return [_like(param, param.detach().to(device, copy=True)) for param in params]
+        copies = [(param, param.detach().to(device, copy=True)) for param in params]
+    return [nn.Parameter(own, p.requires_grad) if isinstance(p, nn.Parameter) else own for p, own in copies]
 
 
 class Copies:
@@ -71,33 +70,25 @@ class Replicas:
         self.is_stale = True  # somebody may have edited the original without a mark
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self._buffers: dict[str, Copies] = {}
+        self.copies_of: dict[int, tuple[Tensor, ...]] = {}  # of parameters and buffers, by the original's id
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
         self._meet = False
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
-        self._optimizers: list[Optimizer] = []
-        self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
-        self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
-        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._own: tuple[Any, Any] = [], []  # what the optimizers' groups and states are outside of a turn
 
     @property
     def parameters(self) -> list[tuple[Tensor, ...]]:
         """For every parameter its copies, one a replica."""
         return [copies.tensors for copies in self.copies.values()]
 
-    def begin(
-        self, *number: int, trains: bool = True, meet: bool = False, optimizers: Iterable[Optimizer] = ()
-    ) -> None:
+    def begin(self, *number: int, meet: bool = False) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
         Args:
             number: Names the step, for the random numbers.
-            trains: Whether the step needs gradients. Else replicas on the first one's device use its parameters.
             meet: Whether replicas meet in the step. They have lists and dicts of their own then.
-            optimizers: In a turn they have the replica's parameters, too.
         """
         self.streams.begin(*number)
         named = list(_walk(self.module))
@@ -106,17 +97,12 @@ class Replicas:
         self._buffers = self._find_copies(named, "_buffers", self._buffers)
         self.follow()
         copy_tensors(self._buffers.values())
-        copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
-        if not trains:
-            own = {id(c.tensors[0]): c.tensors for c in self.copies.values()}
-            same = [device == self.devices[0] for device in self.devices]
-            copies_of |= {key: tuple(t[0] if s else c for c, s in zip(t, same)) for key, t in own.items()}
+        self.copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
         self._meet, self._lists = meet, []
         self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [[]]
         for i in range(1, len(self.devices)):
-            self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
+            self._dicts.append([self._replica_of(owner, i) for owner in self._owners])
             self._put.append([dict(own) for own in self._dicts[i]])
-        self._copies_of, self._optimizers, self._states = copies_of, list(optimizers), {}
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -155,14 +141,14 @@ class Replicas:
         self.is_stale = True
         self.follow()
 
-    def _replica_of(self, owner: nn.Module, i: int, copies_of: dict[int, tuple[Tensor, ...]]) -> dict[str, Any]:
+    def _replica_of(self, owner: nn.Module, i: int) -> dict[str, Any]:
         """The `__dict__` of a layer in replica i."""
         own = dict(owner.__dict__)
         for kind in ("_parameters", "_buffers"):
             if own[kind]:
-                own[kind] = {name: None if t is None else copies_of[id(t)][i] for name, t in own[kind].items()}
+                own[kind] = {name: None if t is None else self.copies_of[id(t)][i] for name, t in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
+            own["_flat_weights"] = [self.copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
         if self.devices[i] != self.devices[0]:
@@ -230,44 +216,18 @@ class Replicas:
     @contextmanager
     def turn(self, i: int) -> Iterator[None]:
         """Let the module be replica i inside the block, in a step and in its backward pass."""
-        self._enter(i)
+        self._put_in(i)
         try:
             with current_device(self.devices[i]), self.streams.of(i):
                 yield
         finally:
-            self._leave(i)
+            self._put_in(0)
 
-    def _enter(self, i: int) -> None:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if i == 0:  # the others begin with the same settings, whatever it does to them
-            self._settings = [dict(group) for group in groups]
-            return
-        self.current = i
-        for owner, own in zip(self._owners, self._dicts[i]):
-            object.__setattr__(owner, "__dict__", own)
-        self._own = [(group, dict(group)) for group in groups], [(each, each.state) for each in self._optimizers]
-        for group, settings in zip(groups, self._settings):
-            group.update(settings)
-            group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
-        for optimizer in self._optimizers:
-            if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
-                states: list[tuple[Any, Any]] = list(optimizer.state.items())
-                copied: dict[Any, Any] = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in states}
-                self._states[i, optimizer] = defaultdict(dict, copied)
-            optimizer.state = self._states[i, optimizer]
-
-    def _leave(self, i: int) -> None:
-        if i == 0:
-            return
-        self.current = 0
-        for owner, own in zip(self._owners, self._dicts[0]):
-            object.__setattr__(owner, "__dict__", own)
-        groups, states = self._own
-        for group, own in groups:
-            group.clear()
-            group.update(own)
-        for optimizer, state in states:
-            optimizer.state = state
+    def _put_in(self, i: int) -> None:
+        if i != self.current:
+            self.current = i
+            for owner, own in zip(self._owners, self._dicts[i]):
+                object.__setattr__(owner, "__dict__", own)
 
 
 @torch.no_grad()
@@ -299,13 +259,6 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield prefix, owner
         children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
         todo.extend(reversed(children))
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter, if the tensor is one."""
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    return nn.Parameter(values, tensor.requires_grad)
 
 
 def _versions(value: Any) -> list[int]:

@@ -69,15 +69,6 @@ def find_batch_size(batch: Any) -> int | None:
     return sizes.pop()
 
 
-def may_be_one_sample(batch: Any) -> bool:
-    """Whether a loader that makes no batches (`batch_size=None`) may have given a single sample.
-
-    A sample has a 0-d tensor, or nothing but 1-d ones: these are its features, or a batch's labels.
-    """
-    ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
-    return 0 in ndims or ndims == {1}
-
-
 def items_of(part: Any) -> list[Any] | None:
     """What lies directly in a list, tuple, dict or dataclass; `None` for everything else."""
     if isinstance(part, PackedSequence) or hasattr(type(part), "batch_size"):  # the latter: a TensorDict

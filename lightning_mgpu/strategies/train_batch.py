@@ -13,7 +13,7 @@ replicas must meet in the middle of a step (manual optimization, synchronised Ba
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
 from lightning_mgpu.strategies import split_batch as batches
@@ -69,7 +68,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that are active in this step
         self._is_set_up = False
-        self._has_unbatched = False  # whether a loader of the run makes no batches
         self._num_evaluations = 0  # of the loss, for one update
 
     # Devices
@@ -129,15 +127,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.model.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        # torch's `collate_fn` for `batch_size=None`, with a sampler that may be one of batches
-        if isinstance(dataloader, DataLoader) and dataloader.collate_fn is default_convert:
-            self._has_unbatched |= not isinstance(dataloader.sampler, BatchSampler)
-        return super().process_dataloader(dataloader)
-
-    @override
     def teardown(self) -> None:
-        self._is_set_up, self._has_unbatched = False, False
+        self._is_set_up = False
         for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)
         super().teardown()
@@ -182,25 +173,29 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         rest = [{name: value for name, value in output.items() if name != "loss"} for output in outputs if output]
         return {"loss": loss, **gather(_without_graph(rest), [self.sizes[i] for i in losses], self.devices[0])}
 
+    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(self._run(name, batch, *args, **kwargs), list(self.sizes.values()), self.devices[0])
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().validation_step(*args, **kwargs)
         with self.precision_plugin.val_step_context():
             return self._evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().test_step(*args, **kwargs)
         with self.precision_plugin.test_step_context():
             return self._evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().predict_step(*args, **kwargs)
         with self.precision_plugin.predict_step_context():
             return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return getattr(self.lightning_module, name)(batch, *args, **kwargs)
-        return gather(self._run(name, batch, *args, **kwargs), list(self.sizes.values()), self.devices[0])
 
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
@@ -208,43 +203,42 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         sizes = self._sizes(batch)
         self.sizes = {i: size for i, size in enumerate(sizes) if size}
         self.gradients.are_owned = trains and not module.automatic_optimization
-        self.own_updates &= not self.gradients.are_owned  # until an optimizer steps
         self.gradients.is_edited = self.updates.may_edit()
         replicas.is_stale |= self.gradients.is_edited
-        is_computed = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
-        self._is_one_graph = self._layer_sync is not None or is_computed
+        has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
+        self._is_one_graph = self._layer_sync is not None or has_graph
         shards = batches.split_batch(batch, sizes) if len(self.sizes) > 1 else [batch]
+        meet = len(shards) > 1 and (self.is_locked or self.gradients.are_owned or self._layer_sync is not None)
+        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
             return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
-        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
         with ExitStack() as stack:
-            if len(self.sizes) > 1:
+            if len(shards) > 1:
                 stack.enter_context(self.recorder.recording(self.sizes))
-            optimizers = self._stepped_optimizers() if trains else []
-            meet = len(self.sizes) > 1 and (self.is_locked or self.gradients.are_owned or self._layer_sync is not None)
-            number = STEPS.index(name), module.current_epoch, *numbers
-            replicas.begin(*number, trains=trains, meet=meet, optimizers=optimizers)
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
+            self.updates.optimizers = ()
             if trains:
+                can_repeat = self.replicas_update and module.automatic_optimization
+                is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
+                self.updates.begin(self._stepped_optimizers(), can_repeat and not is_scaled)
                 self.gradients.follow()
-            if trains:
                 stack.enter_context(only_own_parameters(self))
-            outputs = self._take_turns(step, optimizers, meet)
+            outputs = self._take_turns(step, meet)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
             if self.gradients.are_owned or (trains and len(self.sizes) < len(sizes)):  # a step may have edited weights
-                replicas.is_stale |= not self.own_updates or len(self.sizes) < len(sizes)
-                replicas.follow()
+                replicas.copy_parameters()
         if trains and self._auto_split is not None and not self._auto_split.is_done:
             self.shares = self._auto_split.end_step(self.shares)
         return outputs
 
-    def _take_turns(self, step: Callable[[int], Any], optimizers: list[Optimizer], meet: bool) -> list[Any]:
+    def _take_turns(self, step: Callable[[int], Any], meet: bool) -> list[Any]:
         """Call `step(i)` for every active replica, one after the other; in lockstep where they may meet."""
         if meet:
-            with meetings(self, optimizers if self.gradients.are_owned else []), self._synchronized():
+            with meetings(self, self.updates.optimizers if self.gradients.are_owned else []), self._synchronized():
                 return self.lockstep.run(step, list(self.sizes))
         outputs = []
         for i in self.sizes:
@@ -260,6 +254,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 if self._auto_split is not None and not self._auto_split.is_done:
                     stack.enter_context(self._auto_split.timed(i, self.devices[i]))
                 stack.enter_context(self.replicas.turn(i))
+                stack.enter_context(self.updates.turn(i, self.updates.optimizers))
                 yield
         except Exception as error:
             note = f"raised in replica {i} on {self.devices[i]}"
@@ -269,22 +264,18 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 error.args = (f"{error.args[0]} ({note})",)
             raise
 
-    @contextmanager
-    def _synchronized(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._layer_sync is not None:
-                stack.enter_context(synchronized_batch_norm(self.lockstep))
-            yield
+    def _synchronized(self) -> AbstractContextManager:
+        return nullcontext() if self._layer_sync is None else synchronized_batch_norm(self.lockstep)
 
     def _sizes(self, batch: Any) -> list[int]:
         """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
         num_samples = batches.find_batch_size(batch)
-        if num_samples is None or (self._has_unbatched and batches.may_be_one_sample(batch)):
+        if num_samples is None:
             data = [leaf for leaf in batches.leaves(batch) if isinstance(leaf, batches.Array) or hasattr(leaf, "to")]
             if any(getattr(leaf, "ndim", 1) for leaf in data):
                 rank_zero_warn(
-                    "A batch whose parts differ in length along dimension 0, that nobody knows how to cut, or that may "
-                    f"be a single sample, is not split: {self.devices[0]} computes it alone."
+                    "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not "
+                    f"split: {self.devices[0]} computes it alone."
                 )
             return [1] + [0] * (len(self.devices) - 1)
         sizes = batches.shard_sizes(num_samples, self.shares)
@@ -301,8 +292,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self.lockstep.is_inside:
-            given = closure_loss, args, kwargs
-            return self.lockstep.meet(("manual_backward", None), given, self._backward_together)  # type: ignore[no-any-return]
+            meet = self.lockstep.meet
+            return meet(("manual_backward", None), (closure_loss, args, kwargs), self._backward_together)  # type: ignore[no-any-return]
         if self.gradients.are_owned:  # one replica has the whole batch
             return self._backward_together({0: (closure_loss, args, kwargs)})
         return self._backward(closure_loss, optimizer, *args, **kwargs)
@@ -310,17 +301,18 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         """What replicas meet for in `manual_backward`."""
         losses = {i: loss for i, (loss, _, _) in given.items()}
-        inputs = {i: kwargs["inputs"] for i, (_, _, kwargs) in given.items() if "inputs" in kwargs}
         _, args, kwargs = given[0]
-        whole = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph, inputs or None)
-        return self._backward(whole, None, *args, **{name: v for name, v in kwargs.items() if name != "inputs"})
+        whole = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph)
+        return self._backward(whole, None, *args, **kwargs)
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.gradients.have_met = False
         with self._synchronized():
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if not self.gradients.have_met:
-            raise RuntimeError("`backward` must call loss.backward() for all parameters: the gradients did not meet.")
+            raise RuntimeError(
+                "backward must be for all parameters, without inputs=: the replicas' gradients did not meet."
+            )
         return loss
 
     @override
@@ -335,21 +327,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def step_all(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Any], Any]) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
-        can_repeat = (
-            self.replicas_update
-            and self.updates.can_repeat(optimizer)
-            and getattr(self.precision_plugin, "scaler", None) is None
-            and (not self.gradients.are_owned or len(self.sizes) == len(self.devices))
-        )
-
-        def evaluated() -> Any:
-            loss = closure()
-            if can_repeat:  # now: the step may have edited states
-                self.updates.prepare(optimizer)
-            return loss
-
-        result = step(evaluated)
-        self.own_updates = can_repeat and self._num_evaluations <= 1
+        result = step(closure)
         self.update_replicas(optimizer)
         return result
 
@@ -360,9 +338,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             optimizer = each._optimizer if isinstance(each, LightningOptimizer) else each
             if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
                 own = type(optimizer).__name__
-                raise MisconfigurationException(
-                    f"{own} is no torch.optim.Optimizer: derive it from that for {self.name}."
-                )
+                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
             found[optimizer] = not isinstance(optimizer, _MockOptimizer)
         return [optimizer for optimizer, is_real in found.items() if is_real]
 

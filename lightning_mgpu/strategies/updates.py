@@ -1,6 +1,12 @@
-"""Every replica makes its own update, as in the book, where nothing else had a hand in it. This file decides where."""
+"""Every replica makes its own update, as in the book, where nothing else had a hand in it. This file decides where.
+
+In its turn a replica finds its own parameters, settings and states in the optimizers. For its update the user's
+optimizer steps again in its turn.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -22,16 +28,71 @@ MAY_EDIT = (
 
 
 class Updates:
-    """The replicas' own updates: their parameters and states are put into the user's optimizer, which steps again."""
+    """What the optimizers are in a replica's turn, and the replicas' own updates."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
-        self._states: dict[Optimizer, list[Any]] = {}  # by replica; missing: the first one's is copied
-        self._marks: dict[Optimizer, Any] = {}  # of the first one's state, after its last update
+        self.optimizers: Sequence[Optimizer] = ()  # that the step may use
+        self._states: dict[Optimizer, list[Any]] = {}  # by replica, of those that the replicas step themselves
+        self._views: dict[Optimizer, list[Any]] = {}  # of the others: what a step puts there is the replica's own
+        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
         self._verified: set[Optimizer] = set()  # whose update was compared in this epoch
         self._refused: set[Optimizer] = set()  # and was another one
         self._places: Any = None  # where hooks were looked for
         self._may_edit = False
+
+    def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
+        """A training step begins. Replicas that will step an optimizer themselves have copies of its state."""
+        self.optimizers, self._views = optimizers, {}
+        for optimizer in optimizers:
+            if not (can_repeat and self._can_repeat(optimizer)):
+                self._states.pop(optimizer, None)
+                self._views[optimizer] = self._states_of(optimizer, are_copied=False)
+            elif optimizer not in self._states:
+                self._states[optimizer] = self._states_of(optimizer, are_copied=True)
+
+    @contextmanager
+    def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Let optimizers have replica i's parameters and states inside the block. Replicas begin with like settings."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if i == 0:
+            self._settings = [dict(group) for group in groups]
+            yield
+            return
+        own, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
+        copies = self.replicas.copies_of
+        for group, settings in zip(groups, self._settings):
+            group.update(settings)
+            group["params"] = [copies.get(id(param), {i: param})[i] for param in settings["params"]]
+        for optimizer in optimizers:
+            optimizer.state = (self._states.get(optimizer) or self._views[optimizer])[i]
+        try:
+            yield
+        finally:
+            for group, settings in zip(groups, own):
+                group.clear()
+                group.update(settings)
+            for optimizer, state in zip(optimizers, states):
+                (self._states.get(optimizer) or self._views[optimizer])[i] = optimizer.state
+                optimizer.state = state
+
+    def _states_of(self, optimizer: Optimizer, are_copied: bool) -> list[Any]:
+        """The optimizer's state for every replica."""
+        states: list[Any] = []
+        for i, device in enumerate(self.replicas.devices):
+            own: defaultdict[Any, Any] = defaultdict(dict)
+            for param, state in list(optimizer.state.items()) if i else ():
+                key = self.replicas.copies_of.get(id(param), {i: param})[i]
+                own[key] = self._copied(state, device) if are_copied else dict(state)
+            states.append(own)
+        return states
+
+    def _copied(self, state: Any, device: Any) -> Any:
+        home = self.replicas.devices[0]  # a counter on the CPU stays there
+        move = lambda tensor: tensor.to(device if tensor.device == home else tensor.device, copy=True)  # noqa: E731
+        return apply_to_collection(state, Tensor, move)
+
+    # Who makes the update
 
     def may_edit(self) -> bool:
         """Whether a hook of the user's, in a step or between two, may edit weights or gradients without a mark."""
@@ -42,9 +103,9 @@ class Updates:
             self._may_edit = any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
         return self._may_edit
 
-    def can_repeat(self, optimizer: Optimizer) -> bool:
+    def _can_repeat(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this optimizer's update themselves: one of torch's, as it is, on like devices."""
-        known = {id(tensors[0]) for tensors in self.replicas.parameters}  # not those of scripted layers
+        copies = self.replicas.copies_of  # not of scripted layers' parameters
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             type(optimizer).__module__.startswith("torch.optim")
@@ -53,7 +114,7 @@ class Updates:
             and not optimizer._optimizer_step_pre_hooks  # private names of torch
             and not optimizer._optimizer_step_post_hooks
             and optimizer not in self._refused
-            and all(id(param) in known for group in optimizer.param_groups for param in group["params"])
+            and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
             and len({device.type for device in self.replicas.devices}) == 1
             and not self.may_edit()
         )
@@ -63,60 +124,26 @@ class Updates:
         for known in (self._states, self._verified, self._refused):
             known.clear()
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """The replicas have not made an update: their states lag behind."""
-        self._states.pop(optimizer, None)
-
-    def prepare(self, optimizer: Optimizer) -> None:
-        """The first one's update follows: copy the state that it begins with, if the others have another."""
-        if optimizer not in self._states or self._marks.get(optimizer) != _marks(optimizer):
-            self._states[optimizer] = [self._state_of(optimizer, i) for i in range(len(self.replicas.devices))]
-
-    def _state_of(self, optimizer: Optimizer, i: int) -> Any:
-        own: defaultdict[Any, Any] = defaultdict(dict)
-        copies = {id(tensors[0]): tensors[i] for tensors in self.replicas.parameters}
-        home, device = self.replicas.devices[0], self.replicas.devices[i]
-        if i:
-            for param, state in optimizer.state.items():  # a counter on the CPU stays there
-                move = lambda t: t.to(device if t.device == home else t.device, copy=True)  # noqa: E731
-                own[copies[id(param)]] = apply_to_collection(state, Tensor, move)
-        return own
-
     def repeat(self, optimizer: Optimizer) -> bool:
         """Let the other replicas make the update that the first one has made.
 
         Returns:
             Whether they made it. The first one in an epoch is compared.
         """
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
-        copies = {id(tensors[0]): tensors for tensors in self.replicas.parameters}
-        try:
-            for i, device in enumerate(self.replicas.devices[1:], start=1):
-                for group, own in zip(groups, params):
-                    group["params"] = [copies[id(param)][i] for param in own]
-                optimizer.state = self._states[optimizer][i]
-                with current_device(device):
-                    type(optimizer).step(optimizer)
-        finally:
-            optimizer.state = state
-            for group, own in zip(groups, params):
-                group["params"] = own
+        if optimizer not in self._states or not self._can_repeat(optimizer):
+            return False
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        for i, device in enumerate(self.replicas.devices[1:], start=1):
+            with self.turn(i, [optimizer]), current_device(device):
+                type(optimizer).step(optimizer)
         if optimizer not in self._verified:
             self._verified.add(optimizer)
-            if not all(are_equal(first, other) for first, *others in copies.values() for other in others):
+            if not all(are_equal(first, other) for first, *others in self.replicas.parameters for other in others):
                 self._refused.add(optimizer)
                 return False
-        for each in self.replicas.copies.values():
-            each.mark()
-        self._marks[optimizer] = _marks(optimizer)
+        for copies in self.replicas.copies.values():
+            copies.mark()
         return True
-
-
-def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Which tensors an optimizer's state has, and how often each was edited in place."""
-    states = (state.values() for state in optimizer.state.values())
-    return [(id(t), t._version) for values in states for t in values if isinstance(t, Tensor)]
 
 
 def _is_users(hook: str, owner: Any) -> bool:

@@ -11,9 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close, collated
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
-
-from lightning_mgpu.data import batch_loader
+from torch.utils.data import DataLoader, IterableDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
@@ -126,40 +124,6 @@ def test_batches_of_numbers(assert_parity):
             return self.net(torch.full((2, 6), float(batch), dtype=torch.float64, device=self.device)).square().mean()
 
     assert_parity(Module, loader=lambda: [1.0, 2.0, 3.0])
-
-
-GENERATOR = torch.Generator().manual_seed(0)
-VECTOR, ROWS = (torch.randn(*shape, generator=GENERATOR, dtype=torch.float64) for shape in ((6,), (6, 3)))
-NUMBER, LABELS = torch.tensor(2.0), torch.arange(6)
-
-
-@pytest.mark.filterwarnings("ignore:A batch")
-@pytest.mark.parametrize(
-    ("batch", "is_split"),
-    [
-        (VECTOR, False),
-        ([VECTOR, VECTOR], False),
-        ({"X": VECTOR, "y": 5}, False),
-        ({"X": ROWS, "y": NUMBER}, False),
-        ((ROWS, LABELS), True),
-        (ROWS, True),
-    ],
-)
-def test_what_may_be_a_sample_stays_whole(trainer_on, batch, is_split):
-    """A loader without batch size gives what the dataset has, which may be a single sample."""
-    assert sizes_in(trainer_on(3), DataLoader([batch], batch_size=None)) == [2 if is_split else 6] * 6
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(LABELS, batch_size=6),
-        lambda: DataLoader(LABELS, batch_size=None, sampler=BatchSampler(SequentialSampler(LABELS), 6, False)),
-        lambda: batch_loader(TensorDataset(LABELS), 6),
-    ],
-)
-def test_batches_of_labels_are_split(trainer_on, make):
-    assert sizes_in(trainer_on(3), make()) == [2] * 6
 
 
 @pytest.mark.filterwarnings("ignore:A batch")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_runs import Manual, Regression, batch_norm_net, is_second_shard, one_line, ordered_loader
+from tiny_runs import Manual, Regression, is_second_shard, one_line, ordered_loader
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -131,22 +131,14 @@ def test_closures_that_run_again(right_or_refused, name):
     right_or_refused(lambda: WithClosure(optimizer=OPTIMIZERS[name]), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("sync_batchnorm", [False, True])
-def test_gradients_of_some_parameters(assert_parity, sync_batchnorm):
+def test_gradients_of_some_parameters_are_refused(train):
     class Module(Manual):
-        def __init__(self):
-            super().__init__(batch_norm_net())
-
         def training_step(self, batch, batch_idx):
-            self.optimizers().zero_grad()
-            self.net[1].train(sync_batchnorm)
-            loss = self.loss(batch)
-            self.manual_backward(loss, inputs=list(self.net[3].parameters()), retain_graph=True)
-            self.manual_backward(loss, inputs=self.net[0].weight)
-            self.optimizers().step()
+            self.manual_backward(self.loss(batch), inputs=list(self.net[0].parameters()))
 
-    one, *_ = assert_parity(Module, sync_batchnorm=sync_batchnorm, limit_train_batches=3)
-    assert one.net[0].weight.grad is not None and one.net[0].bias.grad is None
+    with pytest.raises(RuntimeError, match="without inputs=") as raised:
+        train(Module, 2)
+    one_line(raised.value)
 
 
 class Scheduled(Manual):
