@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,7 +31,7 @@ from lightning_mgpu.strategies import split_batch as batches
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings, only_own_parameters
+from lightning_mgpu.strategies.manual_optimization import meetings, only_own_parameters
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
@@ -41,6 +40,19 @@ from lightning_mgpu.strategies.sync_batchnorm import check_layers, synchronized_
 from lightning_mgpu.strategies.updates import Updates
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _evaluation(name: str, context: str) -> Any:
+    """The strategy's `validation_step`, say, inside a context of its precision plugin."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return getattr(ParallelStrategy, name)(self, *args, **kwargs)
+        with getattr(self.precision_plugin, context)():
+            outputs = self._run(name, *args, **kwargs)
+        return gather(outputs, list(self.sizes.values()), self.devices[0])
+
+    return step
 
 
 class TrainBatchStrategy(OneProcess, ParallelStrategy):
@@ -173,29 +185,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         rest = [{name: value for name, value in output.items() if name != "loss"} for output in outputs if output]
         return {"loss": loss, **gather(_without_graph(rest), [self.sizes[i] for i in losses], self.devices[0])}
 
-    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return gather(self._run(name, batch, *args, **kwargs), list(self.sizes.values()), self.devices[0])
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return super().validation_step(*args, **kwargs)
-        with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return super().test_step(*args, **kwargs)
-        with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return super().predict_step(*args, **kwargs)
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *args, **kwargs)
+    validation_step = _evaluation("validation_step", "val_step_context")
+    test_step = _evaluation("test_step", "test_step_context")
+    predict_step = _evaluation("predict_step", "predict_step_context")
 
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
@@ -222,7 +214,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             if trains:
                 can_repeat = self.replicas_update and module.automatic_optimization
                 is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
-                self.updates.begin(self._stepped_optimizers(), can_repeat and not is_scaled)
+                self.updates.begin(self.optimizers, can_repeat and not is_scaled)
                 self.gradients.follow()
                 stack.enter_context(only_own_parameters(self))
             outputs = self._take_turns(step, meet)
@@ -318,29 +310,16 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        if not self.is_split:
-            return step(closure=closure)
-        if self.lockstep.is_inside:
-            return meet_to_step(self, optimizer, closure, lambda closure: step(closure=closure))
-        return self.step_all(optimizer, closure, lambda closure: step(closure=closure))
+        return self.step_all(optimizer, step, closure) if self.is_split else step(closure)
 
-    def step_all(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Any], Any]) -> Any:
+    def step_all(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
-        result = step(closure)
+        result = step(closure, **kwargs)
         self.update_replicas(optimizer)
         return result
-
-    def _stepped_optimizers(self) -> list[Optimizer]:
-        """Those that the Trainer or the module steps, without Lightning's wrappers."""
-        found = {}
-        for each in (*self._lightning_optimizers, *self.optimizers):
-            optimizer = each._optimizer if isinstance(each, LightningOptimizer) else each
-            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
-                own = type(optimizer).__name__
-                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
-            found[optimizer] = not isinstance(optimizer, _MockOptimizer)
-        return [optimizer for optimizer, is_real in found.items() if is_real]
 
     # Around steps, where somebody may edit weights and the optimizers' states
 

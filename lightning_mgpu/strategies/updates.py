@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -45,6 +46,10 @@ class Updates:
         """A training step begins. Replicas that will step an optimizer themselves have copies of its state."""
         self.optimizers, self._views = optimizers, {}
         for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} is no torch.optim.Optimizer: derive it from that."
+                )
             if not (can_repeat and self._can_repeat(optimizer)):
                 self._states.pop(optimizer, None)
                 self._views[optimizer] = self._states_of(optimizer, are_copied=False)
