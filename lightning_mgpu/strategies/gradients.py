@@ -20,13 +20,7 @@ Turn = Callable[[int], AbstractContextManager]
 
 
 class Gradients:
-    """The gradients of k replicas.
-
-    Args:
-        replicas: Whose they are.
-        exchange: Adds gradients up: it gets, for every parameter by its name, the k tensors to leave the sum in.
-        on_all: Whether the sum is left in all replicas, or in the first alone.
-    """
+    """The gradients of k replicas. `exchange` leaves their sum in all replicas, or in the first alone."""
 
     def __init__(self, replicas: Replicas, exchange: Callable[[dict[str, list[Tensor]]], None], on_all: bool) -> None:
         self.replicas, self.exchange, self.on_all = replicas, exchange, on_all
@@ -40,11 +34,8 @@ class Gradients:
     ) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and exchanges the replicas' gradients.
 
-        Args:
-            losses: A replica's loss is the mean over its shard.
-            sizes: The samples of the shards.
-            turn: Enters a replica's turn.
-            is_one_graph: Whether the replicas' graphs are connected, by synchronised BatchNorm. One pass runs for all.
+        A replica's loss is the mean over its shard, which has so many samples. Where the replicas' graphs are one, by
+        synchronised BatchNorm, one pass runs for all.
         """
         weights = [sizes[i] for i in losses]
         value = weighted_mean([loss.detach().to(self.replicas.devices[0]) for loss in losses.values()], weights)

@@ -56,13 +56,7 @@ class Copies:
 
 
 class Replicas:
-    """k replicas of a module.
-
-    Args:
-        module: The user's, which is the first replica.
-        devices: One a replica.
-        streams: Their random numbers.
-    """
+    """k replicas of the user's module, which is the first one."""
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device], streams: Streams) -> None:
         self.module, self.devices, self.streams = module, list(devices), streams
@@ -86,9 +80,7 @@ class Replicas:
     def begin(self, *number: int, meet: bool = False) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        Args:
-            number: Names the step, for the random numbers.
-            meet: Whether replicas meet in the step. They have lists and dicts of their own then.
+        The number names the step. Replicas that meet in it have lists and dicts of their own.
         """
         self.streams.begin(*number)
         named = list(_walk(self.module))
@@ -191,12 +183,9 @@ class Replicas:
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
-        """Average what BatchNorm has tracked, weighted by samples: a moving average is linear.
+        """Average what BatchNorm has tracked, weighted by the samples of each replica: a moving average is linear.
 
         It is written by `.data`: the backward pass may have kept the tensor, and checks that nobody has edited it.
-
-        Args:
-            sizes: The samples of each active replica.
         """
         norms = [
             (n, name)

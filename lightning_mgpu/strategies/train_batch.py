@@ -310,11 +310,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return self.step_all(optimizer, step, closure) if self.is_split else step(closure)
+        return self.step_all(optimizer, step, closure) if self.is_split else step(closure=closure)
 
-    def step_all(
-        self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
         result = step(closure, **kwargs)
