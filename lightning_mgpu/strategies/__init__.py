@@ -1,28 +1,31 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-What happens to a batch, in this order; read the files in it, too:
+The way of a batch, from the loader to the update. The Trainer calls the strategy's `training_step`, `backward` and
+`optimizer_step`; what stands between them is in `train_batch.py`.
 
-| file                     | what happens                                                               |
-| ------------------------ | -------------------------------------------------------------------------- |
-| `manual_allreduce.py`    | the textbook's algorithm: where gradients meet, and who makes the update   |
-| `dp.py`                  | `DataParallel`'s answer to the same two questions                          |
-| `train_batch.py`         | a step, from the batch to the update; what the other files are called from |
-| `split_batch.py`         | the batch is cut into shards                                               |
-| `replicas.py`            | one module, k sets of parameters, put into it in turn                      |
-| `gather.py`              | what the replicas return is put together                                   |
-| `gradients.py`           | k losses become one; its backward pass ends where the gradients meet       |
-| `updates.py`             | every replica makes its own update                                         |
+| stop                 | where                  | what happens                                                            |
+| -------------------- | ---------------------- | ----------------------------------------------------------------------- |
+| 1 `training_step`    | `train_batch.py`       | the Trainer brings the whole batch, on the first device                 |
+| 2 `split_batch`      | `split_batch.py`       | the batch is cut into one shard a replica                               |
+| 3 `begin`            | `replicas.py`          | every replica has copies of the module's parameters and buffers         |
+| 4 `turn(i)`          | `replicas.py`          | the module's tensors become replica i's; the user's `training_step` runs |
+| 5 `recording`        | `recording.py`         | what replicas have logged reaches the Trainer once, for the whole batch |
+| 6 `join`             | `gradients.py`         | k losses become one, which the Trainer gets                             |
+| 7 `backward`         | `gradients.py`         | its backward pass runs that of every replica, each in its turn          |
+| 8 `reduce_gradients` | `manual_allreduce.py`  | the gradients meet: the allreduce. `dp.py` has another answer           |
+| 9 `optimizer_step`   | `train_batch.py`       | after hooks and clipping the user's optimizer updates the first replica |
+| 10 `update_replicas` | `updates.py`           | the other replicas make their own update, or get a copy                 |
 
-What a model may need besides:
+Besides:
 
-| file                     | for whom                                                                   |
-| ------------------------ | -------------------------------------------------------------------------- |
-| `recording.py`           | `self.log` and torchmetrics                                                |
-| `streams.py`             | dropout: random numbers of each replica                                    |
-| `lockstep.py`            | replicas that meet in the middle of a step                                 |
-| `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                      |
-| `sync_batchnorm.py`      | ... in BatchNorm                                                           |
-| `one_process.py`         | devices by name, ranks and launchers, checkpoints                          |
+| file                     | for whom                                                                            |
+| ------------------------ | ----------------------------------------------------------------------------------- |
+| `gather.py`              | what steps return: the inverse of `split_batch`                                     |
+| `streams.py`             | dropout: random numbers of each replica                                             |
+| `lockstep.py`            | replicas that meet in the middle of a step                                          |
+| `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                               |
+| `sync_batchnorm.py`      | ... in BatchNorm                                                                    |
+| `one_process.py`         | devices by name, ranks and launchers, a strategy's own part of a checkpoint         |
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
