@@ -1,31 +1,24 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
 The way of a batch, from the loader to the update. The Trainer calls the strategy's `training_step`, `backward` and
-`optimizer_step`; what stands between them is in `train_batch.py`.
+`optimizer_step`, which stand in `train_batch.py`. Read the other files in the order of the stops.
 
-| stop                 | where                  | what happens                                                            |
-| -------------------- | ---------------------- | ----------------------------------------------------------------------- |
-| 1 `training_step`    | `train_batch.py`       | the Trainer brings the whole batch, on the first device                 |
-| 2 `split_batch`      | `split_batch.py`       | the batch is cut into one shard a replica                               |
-| 3 `begin`            | `replicas.py`          | every replica has copies of the module's parameters and buffers         |
-| 4 `turn(i)`          | `replicas.py`          | the module's tensors become replica i's; the user's `training_step` runs |
-| 5 `recording`        | `recording.py`         | what replicas have logged reaches the Trainer once, for the whole batch |
-| 6 `join`             | `gradients.py`         | k losses become one, which the Trainer gets                             |
-| 7 `backward`         | `gradients.py`         | its backward pass runs that of every replica, each in its turn          |
-| 8 `reduce_gradients` | `manual_allreduce.py`  | the gradients meet: the allreduce. `dp.py` has another answer           |
-| 9 `optimizer_step`   | `train_batch.py`       | after hooks and clipping the user's optimizer updates the first replica |
-| 10 `update_replicas` | `updates.py`           | the other replicas make their own update, or get a copy                 |
+ 1. `training_step`     the Trainer brings the whole batch, on the first device         train_batch.py
+ 2. `split_batch`       the batch is cut into one shard a replica                       split_batch.py
+ 3. `begin`             every replica has copies of the parameters and buffers          replicas.py
+ 4. `turn(i)`           they become the module's; the user's `training_step` runs       replicas.py
+ 5. `recording`         what replicas have logged reaches the Trainer once              recording.py
+ 6. `join`              k losses become the whole batch's, which the Trainer gets       gradients.py
+ 7. `backward`          its backward pass runs every replica's, each in its turn        gradients.py
+ 8. `reduce_gradients`  the gradients meet: the allreduce                               manual_allreduce.py, dp.py
+ 9. `optimizer_step`    hooks, clipping, and the update of the first replica            train_batch.py
+10. `update_replicas`   the others make their own update, or get a copy                 updates.py
 
 Besides:
 
-| file                     | for whom                                                                            |
-| ------------------------ | ----------------------------------------------------------------------------------- |
-| `gather.py`              | what steps return: the inverse of `split_batch`                                     |
-| `streams.py`             | dropout: random numbers of each replica                                             |
-| `lockstep.py`            | replicas that meet in the middle of a step                                          |
-| `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                               |
-| `sync_batchnorm.py`      | ... in BatchNorm                                                                    |
-| `one_process.py`         | devices by name, ranks and launchers, a strategy's own part of a checkpoint         |
+`gather.py` puts together what steps return. `streams.py` gives each replica random numbers of its own. `lockstep.py`
+runs replicas that meet in the middle of a step: in `manual_optimization.py`, and in BatchNorm, `sync_batchnorm.py`.
+`one_process.py` has devices by name, ranks and launchers, and a strategy's own part of a checkpoint.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
