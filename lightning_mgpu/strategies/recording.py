@@ -16,7 +16,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.gather import gather, weighted_mean
@@ -263,21 +263,20 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
     return joined, {n: gather([each[n] for each in kwargs], sizes, device, are_rows=True) for n in kwargs[0]}
 
 
-def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Any]:
-    """The value for the whole batch, and its weight, where a metric aggregates numbers of shards."""
+def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The numbers of the shards, and their weights where the metric is a mean."""
     if not isinstance(metric, BaseAggregator):
         raise ValueError("nobody knows what its numbers are")
     given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
     values = [torch.as_tensor(each["value"], device=device) for each in given]
     if any(value.ndim for value in values):
         raise ValueError("a number beside rows")
-    kinds = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
-    kind = next((kind for base, kind in kinds.items() if isinstance(metric, base)), "mean")
-    weights = [each["weight"] for each in given if "weight" in each]
-    if not weights or (isinstance(weights[0], float) and len({*weights}) == 1):  # it weighs every batch alike
-        return [_reduced(values, sizes, kind), *weights[:1]]
-    amounts = [float(weight) for weight in weights]
-    return [_reduced(values, amounts if any(amounts) else sizes, kind), sum(weights)]
+    if not isinstance(metric, MeanMetric):
+        return [torch.stack(values)]
+    weights = [each.get("weight", 1.0) for each in given]
+    if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
+        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
+    return [torch.stack(values), torch.as_tensor(weights, device=device)]
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:
