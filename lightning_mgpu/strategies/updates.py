@@ -136,6 +136,7 @@ class Updates:
             Whether they made it. The first one in an epoch is compared.
         """
         if optimizer not in self._states or not self._can_repeat(optimizer):
+            self._states.pop(optimizer, None)  # they lag behind from now on
             return False
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
