@@ -1,23 +1,25 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-The way of a batch, from the loader to the update. The Trainer calls the strategy's `training_step`, `backward` and
-`optimizer_step`, which stand in `train_batch.py`. Read the other files in the order of the stops.
+The way of a batch, from the loader to the update. The methods that the Trainer calls stand in `train_batch.py`. Read the
+other files in the order of the stops.
 
- 1. `training_step`     the Trainer brings the whole batch, on the first device         train_batch.py
- 2. `split_batch`       the batch is cut into one shard a replica                       split_batch.py
- 3. `begin`             every replica has copies of the parameters and buffers          replicas.py
- 4. `turn(i)`           they become the module's; the user's `training_step` runs       replicas.py
- 5. `recording`         what replicas have logged reaches the Trainer once              recording.py
- 6. `join`              k losses become the whole batch's, which the Trainer gets       gradients.py
- 7. `backward`          its backward pass runs every replica's, each in its turn        gradients.py
- 8. `reduce_gradients`  the gradients meet: the allreduce                               manual_allreduce.py, dp.py
- 9. `optimizer_step`    hooks, clipping, and the update of the first replica            train_batch.py
-10. `update_replicas`   the others make their own update, or get a copy                 updates.py
+    `optimizer_step`          the Trainer's update: stops 1 to 9 are its closure           train_batch.py
+ 1.   `training_step`         the whole batch comes, on the first device                   train_batch.py
+ 2.     `split_batch`         the batch is cut into one shard a replica                    split_batch.py
+ 3.     `Recorder.recording`  what replicas log is written down, and logged once           recording.py
+ 4.     `Replicas.begin`      `get_params`: every replica has copies of the parameters     replicas.py
+ 5.     `turn(i)`             they become the module's; the user's step runs on shard i    replicas.py
+ 6.     `Gradients.join`      k losses become the whole batch's, which the Trainer gets    gradients.py
+ 7.   `backward`              its backward pass runs every replica's, each in its turn     gradients.py
+ 8.     `reduce_gradients`    the allreduce                                                manual_allreduce.py, dp.py
+ 9.   hooks, clipping         the Trainer's, on the first replica's gradients
+10.   the user's optimizer    updates the first replica
+11.   `update_replicas`       the others repeat the update, or get a copy                  manual_allreduce.py, updates.py
 
 Besides:
 
 `gather.py` puts together what steps return. `streams.py` gives each replica random numbers of its own. `lockstep.py`
-runs replicas that meet in the middle of a step: in `manual_optimization.py`, and in BatchNorm, `sync_batchnorm.py`.
+runs replicas that wait for each other in a step: `manual_optimization.py`, and in BatchNorm, `sync_batchnorm.py`.
 `one_process.py` has devices by name, ranks and launchers, and a strategy's own part of a checkpoint.
 """
 

@@ -25,18 +25,7 @@ class Lockstep:
     def __init__(self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]) -> None:
         self.devices, self.turn = devices, turn
         self.active: Sequence[int] = ()  # the replicas of the step
-        self._running: _Replica | None = None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a replica runs in such a step."""
-        return self._running is not None
-
-    @property
-    def index(self) -> int:
-        """The running replica's number."""
-        assert self._running is not None
-        return self._running.index
+        self.running: _Replica | None = None  # whose thread it is
 
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
         """Call `function(i)` for every active replica, and return the results.
@@ -51,11 +40,11 @@ class Lockstep:
             while True:
                 for i, replica in replicas.items():
                     with self.turn(i):
-                        self._running = replica
+                        self.running = replica
                         try:
                             replica.go_on()
                         finally:
-                            self._running = None
+                            self.running = None
                 meetings = {i: replica.meeting for i, replica in replicas.items()}
                 if not any(meetings.values()):
                     return [replica.value for replica in replicas.values()]
@@ -72,8 +61,8 @@ class Lockstep:
 
         The meeting has a name, and something that must be the same for all.
         """
-        assert self._running is not None
-        return self._running.meet(meeting, value, action)
+        assert self.running is not None
+        return self.running.meet(meeting, value, action)
 
 
 def _agreed(meetings: dict[int, Any]) -> Action:

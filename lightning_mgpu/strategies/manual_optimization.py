@@ -67,13 +67,13 @@ def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) 
 
     @wraps(step)
     def met_step(closure: Any = None, **kwargs: Any) -> Any:
-        if not strategy.lockstep.is_inside:
+        if not strategy.lockstep.running:
             return step(closure, **kwargs)
         loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
         return strategy.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
 
     def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
-        strategy.gradients.check_owned(list(losses))
+        strategy.gradients.check_manual(list(losses))
         whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
         evaluations = iter((whole,))
 
@@ -100,7 +100,7 @@ def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
             *whole, named = (_whole(parts, sizes, strategy) for parts in zip(*given.values()))
             return step(*whole, **named)  # type: ignore[misc]
 
-        if strategy.lockstep.is_inside:
+        if strategy.lockstep.running:
             return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
         return step(*args, **kwargs)  # type: ignore[misc]
 

@@ -21,13 +21,12 @@ from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas import MISSING, Replicas
 from lightning_mgpu.strategies.split_batch import leaves
 
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
 BUILT_IN = frozenset(vars(LightningModule()))
-MISSING = object()
 Key = tuple[int, str, int]  # a metric's id, its method, and how many such calls the replica had made before
 
 
@@ -41,7 +40,10 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Writes down what replicas do in a step, and does it once when they are through. They compute in `lockstep`."""
+    """Writes down what replicas do in a step, and does it once when they are through.
+
+    `compute()` needs lockstep: all replicas must have updated the metric.
+    """
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep, self.is_recording = replicas, lockstep, False
@@ -130,16 +132,16 @@ class Recorder:
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
-        if not self.lockstep.is_inside:
+        if self.lockstep.running is None:
             raise RuntimeError(
                 f"{type(metric).__name__}.compute() in a step needs what all replicas have seen: set lockstep=True "
                 "(--trainer.strategy.lockstep=true), or compute it when the epoch ends."
             )
 
         def compute(_: Any) -> Any:
-            self._replay_calls()
             self.is_recording = False
             try:
+                self._replay_calls()
                 return metric.compute()
             finally:
                 self.is_recording = True
@@ -176,12 +178,8 @@ class Recorder:
         return (sizes, given[0]) if is_constant else (given, sum(given))
 
     def _replay_calls(self) -> None:
-        self.is_recording = False
-        try:
-            for key, by_replica in self._calls.items():
-                self._values[key] = self._do(list(by_replica.values()), [self.sizes[i] for i in by_replica])
-        finally:
-            self.is_recording = True
+        for key, by_replica in self._calls.items():
+            self._values[key] = self._do(list(by_replica.values()), [self.sizes[i] for i in by_replica])
         self._calls.clear()
 
     def _do(self, calls: Sequence[Call], sizes: Sequence[int]) -> Any:

@@ -2,7 +2,7 @@
 
 A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is a list of such
 dicts, one a layer, with tensors of its own in them. All else in them (hooks, metrics, lists) is the one object it
-always was. A turn exchanges the dicts. An attribute that a step rebinds is the replica's own by that.
+always was. A turn exchanges the dicts. So an attribute that a step assigns is seen by this replica alone.
 """
 
 import copy
@@ -40,19 +40,19 @@ class Copies:
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
-        self.marks: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, int]] = []
 
-    def mark(self) -> None:
+    def remember(self) -> None:
         """Remember that the copies are equal now."""
-        self.marks = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+        self._versions = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
 
     def is_moved(self) -> bool:
         """Whether somebody has set the first one's `.data`."""
-        return bool(self.marks) and self.marks[0][1] != self.tensors[0].data_ptr()
+        return bool(self._versions) and self._versions[0][1] != self.tensors[0].data_ptr()
 
     def are_edited(self) -> bool:
-        """Whether somebody has edited one of them since. An edit of `.data` leaves no mark."""
-        return self.marks != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+        """Whether somebody has edited one of them since. Torch does not count edits of `.data`."""
+        return self._versions != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
 
 
 class Replicas:
@@ -61,7 +61,7 @@ class Replicas:
     def __init__(self, module: LightningModule, devices: Sequence[torch.device], streams: Streams) -> None:
         self.module, self.devices, self.streams = module, list(devices), streams
         self.current = 0  # whose turn it is
-        self.is_stale = True  # somebody may have edited the original without a mark
+        self.is_stale = True  # somebody may have edited the original in ways that torch does not count
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self._buffers: dict[str, Copies] = {}
         self.copies_of: dict[int, tuple[Tensor, ...]] = {}  # of parameters and buffers, by the original's id
@@ -87,7 +87,7 @@ class Replicas:
         self._owners = [owner for _, owner in named]
         self.copies = self._find_copies(named, "_parameters", self.copies)
         self._buffers = self._find_copies(named, "_buffers", self._buffers)
-        self.follow()
+        self.copy_edited()
         copy_tensors(self._buffers.values())
         self.copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
         self._meet, self._lists = meet, []
@@ -95,6 +95,10 @@ class Replicas:
         for i in range(1, len(self.devices)):
             self._dicts.append([self._replica_of(owner, i) for owner in self._owners])
             self._put.append([dict(own) for own in self._dicts[i]])
+
+    def copy_of(self, tensor: Any, i: int) -> Any:
+        """Replica i's copy of a parameter or buffer; anything else is what it is."""
+        return self.copies_of[id(tensor)][i] if id(tensor) in self.copies_of else tensor
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -114,38 +118,38 @@ class Replicas:
             known[id(tensor)] = Copies(copies_of_it)
         return {name: known[key] for key, (name, _) in found.items()}
 
-    def follow(self) -> None:
+    def copy_edited(self) -> None:
         """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
         for original, *others in self.parameters:
             for other in others:
-                if attributes := vars(original):  # marks of the user's
+                if attributes := vars(original):  # the user's
                     vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
         edited = [copies for copies in self.copies.values() if self.is_stale or copies.are_edited()]
         copy_tensors(edited)
         for copies in edited:
-            copies.mark()
+            copies.remember()
         self.is_stale = False
 
     def copy_parameters(self) -> None:
         """Copy all of the first replica's parameters to the others."""
         self.is_stale = True
-        self.follow()
+        self.copy_edited()
 
     def _replica_of(self, owner: nn.Module, i: int) -> dict[str, Any]:
         """The `__dict__` of a layer in replica i."""
         own = dict(owner.__dict__)
         for kind in ("_parameters", "_buffers"):
             if own[kind]:
-                own[kind] = {name: None if t is None else self.copies_of[id(t)][i] for name, t in own[kind].items()}
+                own[kind] = {name: self.copy_of(tensor, i) for name, tensor in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [self.copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
+            own["_flat_weights"] = [self.copy_of(weight, i) for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
         if self.devices[i] != self.devices[0]:
             own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
-        if _is_users(owner):
+        if _may_keep_state(owner):
             for name, value in owner.__dict__.items():
                 if type(value) in (list, dict) and name not in TENSORS:
                     if self._meet:
@@ -167,9 +171,10 @@ class Replicas:
         return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
 
     def end(self, active: Iterable[int]) -> None:
-        """A step is over: a tensor or an object that it has rebound in a replica is the replica's own from now on.
+        """A step is over. A tensor or an object that it has assigned, `self.state` say, is the replica's from now on.
 
-        A hook that rebinds it does so for all. A replica that was not active goes on with what the first one has.
+        It is, until a hook assigns another one, or edits the first replica's. A replica that was not active goes on
+        with what the first one has.
         """
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
@@ -241,8 +246,8 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
             raise MisconfigurationException(
-                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`, in every replica "
-                "others. Use one device, or shorten the rows in `on_train_batch_start`."
+                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`: each replica "
+                "would edit others. Use one device, or shorten the rows in `on_train_batch_start`."
             )
         seen.add(owner)
         yield prefix, owner
@@ -256,6 +261,6 @@ def _versions(value: Any) -> list[int]:
     return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def _is_users(owner: nn.Module) -> bool:
+def _may_keep_state(owner: nn.Module) -> bool:
     """Whether a layer's class is the user's, who may keep a state in attributes."""
     return not type(owner).__module__.startswith("torch.")

@@ -160,19 +160,18 @@ def _length_of_lists(batch: Any) -> int | None:
 class AutoSplit:
     """`split='auto'`: times the replicas in the first steps, and turns the times into shares of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_asked: bool = True) -> None:
+        self.is_done = not is_asked
         self._seconds: dict[int, float] = defaultdict(float)  # by replica
         self._steps = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._steps > NUM_TIMED
 
     @contextmanager
     def timed(self, i: int, device: torch.device) -> Iterator[None]:
         """Add the time of the block to replica i's, until its device is through."""
         start = time.perf_counter()
         yield
+        if self.is_done:
+            return
         if (module := device_module(device)) is not None:
             module.synchronize(device)
         self._seconds[i] += time.perf_counter() - start
@@ -182,8 +181,9 @@ class AutoSplit:
         self._steps += 1
         if self._steps == 1:  # it warms up
             self._seconds.clear()
-        if not self.is_done or len(self._seconds) < len(shares):  # the latter: batches too small for all devices
+        if self.is_done or self._steps <= NUM_TIMED or len(self._seconds) < len(shares):  # too few samples for all
             return list(shares)
+        self.is_done = True
         speeds = [share / self._seconds[i] for i, share in enumerate(shares)]
         split = [speed / sum(speeds) for speed in speeds]
         rank_zero_info(f"split='auto': shares of the batch {[round(share, 3) for share in split]}")

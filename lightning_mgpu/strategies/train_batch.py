@@ -1,15 +1,8 @@
 """`train_batch` of the book as a Lightning Strategy: k replicas, k shards, k losses, one gradient.
 
-    split_batch       cut the batch into a shard a replica              split_batch.py
-    begin, turn       put a replica's parameters into the module        replicas.py
-    training_step     the user's, once a replica, each in its turn
-    join              the losses become the whole batch's               gradients.py
-    backward          every replica's gradient, then they meet          gradients.py
-    reduce_gradients  how they meet                                     manual_allreduce.py, dp.py
-    update_replicas   the update, of every replica                      updates.py
-
-Replicas take turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where
-replicas must meet in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
+The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas take turns in the
+caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where replicas must wait for each
+other in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +55,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     """
 
     replicas: Replicas
-    replicas_update: bool  # whether the gradients' sum is left in all replicas, for updates of their own
+    sums_everywhere: bool  # whether `reduce_gradients` leaves the sum in every replica, or in the first alone
 
     def __init__(
         self,
@@ -78,7 +71,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             raise MisconfigurationException(f"split={split!r}: give one share a device, [0.9, 0.1] say, or 'auto'.")
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
         self.own_updates = False  # whether every replica has made the last update itself
-        self.sizes: dict[int, int] = {}  # the samples of the replicas that are active in this step
+        self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
         self._is_set_up = False
         self._num_evaluations = 0  # of the loss, for one update
 
@@ -122,9 +115,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         assert self.lightning_module is not None
         devices, is_fixed = self.devices, self.num_replicas is not None
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
-        self._auto_split = batches.AutoSplit() if self.split == "auto" else None
+        self.auto_split = batches.AutoSplit(self.split == "auto")
         self.replicas = Replicas(self.lightning_module, devices, Streams(devices, is_fixed))
-        self.gradients = Gradients(self.replicas, self.exchange_gradients, self.replicas_update)
+        self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere, self.reducer)
         self.updates = Updates(self.replicas)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
@@ -151,9 +144,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """For every parameter, by its name, leave the sum of its k gradients in each of them, or in the first."""
         raise NotImplementedError
 
-    def exchange_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Call `reduce_gradients`."""
-        self.reduce_gradients(gradients)
+    @property
+    def reducer(self) -> str:
+        """What an error calls it."""
+        return f"{type(self).__name__}.reduce_gradients"
 
     def update_replicas(self, optimizer: Optimizer) -> None:
         """The first replica was updated: see to the others."""
@@ -169,21 +163,22 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self._num_evaluations += 1
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
-        if self.gradients.are_owned:
-            return gather(_without_graph(outputs), list(self.sizes.values()), self.devices[0])
-        losses = {}
+        sizes, device = list(self.sizes.values()), self.devices[0]
+        if self.gradients.is_manual:
+            return gather(_without_graph(outputs), sizes, device)
+        losses, rest = {}, []
         for i, output in zip(self.sizes, outputs):
-            losses[i] = output.get("loss", output) if isinstance(output, Mapping) else output
-            if output is not None and not isinstance(losses[i], Tensor):
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if output is not None and not isinstance(loss, Tensor):
                 return output  # Lightning says what is wrong with it
-        losses = {i: loss for i, loss in losses.items() if loss is not None}
+            if loss is not None:
+                losses[i] = loss
+            is_dict = isinstance(output, Mapping)
+            rest.append({name: value for name, value in output.items() if name != "loss"} if is_dict else None)
         if not losses:  # the batch is skipped
             return None
-        loss = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph)
-        if not any(isinstance(output, Mapping) for output in outputs):
-            return loss
-        rest = [{name: value for name, value in output.items() if name != "loss"} for output in outputs if output]
-        return {"loss": loss, **gather(_without_graph(rest), [self.sizes[i] for i in losses], self.devices[0])}
+        whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
+        return {"loss": whole, **gather(_without_graph(rest), sizes, device)} if any(rest) else whole
 
     validation_step = _evaluation("validation_step", "val_step_context")
     test_step = _evaluation("test_step", "test_step_context")
@@ -191,46 +186,49 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
-        module, replicas, trains = self.replicas.module, self.replicas, name == "training_step"
-        sizes = self._sizes(batch)
-        self.sizes = {i: size for i, size in enumerate(sizes) if size}
-        self.gradients.are_owned = trains and not module.automatic_optimization
-        self.gradients.is_edited = self.updates.may_edit()
-        replicas.is_stale |= self.gradients.is_edited
+        module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
+        all_sizes = self._sizes(batch)
+        self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
+        is_alone = len(self.sizes) == 1
+        gradients.is_manual = trains and not module.automatic_optimization
+        gradients.may_be_edited = self.updates.may_edit()
+        replicas.is_stale |= gradients.may_be_edited
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
-        shards = batches.split_batch(batch, sizes) if len(self.sizes) > 1 else [batch]
-        meet = len(shards) > 1 and (self.is_locked or self.gradients.are_owned or self._layer_sync is not None)
+        waits = not is_alone and (self.is_locked or gradients.is_manual or self._layer_sync is not None)
+        shards = [batch] if is_alone else batches.split_batch(batch, all_sizes)
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
             return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         with ExitStack() as stack:
-            if len(shards) > 1:
-                stack.enter_context(self.recorder.recording(self.sizes))
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
+            if not is_alone:
+                stack.enter_context(
+                    self.recorder.recording(self.sizes)
+                )  # puts attributes on the module: `begin` follows
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
             self.updates.optimizers = ()
             if trains:
-                can_repeat = self.replicas_update and module.automatic_optimization
                 is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
-                self.updates.begin(self.optimizers, can_repeat and not is_scaled)
-                self.gradients.follow()
+                is_by_trainer = module.automatic_optimization and not is_scaled and not gradients.may_be_edited
+                self.updates.begin(self.optimizers, can_repeat=self.sums_everywhere and is_by_trainer)
+                gradients.copy_changed()  # a step may look at them
                 stack.enter_context(only_own_parameters(self))
-            outputs = self._take_turns(step, meet)
+            outputs = self._take_turns(step, waits)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
-            if self.gradients.are_owned or (trains and len(self.sizes) < len(sizes)):  # a step may have edited weights
-                replicas.copy_parameters()
-        if trains and self._auto_split is not None and not self._auto_split.is_done:
-            self.shares = self._auto_split.end_step(self.shares)
+            if gradients.is_manual or (trains and len(self.sizes) < len(all_sizes)):
+                replicas.copy_parameters()  # the step may have edited those of the replicas that ran
+        if trains:
+            self.shares = self.auto_split.end_step(self.shares)
         return outputs
 
-    def _take_turns(self, step: Callable[[int], Any], meet: bool) -> list[Any]:
-        """Call `step(i)` for every active replica, one after the other; in lockstep where they may meet."""
-        if meet:
-            with meetings(self, self.updates.optimizers if self.gradients.are_owned else []), self._synchronized():
+    def _take_turns(self, step: Callable[[int], Any], waits: bool) -> list[Any]:
+        """Call `step(i)` for every active replica, one after the other; in lockstep where they may wait."""
+        if waits:
+            with meetings(self, self.updates.optimizers if self.gradients.is_manual else []), self._synchronized():
                 return self.lockstep.run(step, list(self.sizes))
         outputs = []
         for i in self.sizes:
@@ -242,11 +240,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
         try:
-            with ExitStack() as stack:
-                if self._auto_split is not None and not self._auto_split.is_done:
-                    stack.enter_context(self._auto_split.timed(i, self.devices[i]))
-                stack.enter_context(self.replicas.turn(i))
-                stack.enter_context(self.updates.turn(i, self.updates.optimizers))
+            timed, updates = self.auto_split.timed(i, self.devices[i]), self.updates.turn(i, self.updates.optimizers)
+            with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
             note = f"raised in replica {i} on {self.devices[i]}"
@@ -283,28 +278,25 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self.lockstep.is_inside:
+        if self.lockstep.running:
             meet = self.lockstep.meet
             return meet(("manual_backward", None), (closure_loss, args, kwargs), self._backward_together)  # type: ignore[no-any-return]
-        if self.gradients.are_owned:  # one replica has the whole batch
+        if self.gradients.is_manual:  # one replica has the whole batch
             return self._backward_together({0: (closure_loss, args, kwargs)})
         return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
-        """What replicas meet for in `manual_backward`."""
+        """What replicas wait for in `manual_backward`."""
         losses = {i: loss for i, (loss, _, _) in given.items()}
         _, args, kwargs = given[0]
-        whole = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph)
-        return self._backward(whole, None, *args, **kwargs)
+        return self._backward(self.gradients.join(losses, self.sizes, self._is_one_graph), None, *args, **kwargs)
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self.gradients.have_met = False
+        self.gradients.are_reduced = False
         with self._synchronized():
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if not self.gradients.have_met:
-            raise RuntimeError(
-                "backward must be for all parameters, without inputs=: the replicas' gradients did not meet."
-            )
+        if not self.gradients.are_reduced:
+            raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         return loss
 
     @override
@@ -324,6 +316,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def _start_anew(self) -> None:
         if self.is_split:
             self.replicas.is_stale = True
+            self.gradients.is_checked = False
             self.updates.start_anew()
 
     @override

@@ -1,4 +1,4 @@
-"""Every replica makes its own update, as in the book, where nothing else had a hand in it. This file decides where.
+"""Every replica makes its own update, as in the book, unless a hook or a scaler may have changed something.
 
 In its turn a replica finds its own parameters, settings and states in the optimizers. For its update the user's
 optimizer steps again in its turn.
@@ -33,27 +33,25 @@ class Updates:
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
-        self.optimizers: Sequence[Optimizer] = ()  # that the step may use
-        self._states: dict[Optimizer, list[Any]] = {}  # by replica, of those that the replicas step themselves
-        self._views: dict[Optimizer, list[Any]] = {}  # of the others: what a step puts there is the replica's own
+        self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
+        self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._verified: set[Optimizer] = set()  # whose update was compared in this epoch
-        self._refused: set[Optimizer] = set()  # and was another one
-        self._places: Any = None  # where hooks were looked for
-        self._may_edit = False
+        self._repeated: set[Optimizer] = set()  # every replica steps it, with a copy of its state
+        self._equal: set[Optimizer] = set()  # its repeated update was compared in this epoch
+        self._unequal: set[Optimizer] = set()  # the same, and it differed
 
     def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
         """A training step begins. Replicas that will step an optimizer themselves have copies of its state."""
-        self.optimizers, self._views = optimizers, {}
+        self.optimizers = optimizers
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} is no torch.optim.Optimizer: derive it from that."
-                )
-            if not (can_repeat and self._can_repeat(optimizer)):
-                self._states.pop(optimizer, None)
-                self._views[optimizer] = self._states_of(optimizer, are_copied=False)
-            elif optimizer not in self._states:
+                own = type(optimizer).__name__
+                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
+            if not (can_repeat and self._is_repeatable(optimizer)):
+                self._repeated.discard(optimizer)
+                self._states[optimizer] = self._states_of(optimizer, are_copied=False)
+            elif optimizer not in self._repeated:
+                self._repeated.add(optimizer)
                 self._states[optimizer] = self._states_of(optimizer, are_copied=True)
 
     @contextmanager
@@ -64,32 +62,30 @@ class Updates:
             self._settings = [dict(group) for group in groups]
             yield
             return
-        own, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
-        copies = self.replicas.copies_of
+        before, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
         for group, settings in zip(groups, self._settings):
             group.update(settings)
-            group["params"] = [copies.get(id(param), {i: param})[i] for param in settings["params"]]
+            group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
         for optimizer in optimizers:
-            optimizer.state = (self._states.get(optimizer) or self._views[optimizer])[i]
+            optimizer.state = self._states[optimizer][i]
         try:
             yield
         finally:
-            for group, settings in zip(groups, own):
+            for group, settings in zip(groups, before):
                 group.clear()
                 group.update(settings)
             for optimizer, state in zip(optimizers, states):
-                (self._states.get(optimizer) or self._views[optimizer])[i] = optimizer.state
-                optimizer.state = state
+                self._states[optimizer][i], optimizer.state = optimizer.state, state
 
     def _states_of(self, optimizer: Optimizer, are_copied: bool) -> list[Any]:
-        """The optimizer's state for every replica."""
+        """The optimizer's state for every replica: copies, or a dict for what a step puts there."""
         states: list[Any] = []
         for i, device in enumerate(self.replicas.devices):
-            own: defaultdict[Any, Any] = defaultdict(dict)
+            of_replica: defaultdict[Any, Any] = defaultdict(dict)
             for param, state in list(optimizer.state.items()) if i else ():
-                key = self.replicas.copies_of.get(id(param), {i: param})[i]
-                own[key] = self._copied(state, device) if are_copied else dict(state)
-            states.append(own)
+                copied = self._copied(state, device) if are_copied else dict(state)
+                of_replica[self.replicas.copy_of(param, i)] = copied
+            states.append(of_replica)
         return states
 
     def _copied(self, state: Any, device: Any) -> Any:
@@ -100,15 +96,12 @@ class Updates:
     # Who makes the update
 
     def may_edit(self) -> bool:
-        """Whether a hook of the user's, in a step or between two, may edit weights or gradients without a mark."""
+        """Whether a hook of the user's, in a step or between two, may edit weights or gradients unseen."""
         module = self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        if (places := ([*map(id, callbacks)], len(vars(module)))) != self._places:
-            self._places = places
-            self._may_edit = any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
-        return self._may_edit
+        return any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
 
-    def _can_repeat(self, optimizer: Optimizer) -> bool:
+    def _is_repeatable(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this optimizer's update themselves: one of torch's, as it is, on like devices."""
         copies = self.replicas.copies_of  # not of scripted layers' parameters
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
@@ -118,15 +111,14 @@ class Updates:
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
             and not optimizer._optimizer_step_pre_hooks  # private names of torch
             and not optimizer._optimizer_step_post_hooks
-            and optimizer not in self._refused
+            and optimizer not in self._unequal
             and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
             and len({device.type for device in self.replicas.devices}) == 1
-            and not self.may_edit()
         )
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare the next update."""
-        for known in (self._states, self._verified, self._refused):
+        for known in (self._repeated, self._equal, self._unequal):
             known.clear()
 
     def repeat(self, optimizer: Optimizer) -> bool:
@@ -135,20 +127,20 @@ class Updates:
         Returns:
             Whether they made it. The first one in an epoch is compared.
         """
-        if optimizer not in self._states or not self._can_repeat(optimizer):
-            self._states.pop(optimizer, None)  # they lag behind from now on
+        if optimizer not in self._repeated or not self._is_repeatable(optimizer) or self.may_edit():
+            self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
             with self.turn(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
-        if optimizer not in self._verified:
-            self._verified.add(optimizer)
+        if optimizer not in self._equal:
             if not all(are_equal(first, other) for first, *others in self.replicas.parameters for other in others):
-                self._refused.add(optimizer)
+                self._unequal.add(optimizer)
                 return False
+            self._equal.add(optimizer)
         for copies in self.replicas.copies.values():
-            copies.mark()
+            copies.remember()
         return True
 
 
