@@ -1,7 +1,7 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-The way of a batch, from the loader to the update. The methods that the Trainer calls stand in `train_batch.py`. Read the
-other files in the order of the stops.
+The way of a batch, from the loader to the update. The methods that the Trainer calls stand in `train_batch.py`. Read
+the other files in the order of the stops.
 
     `optimizer_step`          the Trainer's update: stops 1 to 9 are its closure           train_batch.py
  1.   `training_step`         the whole batch comes, on the first device                   train_batch.py
@@ -14,7 +14,7 @@ other files in the order of the stops.
  8.     `reduce_gradients`    the allreduce                                                manual_allreduce.py, dp.py
  9.   hooks, clipping         the Trainer's, on the first replica's gradients
 10.   the user's optimizer    updates the first replica
-11.   `update_replicas`       the others repeat the update, or get a copy                  manual_allreduce.py, updates.py
+11.   `update_replicas`       the others repeat the update, or get a copy                  updates.py
 
 Besides:
 

@@ -72,7 +72,7 @@ class Gradients:
         self, backward: Callable[[Tensor, bool], None], gradient: Tensor, keep_graph: bool
     ) -> None:
         """Compute the replicas' gradients, reduce them, and add them to what was there before."""
-        if self.may_be_edited and not self.is_manual:
+        if self.may_be_edited:
             self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
         hooks = [[_take_hooks(param) for param in copies] for copies in parameters]

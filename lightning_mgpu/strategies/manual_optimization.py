@@ -100,9 +100,7 @@ def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
             *whole, named = (_whole(parts, sizes, strategy) for parts in zip(*given.values()))
             return step(*whole, **named)  # type: ignore[misc]
 
-        if strategy.lockstep.running:
-            return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
-        return step(*args, **kwargs)  # type: ignore[misc]
+        return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
 
     return schedule
 
