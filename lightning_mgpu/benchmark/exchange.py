@@ -125,7 +125,7 @@ def plot_exchange(rows: Sequence[Row], path: str | Path) -> None:
     """Draw bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
     single = [row for row in rows if row["num_tensors"] == 1]
     ks = sorted({row["k"] for row in single})
-    figure = Figure(figsize=(4.5 * len(ks), 4), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(ks) + 1.5, 4), layout="constrained")
     for k, panel in zip(ks, figure.subplots(1, len(ks), sharey=True, squeeze=False)[0]):
         for name in dict.fromkeys(row["algorithm"] for row in single):
             own = [row for row in single if (row["k"], row["algorithm"]) == (k, name)]
@@ -135,5 +135,6 @@ def plot_exchange(rows: Sequence[Row], path: str | Path) -> None:
         panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
         panel.grid(True, alpha=0.3)
     figure.axes[0].set_ylabel("bytes / second")
-    figure.axes[-1].legend(fontsize="small")
+    handles = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=120)

@@ -9,6 +9,7 @@ its recipe, in a process of its own.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import shlex
@@ -63,6 +64,8 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run(command):
+        with contextlib.suppress(OSError):  # gone if it is empty: a mistake has ended `fit`
+            run_dir.parent.rmdir()
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
     epochs = read_epochs(list(csv.DictReader(metrics.read_text().splitlines()))) if metrics.exists() else []

@@ -79,8 +79,8 @@ def test_weak_scaling_compares_samples_with_one_device_at_the_given_batch() -> N
 
 
 def test_replicas_are_compared_with_as_many_in_the_books_loop() -> None:
-    results = [result("book", [0.1, 0.3], 1, replicas=r) for r in (2, 8)] + [result("book", [0.3, 0.4])]
-    results.append(result("manual_allreduce", [0.16, 0.36], 1, replicas=8))
+    results = [result("ddp", [0.2, 0.2]), result("book", [0.3, 0.4]), result("book", [0.3, 0.5], 1, replicas=2)]
+    results += [result(name, [step, 0.3], 1, replicas=8) for name, step in (("book", 0.1), ("manual_allreduce", 0.22))]
     row = cells(results, "manual_allreduce (8 replicas on one device)")
     assert row["ms above the book's loop"] == "60.0" and row["/ `ddp`"] == ""
 
