@@ -6,12 +6,15 @@ import shlex
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_mgpu.testing import PROMISES, Result, check_strategy
 from lightning_mgpu.testing import __main__ as suite
+from lightning_mgpu.testing.probe import Data, Probe, replicas_of
 from lightning_mgpu.testing.promises import NO_OPTION, Kind
 
 ALGORITHMS = ["manual_allreduce_tree", "manual_allreduce_sharded", "manual_allreduce_ring"]
@@ -138,6 +141,19 @@ def test_the_same_bits_on_any_number_of_devices(run: Callable, tmp_path: Path) -
         return promise.judge(promise.case(Kind(f"my_strategies.{name}"), tmp_path), None)
 
     assert [wrong(name) for name in ("Replicas", "Differs", "Broken")] == ["", "the runs differ", NO_OPTION]
+
+
+def test_replicas_of_our_strategies_are_found() -> None:
+    seen: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(len(replicas_of(trainer.strategy, pl_module)))
+
+    for strategy in ("auto", "dp", "manual_allreduce"):
+        kind = Kind(strategy, 1 if strategy == "auto" else 3)
+        kind.trainer(callbacks=[Counts()], max_steps=1).fit(Probe(), datamodule=Data())
+    assert seen == [1, 3, 3]
 
 
 @pytest.mark.slow
