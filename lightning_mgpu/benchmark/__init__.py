@@ -6,13 +6,8 @@
 | `plan.py`             | what is measured, in which order                                                  |
 | `processes.py`        | a fresh process for every measurement; the machine and its load                   |
 | `steps.py`            | in such a process: the steps of a Trainer, or of the loop of `references.py`      |
-| `parts.py`            | where the time of a step goes                                                     |
+| `parts.py`            | the clock, and where the time of a step goes                                      |
 | `report.py`           | medians, ratios within a repeat, the table and the picture                        |
 | `exchange.py`         | the allreduce functions alone; `exchange_worker.py` times them in their processes |
 | `time_to_accuracy.py` | seconds until a test accuracy                                                     |
-| `timing.py`           | the clock, and the book's `Benchmark`                                             |
 """
-
-from lightning_mgpu.benchmark.timing import Benchmark
-
-__all__ = ["Benchmark"]

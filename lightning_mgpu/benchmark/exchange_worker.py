@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
-from lightning_mgpu.benchmark.timing import finished_time
+from lightning_mgpu.benchmark.parts import finished_time
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")

@@ -24,8 +24,7 @@ from lightning_mgpu.testing.probe import (
     TwoOptimizers,
     Written,
     adamw_one_cycle,
-    batch_norm_net,
-    dropout_net,
+    mlp,
 )
 from lightning_mgpu.testing.promises import Case, Kind, Promise, close, nothing, same_bits
 
@@ -70,7 +69,7 @@ def _scaling(kind: Kind) -> list[MixedPrecision]:
 
 
 def sync_batchnorm(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, lambda: Probe(batch_norm_net()), sync_batchnorm=kind.devices > 1))
+    return state(fitted(kind, lambda: Probe(mlp(nn.BatchNorm1d(8))), sync_batchnorm=kind.devices > 1))
 
 
 def bf16(kind: Kind, directory: Path) -> Any:
@@ -134,7 +133,7 @@ def resume(kind: Kind, directory: Path) -> Any:
 
 
 def reproducible(kind: Kind, directory: Path) -> Any:
-    return [state(fitted(kind, lambda: Probe(dropout_net()))) for _ in range(2)]
+    return [state(fitted(kind, lambda: Probe(mlp(dropout=0.3)))) for _ in range(2)]
 
 
 def any_devices(kind: Kind, directory: Path) -> Any:
@@ -143,7 +142,7 @@ def any_devices(kind: Kind, directory: Path) -> Any:
         return None
     num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
-    make = lambda: Probe(dropout_net(nn.BatchNorm1d(8)), adamw_one_cycle)  # noqa: E731
+    make = lambda: Probe(mlp(nn.BatchNorm1d(8), dropout=0.3), adamw_one_cycle)  # noqa: E731
     return [state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds]
 
 
@@ -186,7 +185,7 @@ def must_fail(found: Any, expected: Any) -> str:
 TWO_LOSSES = logged("loss_step", "loss_epoch")
 TWO_LOSSES_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
 WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
-WITH_BATCH_NORM = trains(lambda: Probe(batch_norm_net()))
+WITH_BATCH_NORM = trains(lambda: Probe(mlp(nn.BatchNorm1d(8))))
 
 PROMISES = {
     "parameters": Promise("parameters after training are those of one device", trains()),

@@ -36,12 +36,8 @@ def samples(num_samples: int) -> TensorDataset:
     return TensorDataset(X, torch.stack([X.sum(1).sin(), X[:, 0], X[:, 1] ** 2], 1), torch.arange(num_samples))
 
 
-def dropout_net(norm: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), norm or nn.Identity(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
-
-
-def batch_norm_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+def mlp(*norm: nn.Module, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
 
 
 def sgd(module: nn.Module) -> Any:
@@ -59,7 +55,7 @@ class Probe(LightningModule):
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
         super().__init__()
-        self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.net = net or mlp()
         self.configure = configure
         self.double()
 
@@ -178,7 +174,7 @@ class SeesGradients(Callback):
 
 
 class SeesReplicas(Callback):
-    """After every step compares the replicas, bit by bit: of all processes, or those of a strategy."""
+    """After every step compares the replicas, bit by bit: those of all processes, or of a strategy."""
 
     __module__ = "lightning_mgpu.testing"  # looks only
 

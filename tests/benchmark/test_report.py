@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.benchmark import Benchmark, processes
+from lightning_mgpu.benchmark import processes
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
 from lightning_mgpu.benchmark.processes import MeasurementError, environment, measure_steps
@@ -29,12 +29,6 @@ def cells(results: list[Any], engine: str) -> dict[str, str]:
     """The last row of an engine, by the table's head."""
     rows = [line.strip("| ").split("|") for line in tables(results) if line.startswith(f"| {engine}")]
     return dict(zip(HEAD, (cell.strip() for cell in rows[-1])))
-
-
-def test_benchmark(capsys: pytest.CaptureFixture) -> None:
-    with Benchmark("nothing") as benchmark:
-        pass
-    assert capsys.readouterr().out == f"nothing: {benchmark.seconds:.4f} sec\n" and 0 <= benchmark.seconds < 1
 
 
 def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:

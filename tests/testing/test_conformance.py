@@ -6,12 +6,15 @@ import shlex
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_mgpu.testing import PROMISES, Result, check_strategy
 from lightning_mgpu.testing import __main__ as suite
+from lightning_mgpu.testing.probe import Data, Probe, replicas_of
 from lightning_mgpu.testing.promises import NO_OPTION, Kind
 
 ALGORITHMS = ["manual_allreduce_tree", "manual_allreduce_sharded", "manual_allreduce_ring"]
@@ -84,21 +87,6 @@ STRATEGIES = """
         def teardown(self):
             subprocess.Popen(["sleep", "1000"])
             super().teardown()
-
-
-    class Replicas(SingleDeviceStrategy):
-        def __init__(self, replicas=1, noise=0.0, **kwargs):
-            super().__init__(**kwargs)
-            self.replicas_option, self.noise = replicas, noise
-
-        def training_step(self, *args):
-            assert self.replicas_option == 4
-            return super().training_step(*args) * (1 + self.noise * id(self))
-
-
-    class Differs(Replicas):
-        def __init__(self, **kwargs):
-            super().__init__(noise=1e-16, **kwargs)
 """
 
 
@@ -132,12 +120,24 @@ def test_a_broken_strategy_is_found_out(run: Callable) -> None:
     assert "'left' instead of ''" in output and "ended with no error at all" in output
 
 
-def test_the_same_bits_on_any_number_of_devices(run: Callable, tmp_path: Path) -> None:
-    def wrong(name: str) -> str:
-        promise = PROMISES["any_devices"]
-        return promise.judge(promise.case(Kind(f"my_strategies.{name}"), tmp_path), None)
+def test_the_same_bits_on_any_number_of_devices(tmp_path: Path) -> None:
+    promise, ones = PROMISES["any_devices"], {"weight": torch.ones(2)}
+    assert promise.judge([ones, ones], None) == ""
+    assert promise.judge([ones, {"weight": torch.ones(2) + 1e-7}], None) == "the runs differ"
+    assert promise.judge(promise.case(Kind("auto"), tmp_path), None) == NO_OPTION
 
-    assert [wrong(name) for name in ("Replicas", "Differs", "Broken")] == ["", "the runs differ", NO_OPTION]
+
+def test_replicas_of_our_strategies_are_found() -> None:
+    seen: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(len(replicas_of(trainer.strategy, pl_module)))
+
+    for strategy in ("auto", "dp", "manual_allreduce"):
+        kind = Kind(strategy, 1 if strategy == "auto" else 3)
+        kind.trainer(callbacks=[Counts()], max_steps=1).fit(Probe(), datamodule=Data())
+    assert seen == [1, 3, 3]
 
 
 @pytest.mark.slow
