@@ -5,6 +5,8 @@
 What belongs to a room: directories and files of its name (`NAME/`, `NAME.py`, `test_NAME.py`); lines that begin with
 its command; lines with the mark `room: NAME` in a comment; from a line with nothing but this mark, all lines to `/room`
 or to the file's end. Nothing else imports a room, so that it can go.
+
+A name longer than the old one makes some lines too long for ruff. `ruff check .` in the copy shows them.
 """
 
 import argparse

@@ -60,6 +60,7 @@ def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
     assert not [name for name in files if re.search(rf"(^|[/_])({rooms})(/|\.py$)", name)]
     said = re.compile(rf"room: ({rooms})\b|python -m my_project[ .]({rooms})\b".encode())
     assert not [name for name, content in files.items() if said.search(content)]
+    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {*files}  # whole files with a mark
     assert b"optuna" not in files["pyproject.toml"] and b'name = "my-project"' in files["pyproject.toml"]
     assert b'PROJECT = "my-project"' in files["my_project/runs/wandb_run.py"]  # W&B's
     assert (copy / ".ci" / "run").stat().st_mode & 0o111
