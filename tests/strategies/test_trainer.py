@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
-from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from tiny_runs import (
     IS_SIMULATED,
@@ -83,27 +83,6 @@ def test_learning_rate_finder(trainer_on, engine):
     assert_close(found[1], found[0], 1e-9, 1e-12)
 
 
-def test_batch_size_finder(trainer_on):
-    """It finds the global batch."""
-
-    class Module(Regression):
-        batch_size = 2
-
-        def train_dataloader(self):
-            return a_loader(self.batch_size)
-
-        val_dataloader = train_dataloader
-
-    found = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, trainer = Module(), trainer_on(k, limit_val_batches=0)
-        size = Tuner(trainer).scale_batch_size(module, mode="power", max_trials=2, steps_per_trial=2)
-        trainer.fit(module)
-        found.append([size, list(module.parameters())])
-    assert_close(found[1], found[0])
-
-
 def test_several_runs_on_one_trainer(trainer_on):
     """Another stage, more epochs with new optimizers, another module."""
     results = []
@@ -146,20 +125,6 @@ def test_after_a_run(train, tmp_path):
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
-def test_actions_profiled_in_a_step(train, base):
-    """By the Trainer's profiler and by the module's own. One call a replica, of which none stays open at a meeting."""
-    profiler = SimpleProfiler()
-
-    class Profiled(base):
-        def loss(self, batch):
-            with self.trainer.profiler.profile("mine"):
-                return super().loss(batch)
-
-    train(Profiled, 2, loader=lambda: a_loader(num_samples=16), profiler=profiler)
-    assert len(profiler.recorded_durations["mine"]) == 2 * 2 * 2
-
-
-@pytest.mark.parametrize("base", [Regression, Manual])
 def test_pytorch_profiler(train, tmp_path, base):
     """In lockstep, with synchronised BatchNorm, too."""
     kwargs = {"limit_train_batches": 3, "max_epochs": 1, "sync_batchnorm": True}
@@ -167,16 +132,6 @@ def test_pytorch_profiler(train, tmp_path, base):
     profiled, plain = (train(lambda: base(batch_norm_net()), 2, profiler=p, **kwargs) for p in (profiler, None))
     assert same_bits(profiled, plain)
     assert "run_training_batch" in next(tmp_path.glob("*.txt")).read_text()
-
-
-def test_a_step_prints_once(train, capsys):
-    class Prints(Regression):
-        def training_step(self, batch, batch_idx):
-            self.print("batch", batch_idx)
-            return self.loss(batch)
-
-    train(Prints, 2, loader=lambda: a_loader(num_samples=16), max_epochs=1)
-    assert {line for line in capsys.readouterr().out.splitlines() if "batch" in line} == {"batch 0", "batch 1"}
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
