@@ -94,23 +94,6 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
     assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
 
 
-@pytest.mark.parametrize("edited", [False, True])
-def test_hidden_states_in_validation(assert_parity, edited):
-    class Module(Regression):
-        def on_validation_epoch_start(self):
-            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
-
-        def on_validation_batch_start(self, batch, batch_idx):
-            if edited and batch_idx == 1:
-                self.state = torch.ones(1, 3, dtype=torch.float64, device=self.device)
-
-        def validation_step(self, batch, batch_idx):
-            self.state = self.net(batch[0]) + 0.5 * self.state
-            self.log("error", F.mse_loss(self.state, batch[1]))
-
-    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24), val=True)
-
-
 def test_what_the_first_replica_sets_stays(train):
     """Numbers count its steps and its samples; a hook reads its tensor."""
     seen = []
@@ -239,20 +222,12 @@ class Features:
         self.value = output
 
 
-@pytest.mark.parametrize("place", ["__init__", "on_train_epoch_start"])
-def test_a_forward_hook_that_keeps_features(assert_parity, place):
+def test_a_forward_hook_that_keeps_features(assert_parity):
     class Module(Regression):
         def __init__(self):
             super().__init__()
             self.features = Features()
-            self.register("__init__")
-
-        def register(self, here):
-            if here == place:
-                self.net[0].register_forward_hook(self.features)
-
-        def on_train_epoch_start(self):
-            self.register("on_train_epoch_start")
+            self.net[0].register_forward_hook(self.features)
 
         def training_step(self, batch, batch_idx):
             return self.loss(batch) + self.features.value.square().mean()

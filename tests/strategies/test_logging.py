@@ -67,6 +67,19 @@ def test_ways_to_log(assert_logs_alike, step):
     assert_logs_alike(step, at_end=lambda module, stage: module.log(f"{stage}_end", 1.5))
 
 
+def test_constant_batch_sizes_where_shards_are_even(assert_parity):
+    """The batch's own size, and one that cannot be a count of each shard; the last batch is another one."""
+
+    class Module(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            for batch_size in (3, 6):
+                self.log(f"loss_{batch_size}", loss, batch_size=batch_size, on_step=False, on_epoch=True)
+            return loss
+
+    assert_parity(Module, loader=lambda: a_loader(6, 20))
+
+
 def test_counts_that_are_equal_by_chance(assert_logs_alike):
     """Shards of 3, 2 and 2 samples have 1, 2 and 1 chosen ones in the first batch, one each in the others."""
     batches = [X for X, _ in labelled()]

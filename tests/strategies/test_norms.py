@@ -142,23 +142,6 @@ def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
     assert torch.equal(two.net.num_batches_tracked.cpu(), one.net.num_batches_tracked.cpu())
 
 
-def test_statistics_set_by_others(train):
-    """Reset at the start of an epoch, replaced for validation: in every replica."""
-
-    class Resets(Fixed):
-        def on_train_epoch_start(self):
-            self.net.reset_running_stats()
-
-    class Replace(Callback):
-        def on_validation_start(self, trainer, module):
-            module.net.running_mean.fill_(0.3)
-
-    one, two = (train(Resets, k, limit_train_batches=3) for k in (1, 2))
-    assert_close(two.net.running_mean, one.net.running_mean)
-    two = train(Fixed, 2, limit_train_batches=3, val=True, callbacks=lambda: [Replace()])
-    assert (two.net.running_mean == 0.3).all()
-
-
 def test_a_shard_of_one_sample(train):
     """BatchNorm refuses it, as torch does, where one device has two samples; synchronised it is right."""
     loader = lambda: a_loader(2, 6)  # noqa: E731

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
@@ -18,7 +17,6 @@ from tiny_runs import (
     EqualReplicas,
     Manual,
     Regression,
-    Written,
     a_loader,
     assert_close,
     batch_norm_net,
@@ -42,26 +40,6 @@ def test_lightnings_own_modules(trainer_on, kind):
         trainer.test(module, datamodule=data, verbose=False)
         results.append([*module.parameters(), *trainer.predict(module, datamodule=data)])
     assert_close(results[1], results[0], 1e-5, 1e-6)  # float32
-
-
-def test_callbacks_that_watch(train, tmp_path):
-    """Early stopping, the best checkpoints, and rates."""
-
-    def configure(module):
-        optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
-        return [optimizer], [{"scheduler": optim.lr_scheduler.CosineAnnealingLR(optimizer, 20), "interval": "step"}]
-
-    def run(k):
-        best = ModelCheckpoint(tmp_path / str(k), monitor="val_loss", save_top_k=2, save_last=True)
-        callbacks = [EarlyStopping("val_loss", patience=1, min_delta=0.05), best, LearningRateMonitor("step", True)]
-        kwargs = {"val": True, "max_epochs": 8, "logger": (logger := Written()), "enable_checkpointing": True}
-        module = train(lambda: Regression(optimizer=configure), k, callbacks=lambda: callbacks, **kwargs)
-        files = sorted(path.name for path in (tmp_path / str(k)).glob("*.ckpt"))
-        return [module.trainer.current_epoch, files, float(best.best_model_score), logger.rows]
-
-    one, two = run(1), run(2)
-    assert one[0] < 8  # stopped
-    assert_close(two, one, 1e-6)
 
 
 def test_learning_rate_finder(trainer_on, engine):
