@@ -1,9 +1,12 @@
 """A small module in float64, its data, and how two trained modules are compared. The fixtures of conftest.py use it."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -170,6 +173,14 @@ def one_line(error: BaseException) -> str:
     text = str(error)
     assert text and "\n" not in text and len(text) <= 250, text
     return text
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """The block ends in an error of one line, which says so."""
+    with pytest.raises(Exception, match=re.escape(said)) as raised:
+        yield
+    one_line(raised.value)
 
 
 class Written(DummyLogger):
