@@ -85,6 +85,10 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
             owner = self if place == "module" else self.net
             owner.state = put(torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device))
 
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2 and kind == "tensor":
+                (self if place == "module" else self.net).state.zero_()
+
         def loss(self, batch):
             owner = self if place == "module" else self.net
             Z = self.net(batch[0]) + 0.5 * find(owner.state)
@@ -116,31 +120,39 @@ def test_what_the_first_replica_sets_stays(train):
     assert seen == [8, 8, 8, 1] * 2 + [4, 4, 4, 1] * 2
 
 
-@pytest.mark.parametrize("inference_mode", [False, True])
-def test_swapped_for_validation_and_put_back(assert_parity, inference_mode):
+def test_swapped_for_validation_and_put_back(assert_parity):
     class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64)
-
         def on_fit_start(self):
-            self.weights = self.weights.to(self.device)
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64, device=self.device)
 
         def on_validation_start(self):
-            self.kept = self.weights, self.scale
-            self.weights, self.scale = None, torch.zeros_like(self.scale)
+            self.kept, self.weights = self.weights, None
 
         def validation_step(self, batch, batch_idx):
-            assert self.weights is None and not self.scale.any()
+            assert self.weights is None
 
         def on_validation_end(self):
-            self.weights, self.scale = self.kept
+            self.weights = self.kept
 
         def training_step(self, batch, batch_idx):
-            return ((self.net(batch[0]) - batch[1]).square() * self.weights * self.scale).mean()
+            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean()
 
-    assert_parity(Module, val=True, inference_mode=inference_mode)
+    assert_parity(Module, val=True)
+
+
+def test_what_a_test_step_keeps(trainer_on):
+    """A tensor of inference mode, which knows no versions."""
+
+    class Module(Regression):
+        last = None
+
+        def test_step(self, batch, batch_idx):
+            self.last = batch[0] if self.last is None else self.last + batch[0]
+            self.log("sum", self.last.mean())
+
+    loader = a_loader(8, 24)
+    results = [trainer_on(k).test(Module(), loader, verbose=False)[0] for k in (1, 2)]
+    assert_close(results[1], results[0], 1e-6)
 
 
 def test_python_objects_get_one_call_a_replica(train):
@@ -191,26 +203,6 @@ def test_buffers_that_a_step_updates(assert_parity, base):
     one, *_ = assert_parity(Module)
     assert one.num_steps == 8
     assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
-
-
-def test_buffers_that_follow_the_data(train):
-    """All replicas begin a step with the first one's, as in `DistributedDataParallel`: replicas do not drift."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
-
-        def training_step(self, batch, batch_idx):
-            loss = F.mse_loss(self.net(batch[0]) - self.center, batch[1])
-            self.center.lerp_(batch[1].mean(0), 0.5)
-            return loss
-
-    module = train(Module, 2)
-    center = torch.zeros(3, dtype=torch.float64)
-    for _, y in [*a_loader(), *a_loader()]:
-        center.lerp_(y[: 4 if len(y) == 8 else 1].mean(0), 0.5)
-    assert_close(module.center, center)
 
 
 class Features:

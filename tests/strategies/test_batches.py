@@ -102,6 +102,10 @@ class Graph:
 
 UNSPLITTABLE = {
     "a graph and a tensor": (lambda X, y: (Graph(X, y), y), lambda b: (b[0].X, b[1])),
+    "images in one list": (
+        lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
+        lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
+    ),
     "different lengths": (lambda X, y: {"X": X, "y": y, "edges": torch.zeros(2, 9)}, lambda b: (b["X"], b["y"])),
 }
 

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from tiny_runs import MANUAL, Manual, Regression, a_loader, labelled, make_strategy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,45 +107,26 @@ class ByHand(Manual):
             self.log(f"loss_{n}", loss, on_step=True, on_epoch=True)
 
 
-class Keeps(Regression):
-    """Logs by a function that keeps the module's `log`, and by the class's."""
+class InForward(Regression):
+    """Logs in `forward`, by a function that keeps the module's `log`."""
 
     def __init__(self):
         super().__init__()
-        self.my_log = partial(self.log, on_epoch=True)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.my_log("mine", loss)
-        LightningModule.log(self, "of the class", loss)
-        return loss
-
-
-class InForward(Regression):
-    """Logs in `forward` and in methods that steps share."""
+        self.my_log = partial(self.log, on_step=False, on_epoch=True)
 
     def forward(self, X):
-        self.log("inputs", X.mean(), on_step=False, on_epoch=True)
+        self.my_log("inputs", X.mean())
         return self.net(X)
 
     def training_step(self, batch, batch_idx):
         return (self(batch[0]) - batch[1]).square().mean()
 
 
-@pytest.mark.parametrize("make", [ByHand, Keeps, InForward])
+@pytest.mark.parametrize("make", [ByHand, InForward])
 def test_logged_values_are_those_of_one_device(assert_parity, make):
     """`assert_parity` compares `callback_metrics`."""
     modules = assert_parity(make)
     assert len(modules[0].trainer.callback_metrics) > 0
-
-
-def test_a_single_sample_is_logged(assert_parity):
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            self.log("index", float(batch_idx), on_step=False, on_epoch=True)
-            return self.loss(batch)
-
-    assert_parity(Module, loader=lambda: a_loader(1, 3))
 
 
 def test_errors_are_lightnings(logged):
