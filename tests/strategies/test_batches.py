@@ -1,26 +1,16 @@
 """Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
 
-from collections import UserDict, namedtuple
-from dataclasses import dataclass
-from typing import Any
+from collections import UserDict
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from tiny_runs import MANUAL, Manual, Regression, a_loader, collated
+from tiny_runs import MANUAL, Manual, Pair, Regression, Sample, a_loader, collated
 from torch import nn
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
-
-Pair = namedtuple("Pair", "X y")
-
-
-@dataclass
-class Sample:
-    X: Any
-    y: Any
 
 
 class Named(UserDict):

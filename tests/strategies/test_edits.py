@@ -1,7 +1,5 @@
 """Weights that callbacks and hooks edit, with and without a trace: every replica goes on with the edited ones."""
 
-import copy
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -75,19 +73,31 @@ def decorated_on_the_instance(self):
     self.on_train_batch_end = lambda *args: (inner(*args), clamp_data(None, self))
 
 
+def halve(self):
+    for parameter in self.parameters():
+        parameter.data.mul_(0.5)
+
+
+def double(self):
+    for parameter in self.parameters():
+        parameter.data.mul_(2)
+
+
 EDITS = {
     "around the update": {"optimizer_step": around_the_update},
     "while saving": {"on_save_checkpoint": lambda self, checkpoint: clamp_data(None, self)},
     "with the scheduler": {"lr_scheduler_step": with_the_scheduler, "configure_optimizers": scheduled},
     "in a hook decorated later": {"on_fit_start": decorated_on_the_instance},
+    "for validation, and back": {"on_validation_start": halve, "on_validation_end": double},
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_edited_elsewhere(assert_parity, name):
+    """What validation logs is compared, too."""
     saving = {"enable_checkpointing": True, "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=2)]}
-    make = type("Module", (Regression,), EDITS[name])
-    assert_parity(make, **(saving if name == "while saving" else {}), check=False)
+    kwargs = saving if name == "while saving" else {"val": True, "val_check_interval": 2}
+    assert_parity(type("Module", (Regression,), EDITS[name]), **kwargs, check=False)
 
 
 def test_a_callback_added_while_training(assert_parity):
@@ -97,38 +107,6 @@ def test_a_callback_added_while_training(assert_parity):
                 trainer.callbacks.append(LambdaCallback(on_before_optimizer_step=clamp_data))
 
     assert_parity(Regression, callbacks=lambda: [Adds()])
-
-
-class Average(Callback):
-    """A moving average of the weights, swapped in for validation and put back afterwards."""
-
-    def __init__(self, in_data):
-        self.in_data = in_data
-
-    def write(self, module, values):
-        with torch.no_grad():
-            for parameter, value in zip(module.parameters(), values):
-                (parameter.data if self.in_data else parameter).copy_(value)
-
-    def on_fit_start(self, trainer, module):
-        self.average = [parameter.detach().clone() for parameter in module.parameters()]
-
-    def on_train_batch_end(self, trainer, module, *_):
-        for average, parameter in zip(self.average, module.parameters()):
-            average.lerp_(parameter.detach(), 0.2)
-
-    def on_validation_start(self, trainer, module):
-        self.backup = [parameter.detach().clone() for parameter in module.parameters()]
-        self.write(module, self.average)
-
-    def on_validation_end(self, trainer, module):
-        self.write(module, self.backup)
-
-
-@pytest.mark.parametrize("in_data", [False, True])
-def test_an_average_for_validation(assert_parity, in_data):
-    """The losses of validation are compared, too."""
-    assert_parity(Regression, callbacks=lambda: [Average(in_data)], val=True, val_check_interval=2)
 
 
 AVERAGES = {
@@ -174,24 +152,3 @@ class Replace(Callback):
 @pytest.mark.parametrize(("hook", "n"), [("on_train_batch_start", 6), ("on_validation_start", 1)])
 def test_layers_replaced_on_the_way(assert_parity, make, hook, n):
     assert_parity(make, callbacks=lambda: [Replace(hook, n)], val=True, max_epochs=3)
-
-
-class Follows(Regression):
-    """Has an average of its weights as a layer, as BYOL and DINO do, which is updated after every batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = copy.deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) + (self.net(batch[0]) - self.average(batch[0])).square().mean()
-
-    def follow(self, *_):
-        with torch.no_grad():
-            for average, parameter in zip(self.average.parameters(), self.net.parameters()):
-                average.lerp_(parameter, 0.5)
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_zero_grad"])
-def test_an_average_that_is_a_layer(assert_parity, hook):
-    assert_parity(type("Module", (Follows,), {hook: Follows.follow}))

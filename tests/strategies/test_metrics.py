@@ -123,10 +123,9 @@ OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
 
 
 def test_metrics_of_other_shapes(assert_logs_alike):
-    """Regression, tokens, texts, a part of the batch, retrieval and confusion matrices."""
+    """Regression, tokens, texts, nested arguments, retrieval and a part of the batch."""
     makers = {name: make for name, (make, _) in OF_OTHER_SHAPES.items()}
     makers |= {"map": tm.RetrievalMAP, "masked": METRICS["accuracy"]}
-    makers |= {"confusion": lambda: tc.MulticlassConfusionMatrix(NUM_CLASSES)}
 
     def step(module, stage, X, y, batch_idx):
         metrics = module.metric[f"on_{stage}"]
@@ -135,17 +134,10 @@ def test_metrics_of_other_shapes(assert_logs_alike):
         metrics["map"].update(X[:, 0], X[:, 1] > 0, indexes=y)
         if len(kept := y > 0):
             metrics["masked"].update(module.probabilities(X)[kept], y[kept])
-        metrics["confusion"].update(module.probabilities(X), y)
         for name in metrics:
-            if name != "confusion":
-                module.log(f"{stage}_{name}", metrics[name], on_epoch=True, on_step=False)
+            module.log(f"{stage}_{name}", metrics[name], on_epoch=True, on_step=False)
 
-    def at_end(module, stage):
-        metric = module.metric[f"on_{stage}"]["confusion"]
-        module.log(f"{stage}_diagonal", metric.compute().diagonal().sum().double())
-        metric.reset()
-
-    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})), at_end)
+    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})))
 
 
 AGGREGATORS = {
@@ -180,44 +172,28 @@ def collection(**kwargs):
 
 
 @pytest.mark.parametrize("compute_groups", [True, False])
-@pytest.mark.parametrize("way", ["update", "forward", "returned", "member", "by hand"])
+@pytest.mark.parametrize("way", ["update", "forward", "returned"])
 def test_collections(assert_logs_alike, way, compute_groups):
     def step(module, stage, X, y, batch_idx):
         metrics, args = module.metric[f"on_{stage}"], (module.probabilities(X), y)
-        if way == "returned":
-            module.log_dict({f"{stage}_{name}": value for name, value in metrics(*args).items()}, on_epoch=True)
-        elif way == "member":
-            for name, metric in metrics.items():
-                metric.update(*args)
-                module.log(f"{stage}_{name}", metric)
-        else:
-            (metrics if way == "forward" else metrics.update)(*args)
-            if way != "by hand":
-                module.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_epoch=True)
+        values = metrics.update(*args) if way == "update" else metrics(*args)
+        values = values if way == "returned" else metrics
+        module.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_epoch=True)
 
-    def at_end(module, stage):
-        if way == "by hand":
-            metrics = module.metric[f"on_{stage}"]
-            module.log_dict({f"{stage}_{name}": value for name, value in metrics.compute().items()})
-            metrics.reset()
-
-    assert_logs_alike(step, for_stages(lambda: collection(compute_groups=compute_groups)), at_end)
+    assert_logs_alike(step, for_stages(lambda: collection(compute_groups=compute_groups)))
 
 
-def test_wrappers(assert_logs_alike):
-    def make():
-        return nn.ModuleList([tm.MinMaxMetric(METRICS["accuracy"]()), tm.wrappers.Running(METRICS["f1"](), window=3)])
+@pytest.mark.parametrize("make", [collection, lambda: tm.MinMaxMetric(METRICS["accuracy"]())])
+def test_computed_at_the_end_of_an_epoch(assert_logs_alike, make):
+    """By hand; a wrapper, too."""
 
     def step(module, stage, X, y, batch_idx):
-        minmax, running = module.metric[f"on_{stage}"]
-        minmax.update(module.probabilities(X), y)
-        running(module.probabilities(X), y)
-        module.log(f"{stage}_running", running)
+        module.metric[f"on_{stage}"].update(module.probabilities(X), y)
 
     def at_end(module, stage):
-        minmax, _ = module.metric[f"on_{stage}"]
-        module.log_dict({f"{stage}_{name}": value for name, value in minmax.compute().items()})
-        minmax.reset()
+        metric = module.metric[f"on_{stage}"]
+        module.log_dict({f"{stage}_{name}": value for name, value in metric.compute().items()})
+        metric.reset()
 
     assert_logs_alike(step, for_stages(make), at_end)
 

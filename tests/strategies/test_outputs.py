@@ -1,32 +1,18 @@
 """What steps return is put together again; every sample is evaluated once; predictions come in the dataset's order."""
 
 import copy
-from collections import namedtuple
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BasePredictionWriter
-from tiny_runs import MANUAL, Regression, a_loader, assert_close
-from torch import Tensor
+from tiny_runs import MANUAL, Pair, Regression, Sample, a_loader, assert_close
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
-
-Pair = namedtuple("Pair", "X y")
-
-
-@dataclass
-class Sample:
-    X: Tensor
-    name: Any
-
 
 PREDICTIONS = {
     "tensor": lambda Z, names: Z,
@@ -42,23 +28,9 @@ PREDICTIONS = {
 }
 
 
-class Writer(BasePredictionWriter):
-    """Keeps what it is to write."""
-
-    def __init__(self):
-        super().__init__("batch_and_epoch")
-        self.written = []
-
-    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *at):
-        self.written.append([prediction, indices, batch, *at])
-
-    def write_on_epoch_end(self, trainer, module, predictions, indices):
-        self.written.append([predictions, indices])
-
-
 @pytest.mark.parametrize("kind", PREDICTIONS)
 def test_predictions(trainer_on, kind):
-    """From two loaders, returned and given to a writer."""
+    """From two loaders."""
 
     class Predicts(Regression):
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
@@ -66,9 +38,7 @@ def test_predictions(trainer_on, kind):
 
     def predicted(k):
         torch.manual_seed(1)
-        writer = Writer()
-        returned = trainer_on(k, callbacks=[writer]).predict(Predicts(), [a_loader(), a_loader(4, 7)])
-        return [returned, writer.written]
+        return trainer_on(k).predict(Predicts(), [a_loader(), a_loader(4, 7)])
 
     expected = predicted(1)
     for k in (2, 3):

@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,6 +26,13 @@ HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first dev
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
 
 Make = Callable[[], LightningModule]
+Pair = namedtuple("Pair", "X y")
+
+
+@dataclass
+class Sample:
+    X: Any
+    y: Any
 
 
 def make_strategy(engine: str, **options: Any) -> Any:
