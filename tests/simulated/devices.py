@@ -25,7 +25,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
-    "test_low[": "no autocast",
+    "test_precisions[": "no autocast",
     "test_scaled_gradients": "no autocast",
     "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",

@@ -21,23 +21,16 @@ def in_single(base):
     return Single
 
 
-@pytest.mark.parametrize("base", [Regression, Manual])
-def test_double(assert_parity, base):
-    class Module(in_single(base)):
-        def loss(self, batch):
-            assert torch.tensor(1.0).dtype == torch.float64  # wherever a replica runs
-            return super().loss(batch)
-
-    one, *_ = assert_parity(Module, precision="64-true")
-    assert one.net[0].weight.dtype == torch.float64
+PRECISIONS = [("64-true", 1e-10), ("32-true", 1e-5), ("bf16-mixed", 0.03), ("bf16-true", 0.1)]
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.03), ("bf16-true", 0.1)])
-def test_low(assert_parity, precision, tolerance, base):
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
+def test_precisions(assert_parity, precision, tolerance, base):
     class Module(in_single(base)):
         def loss(self, batch):
             assert torch.is_autocast_enabled("cpu") == (precision == "bf16-mixed")
+            assert (torch.get_default_dtype() == torch.float64) == (precision == "64-true")  # wherever a replica runs
             return super().loss(batch)
 
     assert_parity(Module, precision=precision, tolerance=tolerance)

@@ -1,4 +1,4 @@
-"""What else the Trainer offers: tuning, profilers, several runs on one Trainer, Lightning's own demos, lockstep."""
+"""What else the Trainer offers: tuning, profilers, several runs on one Trainer, lockstep."""
 
 import copy
 import gc
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from tiny_runs import (
@@ -26,20 +25,6 @@ from tiny_runs import (
 )
 from torch import optim
 from torchmetrics import MeanSquaredError
-
-
-@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
-def test_lightnings_own_modules(trainer_on, kind):
-    results = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, data = kind(), BoringDataModule()
-        trainer = trainer_on(k, limit_train_batches=5, num_sanity_val_steps=2)
-        trainer.fit(module, datamodule=data)
-        trainer.validate(module, datamodule=data, verbose=False)
-        trainer.test(module, datamodule=data, verbose=False)
-        results.append([*module.parameters(), *trainer.predict(module, datamodule=data)])
-    assert_close(results[1], results[0], 1e-5, 1e-6)  # float32
 
 
 def test_learning_rate_finder(trainer_on, engine):
