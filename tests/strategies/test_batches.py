@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from tiny_runs import MANUAL, Manual, Pair, Regression, Sample, a_loader, collated
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
@@ -95,6 +96,10 @@ UNSPLITTABLE = {
     "images in one list": (
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
         lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
+    ),
+    "a packed sequence": (
+        lambda X, y: (pack_padded_sequence(X, [6] * len(X), batch_first=True), y),
+        lambda b: (pad_packed_sequence(b[0], batch_first=True)[0], b[1]),
     ),
     "different lengths": (lambda X, y: {"X": X, "y": y, "edges": torch.zeros(2, 9)}, lambda b: (b["X"], b["y"])),
 }

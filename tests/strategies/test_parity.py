@@ -169,7 +169,7 @@ def test_weights_kept_elsewhere(right_or_refused):
 
 
 SETTINGS = [
-    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.05, "own_updates": True},
     {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
     {"accumulate_grad_batches": 2, "max_steps": 3},
     {"overfit_batches": 2},
