@@ -236,15 +236,3 @@ def test_backward_hooks_of_layers(assert_parity, hook):
         self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
 
     assert_parity(type("Module", (Regression,), {hook: register}))
-
-
-def test_a_layers_forward_on_the_instance(assert_parity):
-    """As accelerate, timm and quantization tools put it there."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            layer, inner = self.net[0], self.net[0].forward
-            layer.forward = lambda X: 2 * inner(X) + F.linear(X, layer.weight)
-
-    assert_parity(Module)

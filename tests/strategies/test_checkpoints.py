@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_runs import DP, MANUAL, Manual, Regression, assert_close, make_strategy, same_bits
+from tiny_runs import DP, MANUAL, Manual, Regression, assert_close, make_strategy, one_cycle, same_bits
 from torch import optim
 from torch.utils.data import Dataset
 
@@ -25,12 +25,6 @@ def shuffled():
     return BatchLoader(Indexed(), GlobalBatches(torch.arange(25), 8, seed=3))
 
 
-def momentum(module):
-    optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
 def adamw(module):
     optimizer = optim.AdamW(module.parameters(), 0.05, amsgrad=True)
     return [optimizer], [optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
@@ -49,7 +43,7 @@ def run(train, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("make", [lambda: Regression(optimizer=momentum), lambda: Manual(optimizer=adamw)])
+@pytest.mark.parametrize("make", [lambda: Regression(optimizer=one_cycle), lambda: Manual(optimizer=adamw)])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_resumed(run, make, before, after):
     """From the end of the first epoch, and from the middle of the second."""

@@ -63,18 +63,6 @@ def test_modules_that_handle_gradients(assert_parity, make, accumulate):
     assert_parity(make, accumulate_grad_batches=accumulate)
 
 
-@ACCUMULATE
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
-def test_callbacks_that_edit_gradients(assert_parity, hook, accumulate):
-    class Edit(Callback):
-        def edit(self, trainer, module, *_):
-            for parameter in module.parameters():
-                parameter.grad.data.clamp_(-0.02, 0.01)
-
-    setattr(Edit, hook, Edit.edit)
-    assert_parity(Regression, callbacks=lambda: [Edit()], accumulate_grad_batches=accumulate)
-
-
 def in_place(gradient):
     gradient.data.mul_(gradient).mul_(5)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from tiny_runs import MANUAL, Regression, a_loader, sgd
+from tiny_runs import MANUAL, Regression, a_loader, one_cycle, sgd
 from torch import nn, optim
 
 
@@ -27,26 +27,6 @@ class SharpnessAware(optim.SGD):
         return loss
 
 
-class Counting(optim.Optimizer):
-    """Counts its steps in its parameter groups, as some of timm's do, keeps a list there, and edits gradients."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "steps": 0, "taken": []})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["taken"].append(group["steps"])
-            for p in group["params"]:
-                state = self.state[p]
-                state["m"] = state.get("m", torch.zeros_like(p)).lerp(p.grad.add_(p, alpha=0.1), 0.1)
-                p -= group["lr"] * state["m"] / (1 - 0.9 ** group["steps"])
-        return loss
-
-
 def two_groups(m):
     return optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1)
 
@@ -62,7 +42,6 @@ OPTIMIZERS = {  # what configures them, and whether each replica makes its own u
     "named parameters": (lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True), True),
     "lbfgs": (lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"), False),
     "sharpness-aware": (lambda m: SharpnessAware(m.parameters(), 0.1, momentum=0.9), False),
-    "counts in its group": (lambda m: Counting(m.parameters()), False),
     "wrapped by the module": (lambda m: LightningOptimizer(sgd(m)), None),
 }
 
@@ -71,10 +50,7 @@ OPTIMIZERS = {  # what configures them, and whether each replica makes its own u
 def test_optimizers(assert_parity, name):
     configure, own_updates = OPTIMIZERS[name]
     tolerance = 1e-9 if name == "lbfgs" else 1e-10
-    modules = assert_parity(lambda: Regression(optimizer=configure), tolerance=tolerance, own_updates=own_updates)
-    if name == "counts in its group":
-        for module in modules:
-            assert module.trainer.optimizers[0].param_groups[0]["taken"] == list(range(1, 9))
+    assert_parity(lambda: Regression(optimizer=configure), tolerance=tolerance, own_updates=own_updates)
 
 
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
@@ -114,12 +90,6 @@ def test_hooks_on_optimizers(assert_parity, when):
         return optimizer
 
     assert_parity(lambda: Regression(optimizer=configure), own_updates=False)
-
-
-def one_cycle(module):
-    optimizer = sgd(module)
-    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)  # changes the momentum, too
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def plateau(module):
@@ -170,25 +140,6 @@ def test_states_reset_on_the_way(assert_parity, name, hook):
     callbacks = lambda: [LambdaCallback(**{hook: reset})]  # noqa: E731
     loader = lambda: a_loader(num_samples=48)  # noqa: E731
     assert_parity(Regression, callbacks=callbacks, loader=loader, val=True, val_check_interval=3)
-
-
-class Thaws(BaseFinetuning):
-    """Adds a layer to the optimizer in the second epoch, as BackboneFinetuning does."""
-
-    def freeze_before_training(self, module):
-        self.freeze(module.net[0])
-
-    def finetune_function(self, module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.05)
-
-
-def test_layers_thawed_on_the_way(assert_parity):
-    def configure(module):
-        return optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1, momentum=0.9)
-
-    one, *_ = assert_parity(lambda: Regression(optimizer=configure), callbacks=lambda: [Thaws()], max_epochs=3)
-    assert len(one.trainer.optimizers[0].param_groups) == 2
 
 
 def test_a_layer_that_is_not_registered(right_or_refused):

@@ -1,4 +1,4 @@
-"""What else the Trainer offers: tuning, profilers, several runs on one Trainer, lockstep."""
+"""What else the Trainer offers: profilers, several runs on one Trainer, lockstep."""
 
 import copy
 import gc
@@ -9,11 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.tuner import Tuner
 from tiny_runs import (
     IS_SIMULATED,
-    MANUAL,
-    EqualReplicas,
     Manual,
     Regression,
     a_loader,
@@ -23,27 +20,7 @@ from tiny_runs import (
     relative_error,
     same_bits,
 )
-from torch import optim
 from torchmetrics import MeanSquaredError
-
-
-def test_learning_rate_finder(trainer_on, engine):
-    class Module(Regression):
-        lr = 0.1
-
-        def configure_optimizers(self):
-            return optim.SGD(self.parameters(), self.lr, momentum=0.9)
-
-    found = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, trainer = Module(), trainer_on(k, max_epochs=2)
-        finder = Tuner(trainer).lr_find(module, a_loader(), num_training=20, early_stop_threshold=None)
-        trainer.callbacks.extend([EqualReplicas()] if k > 1 and engine == MANUAL else [])
-        losses, rate = finder.results["loss"], finder.suggestion(skip_begin=2, skip_end=1)
-        trainer.fit(module, a_loader())
-        found.append([losses, rate, module.lr, list(module.parameters())])
-    assert_close(found[1], found[0], 1e-9, 1e-12)
 
 
 def test_several_runs_on_one_trainer(trainer_on):

@@ -71,6 +71,13 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
 
 
+def one_cycle(module: nn.Module) -> dict[str, Any]:
+    """Twelve steps of a rate and a momentum that change."""
+    optimizer = sgd(module)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Regression(LightningModule):
     """An MLP, or the net given, fitted to y; `optimizer` is what `configure_optimizers` does."""
 
