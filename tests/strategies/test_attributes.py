@@ -14,43 +14,30 @@ pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what 
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])
-def test_what_hooks_set_counts_for_all(assert_parity, hook):
-    """Numbers, tensors, dicts, objects and modes."""
+def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
+    """Tensors, dicts, objects and modes; in place, too."""
 
-    def set_all(self, *_):
-        step = self.global_step
-        self.by_name = {"factor": 1 + step / 10, "more": {"shift": [step]}}
-        self.settings, self.pair = SimpleNamespace(factor=1.5), (2, 3)
-        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
-
-    def training_step(self, batch, batch_idx):
-        factor = self.by_name["factor"] * self.settings.factor * self.pair[1]
-        X, y = batch
-        return ((self.net(X) - y).square() * self.weights).mean() * factor + self.by_name["more"]["shift"][0]
-
-    assert_parity(type("Module", (Regression,), {hook: set_all, "training_step": training_step}))
-
-
-def test_what_hooks_change_in_place(assert_parity):
     class Module(Regression):
         def __init__(self):
             super().__init__()
             self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
-            self.config = SimpleNamespace(factor=1.0, values=[1.0], by_name={"a": 1.0})
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.temperature.mul_(0.95)
-            self.config.factor *= 1.1
-            self.config.values[0] *= 1.1
-            self.config.by_name["a"] += 0.5
-            self.net[1].eval() if batch_idx % 2 else self.net[1].train()
+            self.config = SimpleNamespace(factor=1.0, values=[1.0])
 
         def training_step(self, batch, batch_idx):
-            assert self.net[1].training == (batch_idx % 2 == 0)
-            factors = (self.config.factor, *self.config.values, self.config.by_name["a"], self.temperature)
-            return self.loss(batch) * math.prod(factors)
+            assert self.net[1].training == self.by_name["trains"]
+            factors = (self.temperature, self.config.factor, *self.config.values, *self.by_name["more"]["factors"])
+            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(factors)
 
-    assert_parity(Module)
+    def set_and_change(self, *_):
+        step = self.global_step
+        self.by_name = {"trains": step % 2 == 0, "more": {"factors": (1 + step / 10, 2.0)}}
+        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
+        self.temperature.mul_(0.95)
+        self.config.factor *= 1.1
+        self.config.values[0] *= 1.1
+        self.net[1].train(step % 2 == 0)
+
+    assert_parity(type("Sets", (Module,), {hook: set_and_change}))
 
 
 KINDS = {
