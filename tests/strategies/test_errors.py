@@ -130,13 +130,16 @@ def test_a_failure_in_one_replica(trainer_on, where, base):
     assert_clean_and_usable(trainer_on)
 
 
-def on_the_first_alone(tensors):
-    tensors[0].add_(tensors[1].to(tensors[0].device))
+def averages(tensors):
+    textbook_allreduce(tensors)
+    for tensor in tensors:
+        tensor.div_(len(tensors))
 
 
 def test_a_wrong_allreduce_is_refused_on_start(trainer_on):
-    with pytest.raises(ValueError, match="allreduce"):
-        trainer_on(strategy=ManualAllreduceStrategy(on_the_first_alone)).fit(Regression(), a_loader())
+    """The same in all replicas, but no sum."""
+    with pytest.raises(ValueError, match="averages"):
+        trainer_on(strategy=ManualAllreduceStrategy(averages)).fit(Regression(), a_loader())
 
 
 class StopsAfter:
