@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
@@ -168,11 +167,3 @@ def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
         assert_close(logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7)  # aggregates are float32
 
     return check
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """A test that changes the number of threads leaves the others alone."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
