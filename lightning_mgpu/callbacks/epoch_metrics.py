@@ -5,7 +5,6 @@ import re
 from lightning.pytorch import Trainer
 
 TRAINING, VALIDATION = r"train(ing)?(?![a-z])[/_. ]?", r"val(id(ation)?)?(?![a-z])[/_. ]?"
-TIMES = ("epoch_seconds", "samples_per_sec")
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, float]:
