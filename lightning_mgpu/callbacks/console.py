@@ -80,8 +80,9 @@ class EpochLines(ProgressBar):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
         if self.is_enabled:
-            print(epoch_line(trainer), flush=True)
+            print(line, flush=True)
 
 
 class LossBar(RichProgressBar):
@@ -100,8 +101,9 @@ class LossBar(RichProgressBar):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
+        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
         if self.progress is not None and self.is_enabled:
-            self.progress.console.print(epoch_line(trainer), markup=False, highlight=False, soft_wrap=True)
+            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

@@ -10,30 +10,17 @@ from lightning_mgpu.runs.devices import own_devices, synchronize
 
 
 class EpochTimer(Callback):
-    """Logs `epoch_seconds` (s, of training only) after every epoch.
+    """Logs `epoch_seconds` (s, of training only) after every epoch."""
 
-    Args:
-        of_one_run: Leave out the epochs of a checkpoint's run, which this one is another than.
-    """
-
-    def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run = of_one_run
+    def __init__(self) -> None:
         self.seconds: list[float] = []  # one an epoch
         self._elapsed = 0.0
         self._started: float | None = None  # when the running stretch began
 
     @property
     def seconds_per_epoch(self) -> float:
-        """The mean over the epochs of this run; NaN before the first."""
+        """The mean over the epochs this process has trained; NaN before the first."""
         return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seconds = [] if self.of_one_run else list(state_dict["seconds"])
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

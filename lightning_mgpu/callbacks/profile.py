@@ -16,7 +16,7 @@ SKIP, NUM_BATCHES = 3, 5  # batches that set things up, and those that are looke
 
 
 class Profile(Callback):
-    """Writes `profile.txt` and `trace.json` (processes after the first: `profile_1.txt`, ...) to the run directory.
+    """Writes `profile.txt` and `trace.json` of the first process to the run directory.
 
     It looks at five batches after the first three, which set things up. Lightning's own `PyTorchProfiler` sees the
     thread that starts it, and keeps what was validated last; this one sees the training steps of all threads.
@@ -26,12 +26,9 @@ class Profile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        directory = trainer.strategy.broadcast(run_directory(trainer))
-        if directory is None:  # fast_dev_run
+        if (directory := run_directory(trainer)) is None:  # in another process, or in a fast_dev_run
             return
-        directory.mkdir(parents=True, exist_ok=True)  # on another machine
-        suffix = f"_{trainer.global_rank}" if trainer.global_rank else ""
-        self._files = directory / f"profile{suffix}.txt", directory / f"trace{suffix}.json"
+        self._files = directory / "profile.txt", directory / "trace.json"
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it complains of missing GPUs
         self._profile = profile(
             schedule=schedule(wait=SKIP - 1, warmup=1, active=NUM_BATCHES, repeat=1),

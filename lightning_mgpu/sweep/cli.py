@@ -31,8 +31,8 @@ from optuna.trial import Trial, TrialState
 from lightning_mgpu.runs.processes import run_in_group
 from lightning_mgpu.runs.redact import redact, redact_arguments
 from lightning_mgpu.sweep.plan import TRIAL, Plan, as_argument, read_plan
-from lightning_mgpu.sweep.study import TRIAL_DIR, open_study, write_report
-from lightning_mgpu.sweep.trial import JOURNAL, STOPPED_EARLY
+from lightning_mgpu.sweep.report import write_report
+from lightning_mgpu.sweep.trial import JOURNAL, STOPPED_EARLY, TRIAL_DIR, open_study
 
 MISTAKE = 2  # the exit status of `fit` for a mistake of the user's
 

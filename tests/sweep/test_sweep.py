@@ -16,8 +16,7 @@ from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial
 from lightning_mgpu.sweep import cli as sweep_cli
-from lightning_mgpu.sweep.study import open_trial
-from lightning_mgpu.sweep.trial import STOPPED_EARLY
+from lightning_mgpu.sweep.trial import STOPPED_EARLY, open_trial
 
 LR = "model.optimizer.lr"
 

@@ -1,45 +1,15 @@
-"""What Optuna knows of a sweep: a journal in its directory, and `sweep.md`, `sweep.csv` and `sweep.png`."""
+"""What a sweep has found so far: `sweep.md` and `sweep.csv`, the best trial first, and the picture `sweep.png`."""
 
 import csv
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.pyplot as plt
 import optuna
-from optuna.pruners import NopPruner, SuccessiveHalvingPruner
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_mgpu.runs.files import replace_text, replacing
-from lightning_mgpu.sweep.trial import JOURNAL
-
-TRIAL_DIR = "trial_"  # and its number, in three digits
-
-
-def open_study(sweep_dir: Path, direction: Literal["minimize", "maximize"] | None = None) -> optuna.Study:
-    """The study of a sweep, which several processes may have open; with a direction, a new one where there is none."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = JournalStorage(JournalFileBackend(str(sweep_dir / JOURNAL)))
-    if direction is None:
-        return optuna.load_study(study_name="sweep", storage=storage)
-    return optuna.create_study(study_name="sweep", storage=storage, direction=direction, load_if_exists=True)
-
-
-def open_trial(run_dir: Path) -> tuple[optuna.Trial, str]:
-    """The trial of a run, by the run's directory, and the name of the metric."""
-    study = open_study(run_dir.parent)
-    settings = study.user_attrs["settings"]
-    if options := settings["early_terminate"]:
-        # W&B's Hyperband compares a run at epochs min_iter * eta^k with those before it: successive halving
-        eta = options.get("eta", 3)
-        first = options.get("min_iter") or options.get("max_iter", 1) // eta ** options.get("s", 0)
-        study.pruner = SuccessiveHalvingPruner(min_resource=max(1, first), reduction_factor=eta)
-    else:
-        study.pruner = NopPruner()
-    number = int(run_dir.name.removeprefix(TRIAL_DIR))
-    return optuna.trial.Trial(study, study.get_trials()[number]._trial_id), settings["metric"]
 
 
 def write_report(study: optuna.Study, sweep_dir: Path, metric: str, options: list[str]) -> str:
