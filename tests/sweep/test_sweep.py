@@ -33,9 +33,9 @@ def table(sweep_dir: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_and_failures_end_nothing(command: Any, tmp_path: Path) -> None:
+def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(command: Any, tmp_path: Path) -> None:
     write(tmp_path / "rates.yaml")
-    short = ("--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=3")
+    short = ("--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=3")
     args = ("sweep", "--config=rates.yaml", *short, "--trainer.limit_train_batches=40", "--trainer.limit_val_batches=1")
     sweep_dir = tmp_path / "sweeps" / "rates"
     first = command.start(*args)
