@@ -242,7 +242,7 @@ class CLI(LightningCLI):
 
     def _callbacks(self, has_logger: bool) -> list[Any]:
         config, objects = self.config[self.subcommand], self.config_init[self.subcommand].trainer.callbacks
-        self.timer = EpochTimer(of_one_run=self.resumed is None)
+        self.timer = EpochTimer()
         callbacks = [self.header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix(), GlobalBatchCheck()]
         if self.subcommand == "predict":
             callbacks.append(PredictionWriter())
@@ -291,7 +291,7 @@ class CLI(LightningCLI):
         if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         trained = fingerprint(self.model.parameters())
-        seconds = self.timer.seconds_per_epoch  # now: `test` restores callbacks, to when the best epoch ended
+        seconds = self.timer.seconds_per_epoch
         best, run = self.best.best, self._wandb()
         tracking = self.config_init[self.subcommand].wandb
         if run is not None:
