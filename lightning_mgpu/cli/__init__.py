@@ -9,7 +9,7 @@
 | `yaml_files.py`  | `--config`: where files are found, and how they are read                       |
 | `lightning.py`   | the LightningCLI                                                               |
 | `parser.py`      | its parser: a class that is named has its own defaults                         |
-| `checks.py`      | strategy, devices: what can be seen to be wrong before anything starts         |
+| `checks.py`      | secrets, devices: what can be seen to be wrong before anything starts          |
 | `errors.py`      | a mistake ends in a few lines; `suggest.py`: 'did you mean'                    |
 | `console.py`     | messages of other packages that are kept out of a run's output                 |
 """

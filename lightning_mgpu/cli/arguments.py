@@ -5,56 +5,28 @@ What comes out: the defaults first, then what was given, in its order; what stan
 
 import json
 import os
+import pydoc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+import yaml
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_mgpu.cli.errors import UsageError
-from lightning_mgpu.cli.subcommands import RUNS
-from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, load, options_for, read_config
+from lightning_mgpu.cli.suggest import class_names, did_you_mean
+from lightning_mgpu.cli.yaml_files import CONFIGS, Loader, find_config, read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
+from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.launchers import is_restart, job_name
-from lightning_mgpu.runs.resume import FLAG, find_run
+from lightning_mgpu.runs.launchers import requeued_run
+from lightning_mgpu.runs.resume import FLAG, check_given, find_run
 
 HAVE_NO_VALUE = ("-h", "--help", "--help.all", "--print_config", "--traceback", "--no-wandb")
 STRATEGY = "--trainer.strategy"
-DEFAULT_STEM = "default.yaml"
-
-
-def prepare(subcommand: str, args: Sequence[str]) -> list[str]:
-    """The arguments behind a subcommand of the LightningCLI, in the form that it takes."""
-    args = [_config(subcommand, arg) for arg in join(args)]
-    given = given_options(subcommand, args)
-    if "resume" not in given and subcommand == "fit" and is_restart():
-        run_dir = Path(str(given.get("run_dir") or Path("runs", job_name() or "")))
-        if (run_dir / "config.yaml").is_file():
-            args = [f"{FLAG}={run_dir}"]  # of a job that SLURM has queued again
-    if any(arg.startswith(f"{FLAG}=") for arg in args):
-        return _help(_resume(subcommand, args), given)
-    if "resume" in given:
-        raise UsageError(f"{FLAG} needs a run: {FLAG}=RUN_DIR or {FLAG}=last, on the command line")
-    defaults = _defaults(given)
-    if subcommand != "fit":
-        defaults.pop("scale_by_devices", None)  # of a checkpoint's run
-    return _help([f"--config={json.dumps(defaults)}", *_strategy(args, given)], {**flatten(defaults), **given})
-
-
-def split_subcommand(args: Sequence[str]) -> tuple[str, list[str]]:
-    """The subcommand and the other arguments. A `--config` may stand before it, and may name it by its section."""
-    configs, rest = [], join(args)
-    while rest and rest[0].startswith("--config="):
-        configs.append(rest.pop(0))
-    if rest and not rest[0].startswith("-"):
-        return rest[0], [*configs, *rest[1:]]
-    sections = {key for config in configs for key in read_config(config.removeprefix("--config=")) if key in RUNS}
-    return (sections.pop() if len(sections) == 1 else ""), [*configs, *rest]
 
 
 def join(args: Sequence[str]) -> list[str]:
-    """The arguments with every option and its value in one: `--trainer.devices=2`."""
+    """The arguments with every option and its value in one, and a `--config` with the path that it is found under."""
     joined: list[str] = []
     for arg in args:
         arg = f"--config{arg[2:]}" if arg == "-c" or arg.startswith("-c=") else arg
@@ -64,82 +36,121 @@ def join(args: Sequence[str]) -> list[str]:
             joined[-1] = f"{before}={arg}"
         else:
             joined.append(arg)
-    return joined
+    return [_found(arg) for arg in joined]
 
 
-def given_options(subcommand: str, args: Sequence[str]) -> dict[str, Any]:
+def given_options(args: Sequence[str]) -> dict[str, Any]:
     """What options were given, as flags and in files, under their names on the command line."""
     given: dict[str, Any] = {}
     for arg in args:
         name, _, value = arg.removeprefix("--").partition("=")
         if name == "config":
-            given |= flatten(options_for(subcommand, value))
+            given |= flatten(read_config(value))
         elif arg.startswith("--"):
-            content = load(value) if value.startswith("{") else value
-            given |= flatten({name: content})
+            given |= flatten({name: read_config(value) if value.startswith("{") else value})
     return given
 
 
-def _config(subcommand: str, arg: str) -> str:
-    """A `--config` as the path that it was found under, or as the subcommand's section of it."""
+def take_resume(subcommand: str, args: list[str]) -> tuple[list[str], Path | None]:
+    """The arguments without `--resume`, and the directory of the run it names.
+
+    Raises:
+        UsageError: For a run that is not there, or options that would make the run another one.
+    """
+    named = [arg.partition("=")[2] for arg in args if arg.partition("=")[0] == FLAG]
+    others = [arg for arg in args if arg.partition("=")[0] != FLAG]
+    given = given_options(others)
+    if named and subcommand != "fit":
+        raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
+    if named:
+        run_dir = find_run(named[-1])
+        check_given(run_dir, given)
+        return others, run_dir
+    if subcommand == "fit" and (requeued := requeued_run(given.get("run_dir"))):
+        return [], requeued  # its configuration has what is given again
+    return others, None
+
+
+def prepare(subcommand: str, args: list[str], run_dir: Path | None) -> list[str]:
+    """The arguments behind a subcommand in the form that the LightningCLI takes, with those of a resumed run first."""
+    given = given_options(args)
+    if run_dir is not None:
+        first = f"--config={run_dir / 'config.yaml'}"
+    else:
+        defaults = _defaults(subcommand, given)
+        first = f"--config={json.dumps(defaults)}"
+        given = {**flatten(defaults), **given}
+    return [_help(arg, given) for arg in (first, *_strategy(args, given))]
+
+
+def _found(arg: str) -> str:
     name = arg.removeprefix("--config=")
-    if name == arg or not name:
-        return arg
-    content = read_config(name)
-    options = options_for(subcommand, name)
-    if "resume" in options:
-        raise UsageError(f"--config={name} holds a resume: say {FLAG}=RUN_DIR on the command line instead")
-    return f"--config={json.dumps(options)}" if options is not content and options != content else _found(name)
+    return arg if name == arg or name.startswith("{") else f"--config={find_config(name)}"
 
 
-def _found(name: str) -> str:
-    return f"--config={name if name.startswith('{') else find_config(name)}"
-
-
-def _defaults(given: dict[str, Any]) -> dict[str, Any]:
+def _defaults(subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
     """`configs/default.yaml`, over it a given checkpoint's configuration; a class that is named has its own defaults.
 
     As a `default_config_files` of the parser, the file would give LeNet's settings to every other model.
     """
-    defaults = read_config(str(CONFIGS / DEFAULT_STEM))
+    defaults = read_config(str(CONFIGS / "default.yaml"))
     path = os.path.expanduser(str(given.get("ckpt_path") or ""))
-    saved = saved_config(read_checkpoint(path)) if path and "://" not in path and path != "hpc" else {}
-    asked, has = (str(part).rpartition(".")[2] for part in (given.get("model", ""), _class(saved.get("model"))))
-    if has and asked and asked != has:
-        raise UsageError(f"--ckpt_path={path} is of {has}, not of {asked}: take --model={has}, or leave --model out")
-    defaults |= saved
+    if Path(path).suffix == ".ckpt":  # Lightning's words, `last` and `hpc`, are none
+        defaults |= _of_checkpoint(path, subcommand, given)
     for key in ("model", "data"):
         named = given.get(key)
-        if isinstance(named, str) and named.rpartition(".")[2] != _class(defaults[key]).rpartition(".")[2]:
+        if isinstance(named, str) and _name(named) != _name(defaults[key]["class_path"]):
             defaults[key] = {"class_path": named}
     return defaults
 
 
-def _class(section: Any) -> str:
-    return str(section.get("class_path", "")) if isinstance(section, dict) else str(section or "")
+def _of_checkpoint(path: str, subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The configuration in a checkpoint.
+
+    Raises:
+        UsageError: If an option names another model, or would change one that trains on with its old optimizer.
+    """
+    saved = saved_config(read_checkpoint(path))
+    before = flatten({"model": saved.get("model", {})})
+    for key, value in given.items():
+        if key in before and not _same(value, before[key]) and (key == "model" or subcommand == "fit"):
+            raise UsageError(f"--{key}={value}: {path} has {before[key]}, and a checkpoint's model stays: leave it out")
+    return saved
 
 
-def _resume(subcommand: str, args: list[str]) -> list[str]:
-    """The arguments with the run's configuration before them, and `--resume` as the path of its directory."""
-    if subcommand != "fit":
-        raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
-    if any(arg.startswith("--ckpt_path=") for arg in args):
-        raise UsageError(f"{FLAG} takes the run's own checkpoint: leave --ckpt_path out")
-    run_dir = find_run(next(arg for arg in args if arg.startswith(f"{FLAG}=")).removeprefix(f"{FLAG}="))
-    others = [arg for arg in args if not arg.startswith(f"{FLAG}=")]
-    config = f"--config={run_dir / 'config.yaml'}"
-    return [config, *_strategy(others, given_options("fit", others)), f"{FLAG}={run_dir}"]
+def _same(given: Any, saved: Any) -> bool:
+    """Whether an option says what a configuration has: `1e-3` is 0.001, and `SGD` is `torch.optim.SGD`."""
+    try:
+        value = yaml.load(str(given), Loader)
+    except yaml.YAMLError:
+        value = given
+    return value == saved or (isinstance(value, str) and isinstance(saved, str) and _name(value) == _name(saved))
+
+
+def _name(class_path: str) -> str:
+    return class_path.rpartition(".")[2]
 
 
 def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     """The arguments with a strategy's class for its name, where options of the class are given, or the class itself.
 
     jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
+
+    Raises:
+        UsageError: If there is no such strategy, with the names there are.
     """
     name = given.get(STRATEGY.removeprefix("--"))
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.")]
-    if not isinstance(name, str) or (not options and "." not in name):
+    registered = ["auto", *StrategyRegistry.available_strategies()]
+    if not isinstance(name, str) or (not options and name.lower() in registered):
         return args
+    names = class_names(Strategy)
+    if name.lower() not in registered and name not in names and not isinstance(pydoc.locate(name), type):
+        shown = [known for known in registered if not ("find_unused" in known or "stage_" in known)]  # variants
+        raise UsageError(
+            f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, [*registered, *names])}\n"
+            f"registered are {', '.join(shown)}"
+        )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
     return [*others, f"{STRATEGY}={json.dumps(strategy_class(name))}", *options]
 
@@ -157,16 +168,13 @@ def _path(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _help(args: list[str], given: dict[str, Any]) -> list[str]:
+def _help(arg: str, given: dict[str, Any]) -> str:
     """`--help.all` is the parser's own help; `--model.help` without a value shows the class that would run."""
-    found = []
-    for arg in args:
-        name, _, value = arg.partition("=")
-        if arg == "--help.all":
-            arg = "--help"
-        elif name in ("--model.help", "--data.help") and not value:
-            arg = f"{name}={given[name[2:].removesuffix('.help')]}"
-        elif name == f"{STRATEGY}.help":
-            arg = f"{name}={strategy_class(value or 'manual_allreduce')['class_path']}"
-        found.append(arg)
-    return found
+    name, _, value = arg.partition("=")
+    if arg == "--help.all":
+        return "--help"
+    if name in ("--model.help", "--data.help") and not value:
+        return f"{name}={given.get(name[2:].removesuffix('.help'), '')}"
+    if name == f"{STRATEGY}.help":
+        return f"{name}={strategy_class(value or 'manual_allreduce')['class_path']}"
+    return arg

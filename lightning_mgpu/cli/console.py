@@ -1,11 +1,8 @@
-"""Keeps what other packages print about themselves out of a run's output: exactly these messages, and no others."""
+"""Keeps these messages of other packages out of a run's output, and no others."""
 
 import logging
 import re
 import warnings
-from pathlib import Path
-
-PACKAGE = Path(__file__).parents[1]
 
 # Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
 WARNINGS = (
@@ -35,31 +32,15 @@ INFO = (
     "Finished batch size finder, will continue with full run",  # which it does not
     "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
 )
-LOGGERS = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    "lightning.pytorch.tuner.batch_size_scaling",
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.fabric.utilities.rank_zero",
-    "lightning.fabric.utilities.seed",
-    "lightning.fabric.utilities.distributed",
-)
 
 
 def quieten() -> None:
-    """Filter the messages above, here and (through the environment) nowhere else."""
+    """Filter the messages above."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(_is_wanted)
-    theirs = warnings.formatwarning
-
-    def format_warning(message, category, filename, lineno, line=None):  # type: ignore[no-untyped-def]
-        """This package's own warnings are for the user, whom a source line tells nothing."""
-        if Path(filename).is_relative_to(PACKAGE):
-            return f"warning: {message}\n"
-        return theirs(message, category, filename, lineno, line)
-
-    warnings.formatwarning = format_warning
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

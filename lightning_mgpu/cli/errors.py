@@ -6,19 +6,16 @@ raises later keeps its traceback.
 
 import argparse
 import errno
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from typing_extensions import override
 
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.errors import ToolParser, UsageError
 from lightning_mgpu.runs.redact import redact
 
 __all__ = ["SWITCH", "ToolParser", "UsageError", "in_lines", "is_mistake", "mistakes", "one_line_errors"]
@@ -40,18 +37,9 @@ NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of w
 BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
 
 
-class ToolParser(argparse.ArgumentParser):
-    """A parser whose errors are UsageErrors."""
-
-    @override
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('python -m lightning_mgpu ')}: {message}")
-
-
 @contextmanager
 def mistakes(*more: type[Exception]) -> Iterator[None]:
-    """Around building objects from arguments: a `ValueError` tells of a wrong one, as do a package that
-    is not installed and the types named.
+    """Around constructors: a `ValueError` tells of a wrong argument, and so do a missing package and the types named.
 
     Anything else is raised as the constructor raised it, without what jsonargparse wraps around it.
     """
@@ -59,16 +47,12 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         first: BaseException = error
-        told: list[str] = []
+        told = ""
         while first.__cause__ is not None and not isinstance(first, UsageError):
-            told = without_noise(str(first)) if str(first).startswith(UNION) else told
+            told = str(first) if str(first).startswith(UNION) else told
             first = first.__cause__
-        if isinstance(first, UsageError):
-            raise first from None
-        if told and str(first).startswith(
-            ("Expected a ", "Not a valid subclass of ")
-        ):  # the first of several types; the message has the others
-            raise UsageError("\n".join(told)) from error
+        if told and str(first).startswith(("Expected a ", "Not a valid subclass of ")):  # of one of several types
+            raise UsageError("\n".join(without_noise(told))) from error
         if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(first)) from error
         raise first from None
@@ -122,6 +106,4 @@ def in_lines(error: BaseException) -> str:
     if text.startswith(OTHER_PARAMETERS):
         text = f"the checkpoint is not one of {text.removeprefix(OTHER_PARAMETERS)}"
     lines = [line.rstrip() for line in text.splitlines() if line.strip()][:MOST_LINES]
-    return os.linesep.join(
-        line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..." for line in lines
-    )
+    return "\n".join(line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..." for line in lines)

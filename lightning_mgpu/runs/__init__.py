@@ -9,12 +9,11 @@
 | `checkpoint_file.py` | reading a checkpoint: whole, without code, with its model's configuration    |
 | `resume.py`          | `--resume`: which run, which checkpoint, which flags may change              |
 | `csv_logger.py`      | `metrics.csv`                                                                |
-| `wandb_run.py`       | the Weights & Biases run; `watch.py`: its histograms                         |
+| `wandb_run.py`       | the Weights & Biases run                                                     |
 | `launchers.py`       | torchrun and SLURM                                                           |
-| `scale.py`           | `--scale_by_devices`                                                         |
 | `export.py`          | ONNX and torch's exported program                                            |
 | `closing_line.py`    | the fingerprint of the weights and the book's last line                      |
 
-The others are small tools of these: `files.py`, `redact.py`, `flatten.py`, `git.py`, `in_time.py`, `processes.py`,
-`devices.py`, `errors.py`.
+The others are small tools of these: `files.py`, `redact.py`, `flatten.py`, `in_time.py`, `processes.py`, `devices.py`,
+`global_batch.py`, `errors.py`.
 """

@@ -17,7 +17,7 @@ VAL_ACC = "val_acc"
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, which watches `val_acc` wherever it is logged.
+    """Lightning's `ModelCheckpoint` in the run directory, which watches `val_acc` wherever it is logged.
 
     Args:
         monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on the test set, which
@@ -35,6 +35,8 @@ class RunCheckpoint(ModelCheckpoint):
         enable_version_counter: bool = False,  # an epoch that is trained again after a kill replaces its file
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("dirpath"):
+            raise ValueError("--checkpoint.dirpath: checkpoints are kept in the run directory; name it with --run_dir")
         by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
@@ -56,8 +58,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.dirpath is None:
-            self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
         super().setup(trainer, pl_module, stage)
 
     @override
@@ -71,10 +72,8 @@ class RunCheckpoint(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
 
     def _can_tell(self, trainer: Trainer) -> bool:
-        if not self.is_automatic:
-            return True
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        return VAL_ACC in trainer.callback_metrics and not on_test_set
+        return not self.is_automatic or (VAL_ACC in trainer.callback_metrics and not on_test_set)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from lightning_mgpu.runs.errors import UsageError
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
-SECTIONS = ("seed_everything", "model", "data", "scale_by_devices")  # of the configuration, in every checkpoint
+SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
 OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 
 
@@ -38,21 +38,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: it is damaged, or no checkpoint of a Trainer") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
-    for name, tensor in checkpoint["state_dict"].items():
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.isnan().any():
-            raise UsageError(f"{path}: {name} holds NaN, the run had diverged; take an earlier checkpoint")
     return checkpoint
 
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of model, data and seed in a checkpoint.
-
-    A checkpoint of Lightning's own has the model's hyperparameters alone, and perhaps not even these.
-    """
+    """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
     config = dict(checkpoint.get(KEY, {}).get("config", {}))
-    if not config and "_class_path" in (saved := checkpoint.get("hyper_parameters", {})):
-        init_args = {name: value for name, value in saved.items() if not name.startswith("_")}
-        config = {"model": {"class_path": saved["_class_path"], "init_args": init_args}}
     if data := config.get("data"):
         kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
         config["data"] = {**data, "init_args": kept}

@@ -20,47 +20,41 @@ class MetricsWriter(ExperimentWriter):
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self.path = Path(self.metrics_file_path)
-        self.metrics_keys, rows = self._read()
-        self.num_rows = len(rows)
+        self.metrics_keys = list(self._read()[0])
 
     @override
     def _check_log_dir_exists(self) -> None:
         """Deletes nothing."""
 
-    @override
-    def save(self) -> None:
-        self.num_rows += len(self.metrics)
-        super().save()
-
     def sync(self) -> int:
         """Bring all rows to the disk; returns how many there are."""
         self.save()
-        if self.path.exists():
-            with self.path.open() as file:
-                os.fsync(file.fileno())
-        return self.num_rows
+        if not self.path.exists():
+            return 0
+        with self.path.open() as file:
+            os.fsync(file.fileno())
+        return len(self._read()[1])
 
     def keep(self, num_rows: int) -> None:
         """Drop all rows after the first `num_rows`: the resumed run will write them again."""
-        if self.path.exists():
-            self.metrics_keys, rows = self._read()
-            self._write(rows[:num_rows])
-            self.num_rows = min(num_rows, len(rows))
+        keys, rows = self._read()
+        if rows:
+            self._write(keys, rows[:num_rows])
 
     @override
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        self._write(self._read()[1])  # Lightning's would leave half a file to a process that is killed
+        self._write(fieldnames, self._read()[1])  # Lightning's would leave half a file to a process that is killed
 
     def _read(self) -> tuple[list[str], Rows]:
         if not self.path.exists():
             return [], []
         with self.path.open(newline="") as file:
-            reader = csv.DictReader(file, restkey="", restval="")
+            reader = csv.DictReader(file, restval="")  # a kill may have torn the last row
             return list(reader.fieldnames or []), list(reader)
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, keys: list[str], rows: Rows) -> None:
         with replacing(self.path, sync=True) as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.metrics_keys, restval="", extrasaction="ignore")
+            writer = csv.DictWriter(file, keys, restval="")
             writer.writeheader()
             writer.writerows(rows)
 

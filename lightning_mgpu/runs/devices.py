@@ -1,7 +1,7 @@
 """The devices of a run: which they are, in words, and waiting for them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from lightning.pytorch import Trainer
@@ -25,10 +25,8 @@ def own_devices(trainer: Trainer) -> list[torch.device]:
     return list(several or [trainer.strategy.root_device])
 
 
-def synchronize(devices: Sequence[torch.device] | None = None) -> None:
-    """Wait for all work queued on every CUDA device of the list; left out, on all there are."""
-    if devices is None:
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all work queued on every CUDA device of the list."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)

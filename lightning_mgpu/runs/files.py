@@ -1,7 +1,4 @@
-"""Files that are whole or not there: written aside, then renamed.
-
-Whoever looks at a file, or is killed while it is written, finds the old one or the new one, never half of one.
-"""
+"""Files that are whole or not there: written aside, then renamed."""
 
 import contextlib
 import os

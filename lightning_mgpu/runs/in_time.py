@@ -1,20 +1,16 @@
-"""Calls into W&B that may wait for ever: for its server (artifacts, and tables, which are some), or its service."""
+"""Calls into W&B that may wait for ever for its server (artifacts, and tables, which are some) or its service."""
 
 import queue
 import threading
 from collections.abc import Callable
 
-from lightning_mgpu.runs.redact import redact
-
 SECONDS = 10.0
 
 
-def in_time(what: str, call: Callable[[], object], seconds: float = SECONDS) -> bool:
+def in_time(what: str, call: Callable[[], object], seconds: float = SECONDS) -> None:
     """Make a call that uploads something, within this time; a failure is one line, and ends nothing."""
-    problem = wait_for(call, seconds)
-    if problem:
+    if problem := wait_for(call, seconds):
         print(f"wandb:    {what} was not uploaded: {problem}", flush=True)
-    return problem is None
 
 
 def wait_for(call: Callable[[], object], seconds: float) -> str | None:
@@ -26,7 +22,7 @@ def wait_for(call: Callable[[], object], seconds: float) -> str | None:
             call()
             answer.put(None)
         except (Exception, SystemExit) as error:  # whatever a server can do wrong must not end a run that is trained
-            answer.put(redact(f"{type(error).__name__}: {error}".splitlines()[0]))
+            answer.put(f"{type(error).__name__}: {error}".splitlines()[0])
 
     threading.Thread(target=work, daemon=True).start()
     try:

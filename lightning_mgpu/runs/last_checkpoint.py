@@ -33,17 +33,16 @@ class LastCheckpoint(Callback):
     Args:
         best: Says where, and whether at all.
         seed: Of the random numbers of a step, such as dropout's; null leaves them alone.
-        saved: What else every checkpoint holds: the configuration of model and data.
+        config: Of model, data and seed, for every checkpoint.
     """
 
-    def __init__(self, best: RunCheckpoint, seed: int | None, saved: dict[str, Any]) -> None:
+    def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
         self.best = best
         self.seed = seed
-        self.saved = saved
+        self.config = config
         self._has_trained = False  # an epoch, in this process
         self._is_checked = False
         self._starts_epoch = False  # the first one after a checkpoint
-        self._resumed: dict[str, Any] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,8 +56,6 @@ class LastCheckpoint(Callback):
             loop.reset_restart_stage()
             loop.epoch_loop.reset_restart_stage()
             self._starts_epoch = False
-        trainer._logger_connector._callback_metrics.update(self._resumed.get("callback_metrics", {}))
-        self._resumed = {}
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,11 +79,7 @@ class LastCheckpoint(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         writer = _writer(trainer)
-        checkpoint[KEY] = {
-            **self.saved,
-            "rows": writer.sync() if writer else 0,
-            "callback_metrics": {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()},
-        }
+        checkpoint[KEY] = {"config": self.config, "rows": writer.sync() if writer else 0}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -97,23 +90,23 @@ class LastCheckpoint(Callback):
             batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
         except (KeyError, TypeError) as error:
             raise UsageError("the checkpoint holds weights only: no run can go on from it") from error
+        ended_within = batches["total"]["ready"] and not batches["is_last_batch"]
+        if ended_within and epochs["processed"] == epochs["ready"]:
+            raise UsageError(
+                "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
+                "predict and export take it"
+            )
         if batches["is_last_batch"]:
             loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
             self._starts_epoch = epochs["completed"] == epochs["started"]
         for loader in loop["state_dict"].get("combined_loader", []):
             if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
                 loader["num_yielded"] = batches["current"]["processed"]
-        if batches["total"]["ready"] and not batches["is_last_batch"] and epochs["processed"] == epochs["ready"]:
-            raise UsageError(
-                "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
-                "predict and export take it"
-            )
         if self._starts_epoch:
             for counts in loop["epoch_progress"].values():
                 counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
-        self._resumed = checkpoint.get(KEY, {})
-        if (writer := _writer(trainer)) and "rows" in self._resumed:
-            writer.keep(self._resumed["rows"])
+        if (writer := _writer(trainer)) and KEY in checkpoint:
+            writer.keep(checkpoint[KEY]["rows"])
 
     def _save(self, trainer: Trainer) -> None:
         """Write aside, sync, rename: `last.ckpt` is whole or not there, and `previous.ckpt` the one before."""

@@ -2,23 +2,13 @@
 
 torchrun --nnodes=2 ... -m lightning_mgpu fit       # num_nodes and devices are torchrun's
 srun python -m lightning_mgpu fit                   # are SLURM's
-NODE_RANK=1 MASTER_ADDR=... MASTER_PORT=... python -m lightning_mgpu fit --trainer.num_nodes=2
 """
 
 import os
+from pathlib import Path
 
 from jsonargparse import Namespace
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-
-def set_rank() -> None:
-    """Tell the processes of the second and later machines, started by hand, that they are not the first.
-
-    Until there is a Trainer, Lightning looks at the variables of launchers alone.
-    """
-    if os.environ.get("NODE_RANK", "0") != "0" and not TorchElasticEnvironment.detect():
-        rank_zero_only.rank = max(1, rank_zero_only.rank)  # type: ignore[attr-defined]
 
 
 def follow_launcher(config: Namespace) -> None:
@@ -45,6 +35,9 @@ def job_name() -> str | None:
     return f"slurm_{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
 
 
-def is_restart() -> bool:
-    """Whether SLURM has queued this job again and starts it once more."""
-    return SLURMEnvironment.detect() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+def requeued_run(run_dir: str | None) -> Path | None:
+    """The run of this job, if SLURM has queued the job again and its run had begun."""
+    if not SLURMEnvironment.detect() or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return None
+    path = Path(run_dir or Path("runs", str(job_name())))
+    return path if (path / "config.yaml").is_file() else None

@@ -42,7 +42,7 @@ def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.
 
 
 def leave_group() -> None:
-    """Leave the group of processes, at the end of a run where all is well.
+    """Leave the group of processes at the end of a run.
 
     Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange while Python ends,
     which now and then ends a process that has done everything with SIGABRT (pytorch/pytorch#179291).
@@ -53,11 +53,10 @@ def leave_group() -> None:
 
 def exit_on_sigterm() -> None:
     """SIGTERM, and a closed terminal's SIGHUP, end this process by an exception, so that it leaves none behind."""
-    signal.signal(signal.SIGTERM, _exit)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup asks for
-        signal.signal(signal.SIGHUP, _exit)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # which nohup asks for
+            signal.signal(signum, _exit)
 
 
 def _exit(signum: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal and of its shell: the second must not disturb the end
     sys.exit(128 + signum)

@@ -1,51 +1,73 @@
-"""What a run leaves of itself before it trains: configuration, model, code version, and its Weights & Biases run."""
+"""What a run leaves of itself before it trains: configuration, model, code version, and its loggers."""
 
+import inspect
+import subprocess
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.callbacks.console import model_table, run_facts
-from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.csv_logger import RunCSVLogger
+from lightning_mgpu.runs.directory import claimed
 from lightning_mgpu.runs.files import replace_text
-from lightning_mgpu.runs.git import code_version
-from lightning_mgpu.runs.redact import redact_values
-from lightning_mgpu.runs.wandb_run import Tracking, save_file, start_run
+from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
+
+GIT_SECONDS = 10.0  # git on a slow network file system must not hold up a run
 
 
-class RunRecord(SaveConfigCallback):
-    """Saves the resolved configuration, starts W&B and records what runs, once the data are there and before training.
+@dataclass(eq=False)
+class RunRecord(Callback):
+    """Makes the run directory and starts the loggers once the data are there: a mistake before leaves nothing."""
 
-    Made with `save_to_log_dir=False`: Lightning would write the configuration as it is, secrets and all.
-    """
+    run_dir: Path
+    config: dict[str, Any]  # as `config.yaml` is to have it, without secrets
+    header: RunHeader  # gets a line of what W&B does
+    tracking: Tracking | None  # none where nothing is logged
+    goes_on: bool  # from a checkpoint of this run, which says how many rows of `metrics.csv` to keep
+    opened: ExitStack  # what is closed when the run ends: the directory's lock, the W&B run
+    is_done: bool = False
 
     @override
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called in the first process only."""
-        header = next(c for c in trainer.callbacks if isinstance(c, RunHeader))  # type: ignore[attr-defined]
-        facts = {**run_facts(trainer, pl_module, header.is_global), **header.scaled, **code_version(type(pl_module))}
-        given = self.config.clone()
-        given.run_dir = None  # whoever repeats the run has another
-        config: dict[str, Any] = redact_values(yaml.safe_load(self.parser.dump(given, skip_unset=False)))
-        run_dir = run_directory(trainer)
-        assert run_dir is not None  # a fast_dev_run has no record
-        replace_text(run_dir / self.config_filename, yaml.safe_dump(config, sort_keys=False))
-        replace_text(run_dir / "model.txt", model_table(pl_module) + "\n")
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.is_done:  # `fit` tests
+            return
+        self.is_done = True
+        facts = run_facts(trainer, pl_module, self.header.is_global)
+        if self.tracking is not None:
+            trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]
+        if not trainer.is_global_zero:
+            return
+        self.opened.enter_context(claimed(self.run_dir))
+        if not self.goes_on:
+            (self.run_dir / "metrics.csv").unlink(missing_ok=True)
+        replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        replace_text(self.run_dir / "model.txt", model_table(pl_module) + "\n")
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
-            header.notes["wandb"] = "by --trainer.logger; of --wandb.* only watch and watch_freq count, --no-wandb not"
-        elif trainer.loggers:  # there is nothing to log with `--trainer.logger=false`
-            tracking = Tracking(**{**config["wandb"], **({"mode": "disabled"} if config["no_wandb"] else {})})
-            run, where = start_run(tracking, run_dir, stage, config)
-            if tracking.log_model and (run is None or run.offline):
-                where += "; --wandb.log_model uploads nothing then, the checkpoints stay in the run directory"
-            if run is not None:
-                trainer.loggers = [*trainer.loggers, WandbLogger(experiment=run)]
-                for name in (self.config_filename, "model.txt"):
-                    save_file(run, run_dir / name, f"resolved_{name}")
-            header.notes["wandb"] = where
-        for logger in trainer.loggers:
-            logger.log_hyperparams(facts)
+            self.header.notes["wandb"] = "by --trainer.logger; --wandb.* and --no-wandb do not count"
+        elif self.tracking is not None:
+            logger, self.header.notes["wandb"] = start_run(self.tracking, self.run_dir, self.config)
+            if logger is not None:
+                trainer.loggers = [*trainer.loggers, logger]
+                self.opened.callback(finish, logger.experiment)
+        for each in trainer.loggers:
+            each.log_hyperparams({**facts, **code_version(type(pl_module))})
+
+
+def code_version(model_class: type) -> dict[str, Any]:
+    """`git_commit` and `git_dirty` of the repository that holds the model's source; new files count as changes."""
+    try:
+        directory = str(Path(inspect.getfile(model_class)).resolve().parent)
+        found = [
+            subprocess.run(["git", "-C", directory, *args], capture_output=True, check=True, timeout=GIT_SECONDS).stdout
+            for args in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+        return {"git_commit": found[0].decode().strip(), "git_dirty": bool(found[1])}
+    except (TypeError, OSError, subprocess.SubprocessError):
+        return {"git_commit": "unknown: no git, or no repository", "git_dirty": None}

@@ -12,23 +12,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.runs.checkpoint_file import LAST, PREVIOUS, read_checkpoint
-from lightning_mgpu.runs.directory import RUN_DIR
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.flatten import flatten
+from lightning_mgpu.runs.redact import is_secret
 
 FLAG = "--resume"
 RUNS = Path("runs")
-DEVICES = tuple(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes"))
 # how long, where and what is shown; a checkpoint goes on under any strategy and number of devices
 MAY_CHANGE = (
-    *DEVICES,
+    *(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes", "plugins")),
     *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
-    *(f"trainer.{name}" for name in ("enable_progress_bar", "profiler", "limit_test_batches", "plugins")),
+    *(f"trainer.{name}" for name in ("enable_progress_bar", "profiler", "limit_test_batches", "logger")),
     *(f"data.{name}" for name in ("root", "num_workers", "pin_memory")),
-    *("wandb", "no_wandb", "malloc", "traceback"),
+    *("wandb", "no-wandb", "malloc", "traceback", "print_config"),
 )
 
 
@@ -49,19 +47,29 @@ def find_run(name: str) -> Path:
     return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
 
 
-def choose_checkpoint(run_dir: Path, directory: str | None, max_epochs: int | None) -> Path | None:
-    """The newest checkpoint that is whole; none if the run was stopped before its first epoch was over.
-
-    Args:
-        directory: Where the run's checkpoints are, if not in its directory.
-        max_epochs: How long to train in all.
+def check_given(run_dir: Path, given: dict[str, Any]) -> None:
+    """Refuse options that would make the run another one.
 
     Raises:
-        UsageError: If all are damaged, or the run has been trained for longer already.
+        UsageError: For the first of them.
     """
-    os.environ[RUN_DIR] = str(run_dir.absolute())
-    checkpoints = Path(directory or run_dir / "checkpoints")
-    candidates = [path for path in (checkpoints / LAST, checkpoints / PREVIOUS) if path.exists()]
+    for key, value in given.items():
+        if is_secret(key.rpartition(".")[2], value):
+            continue  # which the configuration leaves out
+        if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
+            raise UsageError(
+                f"--{key}={value} would make {run_dir} another run: leave it out, or start a new run from its "
+                "checkpoint with --ckpt_path"
+            )
+
+
+def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | None:
+    """The newest checkpoint that is whole; none if the run was stopped before its first epoch was over.
+
+    Raises:
+        UsageError: If all are damaged, or the run has been trained for longer than `max_epochs` already.
+    """
+    candidates = [path for path in (run_dir / "checkpoints" / name for name in (LAST, PREVIOUS)) if path.exists()]
     candidates += run_dir.glob("hpc_ckpt_*.ckpt")  # Lightning's, before the time of a SLURM job is up
     problems: list[UsageError] = []
     for path in sorted(candidates, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -78,39 +86,7 @@ def choose_checkpoint(run_dir: Path, directory: str | None, max_epochs: int | No
         return path
     if problems:
         raise problems[0]
-    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        (run_dir / "metrics.csv").unlink(missing_ok=True)  # the run begins anew
     return None
-
-
-def changes(run_dir: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What the given flags change of the run's configuration, as 'trainer.max_epochs 10 -> 20'.
-
-    Raises:
-        UsageError: If something else than `MAY_CHANGE` is changed: it would be another run.
-    """
-    before, after = flatten(before), flatten(after)
-    changed = []
-    for key in sorted({*before, *after} - {"resume", "config"}):
-        old, new = shown(before.get(key)), shown(after.get(key))
-        if old == new:
-            continue
-        if after.get("scale_by_devices") and key.startswith(DEVICES):
-            raise UsageError(
-                f"--{key}={new}: with --scale_by_devices=true other devices mean another batch and learning rate than "
-                f"those of {run_dir} ({old}): leave it out"
-            )
-        if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
-            raise UsageError(
-                f"--{key}={new} would make {run_dir} another run, it has {old}: leave it out, or start a new run from "
-                "its checkpoint with --ckpt_path"
-            )
-        changed.append(f"{key} {old} -> {new}")
-    return changed
-
-
-def shown(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def how_to_resume(run_dir: Path) -> str:

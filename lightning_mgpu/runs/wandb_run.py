@@ -9,12 +9,10 @@ process of W&B's own; training hands it records and never waits for them.
 """
 
 import contextlib
-import importlib.util
 import netrc
 import os
 import secrets
 import shlex
-import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -22,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
+
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.flatten import flatten
@@ -48,10 +48,7 @@ class Tracking:
         group: Runs of one group are shown together.
         tags: Labels to filter runs by.
         notes: A longer description.
-        job_type: What the run does, to group by; the subcommand's name if left out.
         entity: Team or user the run belongs to.
-        watch: Histograms to record while training: of the (reduced) `gradients`, the `parameters` or `all`.
-        watch_freq: Optimizer steps from one histogram to the next.
         log_model: Upload the best checkpoint as an artifact when `fit` ends; needs to be online.
         finish_timeout: Seconds that the end of a run may wait for uploads; `wandb sync` uploads what is left.
     """
@@ -62,51 +59,40 @@ class Tracking:
     group: str | None = None
     tags: list[str] = field(default_factory=list)
     notes: str | None = None
-    job_type: str | None = None
     entity: str | None = None
-    watch: Literal["gradients", "parameters", "all"] | None = None
-    watch_freq: int = 100
     log_model: bool = False
     finish_timeout: float = 30.0
 
-    def __post_init__(self) -> None:
-        if self.watch_freq < 1:
-            raise ValueError(f"--wandb.watch_freq={self.watch_freq}: take a number of optimizer steps from 1")
-        if self.finish_timeout <= 0:
-            raise ValueError(f"--wandb.finish_timeout={self.finish_timeout:g}: take a number of seconds above 0")
-        if self.mode in ("online", "offline") and not _is_installed():
-            raise ValueError(f"--wandb.mode={self.mode}: wandb is not installed: pip install wandb, or use --no-wandb")
 
-
-def start_run(tracking: Tracking, run_dir: Path, job_type: str, config: dict[str, Any]) -> tuple["Run | None", str]:
+def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tuple[WandbLogger | None, str]:
     """Start the one W&B run of a job, in its first process; continue the one that `run_dir` had before, if it had one.
 
     Returns:
-        The run, `None` where tracking is disabled or cannot start, and a line that says where it is recorded and why.
+        Its logger, `None` where tracking is disabled or cannot start, and a line that says where it records and why.
     """
     try:
         mode, reason = choose_mode(tracking.mode)
+        if mode == "disabled":
+            return None, f"off ({reason})"
         if mode == "online":
             try:
-                run = _init(mode, tracking, run_dir, job_type, config)
-                return run, f"online, {run.url}"
+                logger = _init(mode, tracking, run_dir, config)
+                return logger, f"online, {logger.experiment.url}"
             except Exception as error:  # refused login, dead server: the run goes on without it
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 import wandb
 
                 wait_for(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
-        if mode == "disabled":
-            return None, f"off ({reason})"
-        run = _init("offline", tracking, run_dir, job_type, config)
-        return run, f"offline ({redact(reason)}); upload it with: wandb sync {_parts(run)}"
+        logger = _init("offline", tracking, run_dir, config)
+        parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
+        nothing = "; --wandb.log_model uploads nothing" if tracking.log_model else ""
+        return logger, f"offline ({redact(reason)}){nothing}; upload it with: wandb sync {parts}"
     except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
         return None, f"off ({redact(' '.join(f'{type(error).__name__}: {error}'.split()))[:200]})"
 
 
 def choose_mode(mode: str) -> tuple[str, str]:
     """Resolve `auto` and `online` to online, offline or disabled, with the reason in words."""
-    if mode != "disabled" and not _is_installed():
-        return "disabled", "not installed: pip install wandb"
     reason = f"--wandb.mode={mode}"
     if mode == "auto" and (from_environment := os.environ.get("WANDB_MODE")):
         mode, reason = from_environment, f"WANDB_MODE={from_environment}"
@@ -127,12 +113,6 @@ def choose_mode(mode: str) -> tuple[str, str]:
     return "online", "logged in"
 
 
-def save_file(run: "Run", path: Path, name: str) -> None:
-    """Upload a file with the run, under a name that is none of W&B's own (`config.yaml` is)."""
-    copy = shutil.copy(path, Path(run.dir, name))
-    run.save(str(copy), base_path=run.dir, policy="now")
-
-
 def upload_model(run: "Run", path: str, metadata: dict[str, Any], seconds: float) -> None:
     """The checkpoint as an artifact of an online run."""
     import wandb
@@ -151,7 +131,7 @@ def finish(run: "Run") -> None:
         print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
 
 
-def _init(mode: str, tracking: Tracking, run_dir: Path, job_type: str, config: dict[str, Any]) -> "Run":
+def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
     import wandb
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
@@ -161,18 +141,16 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, job_type: str, config: d
     run_id = saved.read_text().strip() if saved.exists() else environment("WANDB_RUN_ID") or secrets.token_hex(4)
     arguments, sys.argv = sys.argv, redact_arguments(sys.argv)  # wandb writes them down
     try:
-        run = wandb.init(
-            mode=mode,  # type: ignore[arg-type]
+        logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
             project=tracking.project or environment("WANDB_PROJECT") or PROJECT,
             name=tracking.name or environment("WANDB_NAME") or run_dir.name,
+            id=run_id,
+            save_dir=run_dir,
+            mode=mode,
             group=tracking.group,
             tags=tracking.tags or None,
             notes=tracking.notes,
             entity=tracking.entity,
-            job_type=tracking.job_type or environment("WANDB_JOB_TYPE") or job_type,
-            id=run_id,
-            resume="allow",  # the first process with this id creates the run, later ones continue it
-            dir=str(run_dir),
             config=flatten(config),
             settings=wandb.Settings(
                 silent=True,
@@ -182,17 +160,10 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, job_type: str, config: d
                 finish_timeout_raises=True,
             ),
         )
+        replace_text(saved, f"{logger.experiment.id}\n")
     finally:
         sys.argv = arguments
-    replace_text(saved, f"{run.id}\n")
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)  # the axis of every chart
-    return run
-
-
-def _is_installed() -> bool:
-    """Whether wandb can be imported, without the half second that takes."""
-    return importlib.util.find_spec("wandb") is not None
+    return logger
 
 
 def _is_logged_in(host: str) -> bool:
@@ -201,10 +172,3 @@ def _is_logged_in(host: str) -> bool:
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return not {host, "api.wandb.ai"}.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
     return False
-
-
-def _parts(run: "Run") -> str:
-    """What `wandb sync` is told to upload: all parts of a run that was resumed, in the order they were made."""
-    path = Path(run.settings.sync_dir)
-    several = len(list(path.parent.glob("offline-run-*"))) > 1
-    return f"{shlex.quote(str(path.parent))}/offline-run-*" if several else shlex.quote(str(path))

@@ -16,9 +16,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_mgpu.cli.arguments import prepare
-from lightning_mgpu.runs.directory import make_run_dir
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.cli.arguments import take_resume
+from lightning_mgpu.runs.directory import new_run_dir
 from lightning_mgpu.runs.launchers import follow_launcher
 from lightning_mgpu.runs.processes import run_in_group
 from tests.runs.conftest import OWN
@@ -51,22 +50,9 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     for rank in (0, 1):
         where = (f"--node_rank={rank}", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
         launcher = ("-m", "torch.distributed.run", *where, f"--master_port={port}", "-m", "lightning_mgpu")
-        run = (
-            "--trainer.accelerator=cpu",
-            "--trainer.max_epochs=1",
-            "--run_dir=run",
-            "--config=trainer/multinode.yaml",
-        )
-        nodes.append(
-            command.start(
-                "fit",
-                "--model=own_run.Net",
-                "--data=plain.Plain",
-                "--config=trainer/multinode.yaml",
-                *run,
-                launcher=launcher,
-            )
-        )
+        run = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run_dir=run")
+        own = ("--model=own_run.Net", "--data=plain.Plain", "--config=trainer/multinode.yaml")
+        nodes.append(command.start("fit", *own, *run, launcher=launcher))
     (code, out, err), (second, second_out, second_err) = (command.finish(node, timeout=120) for node in nodes)
     assert code == second == 0, err + second_err
     assert "strategy: DDPStrategy on 2 x cpu" in out or "strategy: DDPStrategy on [device" in out
@@ -97,14 +83,16 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     for name, value in {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 1, "SLURM_JOB_NAME": "x", "SLURM_STEP_ID": 2}.items():
         monkeypatch.setenv(name, str(value))
-    run_dir, made = make_run_dir(SimpleNamespace(run_dir=None, trainer=SimpleNamespace(default_root_dir=None)))  # type: ignore[arg-type]
-    assert run_dir == Path("runs/slurm_7.2") and made[0] == run_dir and run_dir.is_dir()
-    (run_dir / "config.yaml").write_text("{}")
+    run_dir = Path("runs/slurm_7.2")
+    assert new_run_dir(SimpleNamespace(run_dir=None, trainer=SimpleNamespace(default_root_dir=None))) == run_dir  # type: ignore[arg-type]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert prepare("fit", ["--trainer.max_epochs=3"])[-1] == "--resume=runs/slurm_7.2"
+    script = ["--trainer.max_epochs=3"]
+    assert take_resume("fit", script) == (script, None)  # the job ended before its run began
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text("{}")
+    assert take_resume("fit", script) == ([], run_dir)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    with pytest.raises(UsageError, match="exists and is not empty"):
-        make_run_dir(SimpleNamespace(run_dir="runs/slurm_7.2"))  # type: ignore[arg-type]
+    assert take_resume("fit", script) == (script, None)  # another job
 
 
 def test_lightnings_own_checkpoint_before_the_time_is_up(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mgpu.runs.directory import claimed
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, last, metrics
 
 CPU = "--trainer.accelerator=cpu"
@@ -61,12 +62,12 @@ def test_a_plain_loader_draws_the_same_batches(fit: Callable[..., int], tmp_path
 
 
 def test_a_longer_run_elsewhere_under_another_strategy(run: Path, fit: Callable[..., int], capfd: Any) -> None:
-    """Flags that only say how long and where are taken, stay in the configuration, and are told."""
+    """Flags that only say how long and where are taken, and stay in the configuration."""
     before = metrics(run)
     moved = run.rename(run.with_name("moved"))
     assert fit("--resume=moved", "--trainer.max_epochs=3", *STRATEGIES["manual_allreduce"]) == 0
     out = capfd.readouterr().out
-    assert "trainer.devices 1 -> 2" in out and "trainer.max_epochs 2 -> 3" in out
+    assert "ckpt:     moved/checkpoints/last.ckpt" in out and "on 2 x cpu" in out
     assert "epoch 3/3" in out and "epoch 2/" not in out
     assert metrics(moved)[: len(before) - 1] == before[:-1]  # but the test at the end
     assert {path.name for path in (moved / "checkpoints").glob("[lp]*")} == {"last.ckpt", "previous.ckpt"}
@@ -96,10 +97,13 @@ def test_a_damaged_checkpoint_is_not_used(run: Path, fit: Callable[..., int], re
 
 
 MISTAKES = {
-    ("--resume=run", "--model.optimizer.lr=0.3"): "--model.optimizer.lr=0.3 would make run another run, it has 0.1",
-    ("--resume=run", "--data.batch_size=3"): "--data.batch_size=3 would make run another run, it has 64",
+    ("--resume=run", "--model.optimizer.lr=0.3"): "--model.optimizer.lr=0.3 would make run another run",
+    ("--resume=run", "--data.batch_size=3"): "--data.batch_size=3 would make run another run",
     ("--resume=run", "--run_dir=other"): "--run_dir=other would make run another run",
-    ("--resume=run", "--ckpt_path=run/checkpoints/last.ckpt"): "leave --ckpt_path out",
+    (
+        "--resume=run",
+        "--ckpt_path=run/checkpoints/last.ckpt",
+    ): "last.ckpt would make run another run",
     ("--resume=run", "--trainer.max_epochs=1"): "--trainer.max_epochs=1: run has trained 2 epochs already",
 }
 
@@ -113,13 +117,9 @@ def test_mistakes_leave_the_run_as_it_is(args: tuple[str, ...], run: Path, fit: 
 
 
 def test_a_run_is_not_resumed_beside_itself(run: Path, fit: Callable[..., int], capfd: Any) -> None:
-    from lightning_mgpu.runs.directory import claim
-
-    lock = claim(run)
-    assert lock is not None
-    assert fit("--resume=run") == 2
+    with claimed(run):
+        assert fit("--resume=run") == 2
     assert "run is still running in another process" in capfd.readouterr().err
-    os.close(lock)
 
 
 class TestWithinAnEpoch:
