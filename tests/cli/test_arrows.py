@@ -51,18 +51,7 @@ def test_these_know_no_other_part(part: str) -> None:
     assert known & PARTS <= {part, *({"allreduce"} if part == "strategies" else ())}
 
 
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(
-            room,
-            marks=pytest.mark.xfail(reason="tests/strategies/conftest.py imports testing/", strict=True)
-            if room == "testing"
-            else (),
-        )
-        for room in ROOMS
-    ],
-)
+@pytest.mark.parametrize("room", ROOMS)
 def test_nothing_imports_a_room_that_can_go(room: str) -> None:
     """Neither the package nor a test, but the room's own files."""
     for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py")):

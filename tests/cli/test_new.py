@@ -74,14 +74,12 @@ def test_the_copy_trains(copy: Path) -> None:
     assert "model:    LeNet" in out
 
 
-@pytest.mark.xfail(reason="tests/strategies/conftest.py imports testing/", strict=True)
 @pytest.mark.slow
 def test_the_copys_tests_are_found(copy: Path) -> None:
     out = python(copy, "-m", "pytest", "-q", "--collect-only", timeout=100)
     assert int(re.findall(r"^(\d+)(?:/\d+)? tests collected", out, flags=re.MULTILINE)[0]) > 500
 
 
-@pytest.mark.xfail(reason="tests/strategies/conftest.py imports testing/", strict=True)
 @pytest.mark.weekly
 @pytest.mark.timeout(3600)
 def test_the_copys_tests_pass(copy: Path) -> None:
