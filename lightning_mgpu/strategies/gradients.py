@@ -24,7 +24,6 @@ class Gradients:
         replicas: Whose they are. `turn` enters the turn of one.
         reduce_gradients: Gets, for every parameter by its name, k tensors, and leaves their sum in them.
         sums_everywhere: Whether it leaves the sum in each of them, or in the first alone.
-        reducer: What an error calls it.
     """
 
     def __init__(
@@ -33,10 +32,9 @@ class Gradients:
         turn: Callable[[int], AbstractContextManager],
         reduce_gradients: Callable[[dict[str, list[Tensor]]], None],
         sums_everywhere: bool,
-        reducer: str,
     ) -> None:
         self.replicas, self.turn = replicas, turn
-        self.reduce_gradients, self.sums_everywhere, self.reducer = reduce_gradients, sums_everywhere, reducer
+        self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
         self.is_checked = False  # that the sums are equal, in this epoch
         self.are_reduced = False  # by the backward pass that runs
         self.is_manual = False  # in manual optimization replicas clear and edit their gradients themselves
@@ -99,8 +97,7 @@ class Gradients:
             parts = [param.grad for param in copies.tensors if param.grad is not None]
             if any(part.is_sparse for part in parts):
                 home = [part.to(self.replicas.devices[0]) for part in parts]
-                total = reduce(torch.add, sorted(home, key=lambda part: part.is_sparse))  # a dense one first
-                total = total.coalesce() if total.is_sparse else total
+                total = reduce(torch.add, home)
                 for param in copies.tensors:
                     param.grad = total.to(param.device, copy=True)
             elif parts:
@@ -121,7 +118,7 @@ class Gradients:
             for i, other in enumerate(others, start=1):
                 if not are_equal(first, other):
                     raise ValueError(
-                        f"{self.reducer} left replica {i} ({other.device}) with another sum than replica 0 for the "
+                        f"The allreduce left replica {i} ({other.device}) with another sum than replica 0 for the "
                         f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
                     )
 

@@ -66,13 +66,6 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         """Leave the sum of the k gradients of every parameter, by its name, in each of them."""
         allreduce_many(self.allreduce, list(gradients.values()))
 
-    @property
-    @override
-    def reducer(self) -> str:
-        if type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients:
-            return super().reducer
-        return f"allreduce {getattr(self.allreduce, '__qualname__', repr(self.allreduce))}"
-
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""

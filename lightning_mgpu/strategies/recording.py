@@ -228,9 +228,7 @@ def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _blank_copy(metric: Any) -> Any:
-    """A copy without hooks, which may lead anywhere."""
-    hooks = [own for part in metric.modules() for name, own in vars(part).items() if name.endswith("_hooks")]
-    copied = copy.deepcopy(metric, {id(own): type(own)() for own in hooks})
+    copied = copy.deepcopy(metric)
     if isinstance(copied, MetricCollection):
         copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
     return copied

@@ -122,8 +122,6 @@ class Replicas:
         """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
         for original, *others in self.parameters:
             for other in others:
-                if attributes := vars(original):  # the user's
-                    vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
         edited = [copies for copies in self.copies.values() if self.is_stale or copies.are_edited()]
@@ -157,11 +155,9 @@ class Replicas:
                     if type(value) is list:
                         self._lists.append((value, len(value), own[name]))
         kept = self._kept[i].get(owner, {})
-        for name, (value, base, versions) in list(kept.items()):
-            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
+        for name, (value, base, versions) in kept.items():
+            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
                 own[name] = value
-            else:  # a hook has set another, or has edited the first one's
-                del kept[name]
         return own
 
     def _moved(self, value: Any, i: int) -> Any:

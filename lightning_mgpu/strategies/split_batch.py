@@ -118,7 +118,7 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
     items = items_of(part)
     if items is None:
         return part
-    holds_samples = _is_list(part) and len(part) == total and not _is_ambiguous(part, total)
+    holds_samples = _is_list(part) and len(part) == total
     return part[rows] if holds_samples else like(part, [_cut(item, total, rows) for item in items])
 
 

@@ -47,8 +47,7 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         mine = list(offered).index(lockstep.running.index)
         counts = [count for count, *_ in offered.values()]
         means, squares = ([moments[n][mine].to(X.device) for moments in offered.values()] for n in (1, 2))
-        if (total := sum(counts)) == 1:  # as torch does
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {X.size()}")
+        total = sum(counts)
         mean = torch.stack([own * (n / total) for own, n in zip(means, counts)]).sum(0)
         between = [n * (own - mean).square() for own, n in zip(means, counts)]
         var = torch.stack([*squares, *between]).sum(0) / total  # Chan, Golub and LeVeque (1983)

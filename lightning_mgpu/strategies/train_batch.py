@@ -117,7 +117,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self.auto_split = batches.AutoSplit(self.split == "auto")
         self.replicas = Replicas(self.lightning_module, devices, Streams(devices, is_fixed))
-        self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere, self.reducer)
+        self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere)
         self.updates = Updates(self.replicas)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
@@ -144,11 +144,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """For every parameter, by its name, leave the sum of its k gradients in each of them, or in the first."""
         raise NotImplementedError
 
-    @property
-    def reducer(self) -> str:
-        """What an error calls it."""
-        return f"{type(self).__name__}.reduce_gradients"
-
     def update_replicas(self, optimizer: Optimizer) -> None:
         """The first replica was updated: see to the others."""
         raise NotImplementedError
@@ -165,7 +160,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             outputs = self._run("training_step", batch, *args, **kwargs)
         sizes, device = list(self.sizes.values()), self.devices[0]
         if self.gradients.is_manual:
-            return gather(_without_graph(outputs), sizes, device)
+            return gather(outputs, sizes, device)
         losses, rest = {}, []
         for i, output in zip(self.sizes, outputs):
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -178,7 +173,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         if not losses:  # the batch is skipped
             return None
         whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
-        return {"loss": whole, **gather(_without_graph(rest), sizes, device)} if any(rest) else whole
+        return {"loss": whole, **gather(rest, sizes, device)} if any(rest) else whole
 
     validation_step = _evaluation("validation_step", "val_step_context")
     test_step = _evaluation("test_step", "test_step_context")
@@ -307,7 +302,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
-        self.replicas.is_stale |= bool(optimizer._optimizer_step_pre_hooks)  # they run before the closure
+        self.replicas.is_stale |= bool(
+            getattr(optimizer, "_optimizer_step_pre_hooks", ())
+        )  # they run before the closure
         result = step(closure, **kwargs)
         self.update_replicas(optimizer)
         return result
@@ -350,7 +347,3 @@ def _sent(shard: Any, home: torch.device, device: torch.device) -> Any:
         return shard
     is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
     return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
-
-
-def _without_graph(outputs: Any) -> Any:
-    return apply_to_collection(outputs, Tensor, Tensor.detach)
