@@ -8,8 +8,9 @@ Read in this order:
 4. `strategies/`  the textbook's engine and `dp`, for Lightning's Trainer
 5. `callbacks/`   run header, epoch times, learning curve, predictions
 6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
-7. `cli/`         the LightningCLI that puts them together; `sweep/` starts many runs
-8. `testing/`     what strategies promise, `benchmark/` how fast they are; `book.py` is the chapter from scratch
+7. `cli/`         the LightningCLI that puts them together
+
+Nothing of these imports the other rooms: any of those can go. Each says in its docstring what it does.
 """
 
 import gc

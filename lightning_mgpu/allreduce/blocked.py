@@ -21,7 +21,7 @@ def blocked_allreduce(tensors: list[Tensor]) -> None:
     the cache saves: with ResNet-18's gradients on two cores of a shared Intel Xeon, k = 2, 4, 8, it is 0.97 to 1.05
     times as fast as the textbook, 1.10 to 1.16 times with all of them in one tensor (`gradient_as_bucket_view`).
 
-        python -m lightning_mgpu.benchmark.exchange --sizes --models ResNet18
+        python -m lightning_mgpu benchmark --only exchange --sizes --models ResNet18
 
     The messages are the textbook's, each cut into blocks; that only pays where all "devices" share one memory, so where
     a tensor is not on the CPU, the whole tensor is one block.

@@ -5,22 +5,19 @@ python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models
 python -m lightning_mgpu benchmark --devices 1 2 4 --scaling weak --malloc keep
 python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
 python -m lightning_mgpu benchmark --only exchange --algorithms textbook ring my_allreduce.chain_allreduce
-python -m lightning_mgpu benchmark compare runs/A/benchmark.json runs/B/benchmark.json
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
 """
 
 import argparse
-import functools
-import importlib
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.exchange import (
     QUICK_SIZES,
     SIZES,
@@ -32,14 +29,11 @@ from lightning_mgpu.benchmark.exchange import (
 )
 from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS
 from lightning_mgpu.benchmark.plan import configurations, find_strategy, make_model
+from lightning_mgpu.benchmark.processes import load, machine, measure_steps, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, tables
-from lightning_mgpu.benchmark.runner import load, machine, measure_in_process, new_directory, run_plan
 from lightning_mgpu.cli.errors import ToolParser, UsageError
-from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark"
-TOOLS = ("compare", "time_to_accuracy")  # files of this directory
 QUICK = {"models": ["LeNet"], "repeats": 2, "num_steps": 10, "ks": [2], "sizes": QUICK_SIZES, "seconds": 0.05}
 
 
@@ -63,42 +57,34 @@ def parser() -> argparse.ArgumentParser:
     add("--ks", nargs="+", type=int, default=[2, 4, 8], help="of the allreduce alone: numbers of devices")
     add("--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device")
     add("--seconds", type=float, default=0.2, help="of the allreduce alone: for each algorithm, k, size and repeat")
-    add("--root", default="data", help="where the images are")
-    add("--source", default="auto", help="of the images, as --data.source of fit; synthetic will do")
     add("--run_dir", help="must be new")
     return result
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of `benchmark` and of the tools of this directory.
+    """Entry point of `benchmark` and of `benchmark time_to_accuracy`.
 
     Raises:
         UsageError: For arguments that make no sense, before anything is measured.
     """
-    if arguments[:1] and arguments[0] in TOOLS:
-        importlib.import_module(f"lightning_mgpu.benchmark.{arguments[0]}").main(arguments[1:])
+    if arguments[:1] == ["time_to_accuracy"]:
+        time_to_accuracy.main(arguments[1:])
         return
     args = parse(arguments)
     plan = configurations(args) if args.only != "exchange" else []
-    if plan:
-        FashionMNIST(root=args.root, source=args.source).prepare_data()
     run_dir = new_directory(args.run_dir, "benchmark")
-    command = shlex.join([*PROG.split(), *redact_arguments(arguments)])
+    command = shlex.join([*PROG.split(), *arguments])
     report: dict[str, Any] = {"command": command, "repeats": args.repeats, "machine": machine(args.malloc)}
     report |= {"results": [], "exchange": [], "not_measured": []}
     print(f"{len(plan)} configurations, {args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
-    images = {"root": args.root, "source": args.source}
-    measure = functools.partial(measure_in_process, images=images, num_steps=args.num_steps, malloc=args.malloc)
     try:
-        run_plan(plan, args.repeats, measure, report["results"])
+        if plan:
+            measure_steps(plan, args.repeats, args.num_steps, args.malloc, report["results"])
         if args.only != "steps":
             cases = cases_of(args.sizes, [make_model(name) for name in args.models])
             options = (args.ks, args.seconds, args.repeats, args.accelerator)
             report["exchange"], report["not_measured"] = measure_exchange(args.algorithms, cases, *options)
-    except KeyboardInterrupt:
-        print("interrupted: the report has what was measured so far", flush=True)
-        sys.exit(130)
-    finally:
+    finally:  # also on Ctrl-C
         finish(report, run_dir)
 
 
@@ -113,14 +99,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         quick = parser()
         quick.set_defaults(**QUICK)
         args = quick.parse_args(arguments)
-    for find, names in (
-        (find_strategy, args.strategies),
-        (make_model, args.models),
-        (check_algorithm, args.algorithms),
-    ):
+    checks = ((find_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
+    for check, names in checks:
         for name in names:
-            find(name)
-    for option in ("repeats", "batch_size", "devices", "replicas", "num_steps", "ks", "seconds"):
+            check(name)
+    for option in ("repeats", "batch_size", "devices", "replicas", "num_steps", "ks", "sizes", "seconds"):
         given = getattr(args, option)
         numbers = given if isinstance(given, list) else [given]
         if any(number is not None and number <= 0 for number in numbers):

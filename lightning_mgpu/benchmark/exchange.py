@@ -1,13 +1,13 @@
 """The allreduce functions alone, over sizes and on the gradients of models, beside what memory can do and gloo or NCCL.
 
-The functions take turns in one process. A compiled one has a process of its own, because its OpenMP threads slow down
-the functions after it; so has one of your own. The processes take turns, too. Ratios are taken within a turn.
+A compiled function has a process of its own, because its OpenMP threads slow down the functions after it. So has a
+function of your own. The others share a process. The processes take turns, and ratios are taken within a turn.
 `flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
 """
 
+import itertools
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_mgpu.allreduce import check_allreduce
-from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, find_algorithm
+from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, LIMIT, find_algorithm
 from lightning_mgpu.benchmark.plan import interleaved
-from lightning_mgpu.benchmark.runner import MeasurementError, output_of
+from lightning_mgpu.benchmark.processes import MeasurementError, output_of
+from lightning_mgpu.benchmark.report import over_repeats
 from lightning_mgpu.runs.errors import UsageError
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
 QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
-LIMITS = {"copy": "silver", "read-modify-write": "black"}  # of what memory can do, and their colours: dashed
 DISTRIBUTED = "torch.distributed"
 
 Row = dict[str, Any]
@@ -46,12 +46,17 @@ def check_algorithm(name: str) -> None:
 
 def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, list[list[int]]]:
     """Shapes of the gradients to exchange, by what they are: `4 kB`, `LeNet`, `LeNet, flat`."""
-    cases = {size_text(size): [[size // 4]] for size in sizes}
+    cases = {f"{size / 2**20:.4g} MB" if size >= 2**20 else f"{size / 2**10:.4g} kB": [[size // 4]] for size in sizes}
     for model in models:
         shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
         cases[type(model).__name__] = shapes
         cases[f"{type(model).__name__}, flat"] = [[num_bytes(shapes) // 4]]
     return cases
+
+
+def num_bytes(shapes: Sequence[Sequence[int]]) -> int:
+    """Of float32 tensors."""
+    return sum(4 * torch.Size(shape).numel() for shape in shapes)
 
 
 def measure_exchange(
@@ -67,52 +72,28 @@ def measure_exchange(
     Args:
         seconds: For each algorithm, k, case and repeat.
     """
-    alone = [name for name in names if name not in ALGORITHMS or name == "compiled"]
-    groups = [[*(name for name in names if name not in alone), *LIMITS], *([name] for name in alone), [DISTRIBUTED]]
-    times: dict[tuple[str, int, str], list[float | None]] = {}
+    shared = [name for name in names if name in ALGORITHMS and name != "compiled"]
+    groups = [[*shared, LIMIT], *([name] for name in names if name not in shared), [DISTRIBUTED]]
+    rows: dict[tuple[str, int, str], Row] = {}
     problems: dict[str, None] = {}
-    for repeat, (k, group) in interleaved([(k, group) for k in ks for group in groups], repeats):
+    for repeat, (k, group) in interleaved(list(itertools.product(ks, groups)), repeats):
         print(f"allreduce alone, repeat {repeat + 1} of {repeats}: k = {k}, {', '.join(group)}", flush=True)
-        own = {case: shapes for case, shapes in cases.items() if len(shapes) == 1 or group != [DISTRIBUTED]}
-        kind = "cpu" if group == [DISTRIBUTED] and torch.cuda.device_count() < k else accelerator  # NCCL needs k GPUs
-        order = {"names": group, "k": k, "cases": own, "seconds": seconds, "accelerator": kind}
+        order = {"names": group, "k": k, "cases": cases, "seconds": seconds, "accelerator": accelerator}
+        command = ["-m", "lightning_mgpu.benchmark.exchange_worker"]
+        if group == [DISTRIBUTED]:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={k}", *command]
+            order["cases"] = {case: shapes for case, shapes in cases.items() if len(shapes) == 1}
+            order["accelerator"] = accelerator if torch.cuda.device_count() >= k else "cpu"  # NCCL needs k GPUs
         try:
-            for found in _run(order, timeout=120 + 10 * seconds * len(group) * len(cases)):
+            for found in output_of([*command, json.dumps(order)], ", ".join(group)):
                 for name, time in found["times"].items():
-                    times.setdefault((found["case"], k, name), [None] * repeats)[repeat] = time
+                    case, shapes = found["case"], cases[found["case"]]
+                    about = {"bytes": num_bytes(shapes), "num_tensors": len(shapes), "repeats": [None] * repeats}
+                    row = rows.setdefault((case, k, name), {"case": case, "k": k, "algorithm": name, **about})
+                    row["repeats"][repeat] = time
         except MeasurementError as error:
             problems[str(error)] = None
-    keys = sorted(times, key=lambda key: (list(cases).index(key[0]), key[1]))
-    return [
-        {"case": case, "k": k, "algorithm": name, "repeats": times[case, k, name]}
-        | {"bytes": num_bytes(cases[case]), "num_tensors": len(cases[case])}
-        for case, k, name in keys
-    ], list(problems)
-
-
-def _run(order: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order['k']}"]
-    command = [sys.executable, *(launcher if order["names"] == [DISTRIBUTED] else [])]
-    command += ["-m", "lightning_mgpu.benchmark.exchange_worker", json.dumps(order)]
-    lines = output_of(command, ", ".join(order["names"]), timeout)
-    return [json.loads(line) for line in lines if line.startswith("{")]  # older gloos print lines, too
-
-
-def num_bytes(shapes: Sequence[Sequence[int]]) -> int:
-    """Of float32 tensors."""
-    return sum(4 * torch.Size(shape).numel() for shape in shapes)
-
-
-def size_text(num_bytes: int) -> str:
-    unit, size = next(((unit, size) for unit, size in (("MB", 2**20), ("kB", 2**10)) if num_bytes >= size), ("B", 1))
-    return f"{num_bytes / size:.4g} {unit}"
-
-
-def _ratio(other: Row | None, own: Row | None) -> float | None:
-    """The other's seconds over one's own, the median of the ratios within each repeat."""
-    pairs = zip(other["repeats"], own["repeats"]) if other and own else ()
-    ratios = [a / b for a, b in pairs if a and b]
-    return statistics.median(ratios) if ratios else None
+    return sorted(rows.values(), key=lambda row: (list(cases).index(row["case"]), row["k"])), list(problems)
 
 
 def seconds_of(row: Row) -> float:
@@ -133,7 +114,8 @@ def exchange_tables(rows: Sequence[Row]) -> list[str]:
             for k in ks:
                 row = own.get((name, k))
                 cells.append(f"{seconds_of(row) * 1e3:.3f}" if row else "")
-                ratios = [_ratio(own.get((other, k)), row) for other in ("textbook", "read-modify-write")]
+                others = [own.get((other, k)) for other in ("textbook", LIMIT)]
+                ratios = [over_repeats(lambda other, this: other / this, other, row) for other in others]
                 cells += ["" if times is None else f"{times:.2f}" for times in ratios]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -143,15 +125,16 @@ def plot_exchange(rows: Sequence[Row], path: str | Path) -> None:
     """Draw bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
     single = [row for row in rows if row["num_tensors"] == 1]
     ks = sorted({row["k"] for row in single})
-    figure = Figure(figsize=(4.5 * len(ks), 4), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(ks) + 1.5, 4), layout="constrained")
     for k, panel in zip(ks, figure.subplots(1, len(ks), sharey=True, squeeze=False)[0]):
         for name in dict.fromkeys(row["algorithm"] for row in single):
             own = [row for row in single if (row["k"], row["algorithm"]) == (k, name)]
             points = sorted((row["bytes"], row["bytes"] / seconds_of(row)) for row in own)
-            style = {"linestyle": "--", "color": LIMITS[name]} if name in LIMITS else {}
+            style = {"linestyle": "--", "color": "black"} if name == LIMIT else {}
             panel.plot([size for size, _ in points], [rate for _, rate in points], marker=".", label=name, **style)
         panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
         panel.grid(True, alpha=0.3)
     figure.axes[0].set_ylabel("bytes / second")
-    figure.axes[-1].legend(fontsize="small")
+    handles = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=120)

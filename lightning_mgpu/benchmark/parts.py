@@ -1,11 +1,11 @@
 """Where the time of a training step goes."""
 
+import time
 from collections.abc import Callable
 
+import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
-
-from lightning_mgpu.benchmark.timing import finished_time
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "framework")
 """In the order of a step. `framework` is the rest: the Trainer, callbacks, logging."""
@@ -18,6 +18,14 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
     "optimizer_step": "update",
     "optimizer_zero_grad": "update",
 }
+
+
+def finished_time() -> float:
+    """The clock, in seconds, when every GPU of this process has finished. The book waits for one, or for none."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for i in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(i)
+    return time.perf_counter()
 
 
 class Parts(Profiler):

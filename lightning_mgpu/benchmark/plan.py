@@ -1,4 +1,4 @@
-"""What is measured: configurations, one after the other, in an order that a drifting machine cannot favour."""
+"""What is measured: configurations, in an order that a drifting machine cannot favour."""
 
 import argparse
 import inspect
@@ -15,7 +15,7 @@ from lightning_mgpu import models
 from lightning_mgpu.runs.errors import UsageError
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
-"""Engines of `references.py`, in words."""
+"""Engines that are the loop of `references.py`, in words."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Configuration:
         engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else the name of a strategy,
             or the dotted path of its class.
         batch_size: Of the *global* batch.
-        replicas: How many parameter sets share the devices; left out, one a device.
+        replicas: How many parameter sets share the one device; left out, one a device.
     """
 
     engine: str
@@ -36,27 +36,21 @@ class Configuration:
     accelerator: str = "cpu"
     replicas: int | None = None
 
-
-def key_of(configuration: dict[str, Any]) -> str:
-    """`LeNet/ddp/2/256`: the same in the reports of all versions."""
-    key = "{model}/{engine}/{devices}/{batch_size}".format(**configuration)
-    return f"{key}/replicas={configuration['replicas']}" if configuration.get("replicas") else key
+    def __str__(self) -> str:
+        replicas = f"/replicas={self.replicas}" if self.replicas else ""
+        return f"{self.model}/{self.engine}/{self.devices}/{self.batch_size}{replicas}"
 
 
 def configurations(args: argparse.Namespace) -> list[Configuration]:
-    """Every strategy, model and device count, and what they are compared with; see the options of `cli.py`."""
+    """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
     plan: list[Configuration] = []
-    with_replicas = [name for name in args.strategies if find_option(find_strategy(name)[0], "replicas")]
-    if args.replicas and not with_replicas:
-        print("--replicas: left out, as none of the strategies has an option `replicas`", flush=True)
+    with_replicas = [name for name in args.strategies if _has_option(find_strategy(name)[0], "replicas")]
     for model in args.models:
-        batches = {k: args.batch_size * k if args.scaling == "weak" else args.batch_size for k in args.devices}
-        for batch in dict.fromkeys([args.batch_size, *batches.values()]):
-            plan += [Configuration(engine, model, 1, batch, args.accelerator) for engine in ("loop", "auto")]
-        for k, batch in batches.items():
-            engines = ("book", *args.strategies) if k > 1 else ()
-            plan += [Configuration(engine, model, k, batch, args.accelerator) for engine in engines]
-        for r in args.replicas if with_replicas else ():
+        plan += [Configuration(engine, model, 1, args.batch_size, args.accelerator) for engine in ("loop", "auto")]
+        for k in (k for k in args.devices if k > 1):
+            batch = args.batch_size * k if args.scaling == "weak" else args.batch_size
+            plan += [Configuration(engine, model, k, batch, args.accelerator) for engine in ("book", *args.strategies)]
+        for r in args.replicas:
             engines = ("book", *with_replicas)
             plan += [Configuration(engine, model, 1, args.batch_size, args.accelerator, r) for engine in engines]
     return list(dict.fromkeys(plan))
@@ -83,16 +77,6 @@ def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
     raise UsageError(f"--strategies {name}: no such strategy; take ddp, {known}, or a path, my_package.MyStrategy")
 
 
-def find_option(strategy: type[Strategy], name: str) -> inspect.Parameter | None:
-    """An option of a strategy, its own or one that it hands on by `**kwargs`; `None` if there is no such option."""
-    for base in strategy.__mro__:
-        if "__init__" in vars(base):
-            taken = inspect.signature(base.__init__).parameters  # type: ignore[misc]
-            if name in taken or not any(option.kind is option.VAR_KEYWORD for option in taken.values()):
-                return taken.get(name)
-    return None
-
-
 def make_model(name: str) -> LightningModule:
     """A model of this package by its name, or any LightningModule by its dotted path.
 
@@ -104,3 +88,8 @@ def make_model(name: str) -> LightningModule:
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
     raise UsageError(f"--models {name}: no LightningModule; take {', '.join(own)}, or a path, my_package.MyModel")
+
+
+def _has_option(strategy: type[Strategy], name: str) -> bool:
+    """Whether the class or one that it inherits from has such an option."""
+    return any(name in inspect.signature(base.__init__).parameters for base in strategy.__mro__)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What strategies are compared with: PyTorch loops written by hand, on one device and as the book does on several."""
+"""What strategies are compared with: a loop written by hand, on one device and on several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,61 +10,37 @@ from torch.nn import functional as F
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts
 
-LR = 0.01
 
-Step = Callable[[Any], None]  # given a batch (X, y)
+def train_batch(replicas: list[nn.Module], parts: Parts, lr: float = 0.01) -> Callable[[tuple[Tensor, Tensor]], None]:
+    """A training step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
 
-
-def loop_step(model: nn.Module, device: torch.device, parts: Parts, lr: float = LR) -> Step:
-    """One device: a plain PyTorch step."""
-    model.to(device).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr)
-
-    def step(batch: tuple[Tensor, Tensor]) -> None:
-        with parts.profile("transfer"):
-            X, y = (part.to(device, non_blocking=True) for part in batch)
-        with parts.profile("forward"):
-            loss = F.cross_entropy(model(X), y)
-        with parts.profile("backward"):
-            optimizer.zero_grad()
-            loss.backward()
-        with parts.profile("update"):
-            optimizer.step()
-
-    return step
-
-
-def book_step(replicas: list[nn.Module], parts: Parts, lr: float = LR) -> Step:
-    """Several devices: the book's `train_batch` (see lightning_mgpu/book.py), for any model.
-
-    Args:
-        replicas: Copies of a model, one a shard of the batch, each on its device.
+    With one copy that is a plain PyTorch loop.
     """
     devices = [next(replica.parameters()).device for replica in replicas]
+    optimizers = [torch.optim.SGD(replica.parameters(), lr) for replica in replicas]
     parameters = list(zip(*(replica.parameters() for replica in replicas)))
 
+    def shards(part: Tensor) -> list[Tensor]:
+        return [s.to(d, non_blocking=True) for s, d in zip(part.tensor_split(len(devices)), devices)]
+
     def step(batch: tuple[Tensor, Tensor]) -> None:
-        with parts.profile("transfer"):  # split_batch
-            X_shards, y_shards = (
-                [shard.to(d, non_blocking=True) for shard, d in zip(part.tensor_split(len(devices)), devices)]
-                for part in batch
-            )
+        X, y = batch
+        with parts.profile("transfer"):
+            X_shards, y_shards = shards(X), shards(y)
         with parts.profile("forward"):
-            losses = [
-                F.cross_entropy(replica(X_shard), y_shard, reduction="sum")
-                for X_shard, y_shard, replica in zip(X_shards, y_shards, replicas)
+            losses: list[Any] = [
+                F.cross_entropy(replica(X_shard), y_shard, reduction="sum") / len(y)
+                for replica, X_shard, y_shard in zip(replicas, X_shards, y_shards)
             ]
         with parts.profile("backward"):
             for loss in losses:
                 loss.backward()
-        with torch.no_grad():
-            with parts.profile("allreduce"):
-                for copies in parameters:
-                    textbook_allreduce([parameter.grad for parameter in copies])
-            with parts.profile("update"):  # sgd
-                for copies in parameters:
-                    for parameter in copies:
-                        parameter.sub_(parameter.grad, alpha=lr / len(batch[0]))
-                        parameter.grad.zero_()
+        with parts.profile("allreduce"):
+            for copies in parameters:
+                textbook_allreduce([parameter.grad for parameter in copies])
+        with parts.profile("update"):
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
     return step

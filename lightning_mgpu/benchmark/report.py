@@ -1,4 +1,4 @@
-"""From measurements to a table and a picture: medians, ratios within a repeat, efficiency. No clock is read here."""
+"""From measurements of steps to a table and a picture: medians, and ratios within a repeat."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_mgpu.benchmark.parts import PARTS
-from lightning_mgpu.benchmark.plan import BY_HAND, key_of
+from lightning_mgpu.benchmark.plan import BY_HAND
 
 COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#bbbbbb")  # of the parts
 HEAD = (
     *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
-    *("efficiency", "ms above the book's loop", "memory, MB", "threads"),
+    *("ms above the book's loop", "memory, MB"),
 )
 
 Result = dict[str, Any]
@@ -26,11 +26,6 @@ def over_repeats(value: Callable[..., float], *results: Result | None) -> float 
     return statistics.median(found) if found else None
 
 
-def ratio(own: dict[str, Any], other: dict[str, Any]) -> float:
-    """How many times as many samples a second as the other."""
-    return float(own["samples"] / own["step"] / (other["samples"] / other["step"]))
-
-
 def steps(result: Result) -> list[float]:
     """Seconds of a step, in every repeat."""
     return [repeat["step"] for repeat in result["repeats"] if repeat is not None]
@@ -38,7 +33,8 @@ def steps(result: Result) -> list[float]:
 
 def parts(result: Result) -> dict[str, float]:
     """Seconds of the parts of a step: medians, scaled to add up to the median step."""
-    own = {part: over_repeats(lambda repeat, part=part: repeat["parts"][part], result) or 0.0 for part in PARTS}  # type: ignore[misc]
+    repeats = [repeat["parts"] for repeat in result["repeats"] if repeat is not None]
+    own = {part: statistics.median(repeat[part] for repeat in repeats) for part in PARTS}
     scale = statistics.median(steps(result)) / sum(own.values())
     return {part: seconds * scale for part, seconds in own.items()}
 
@@ -46,14 +42,14 @@ def parts(result: Result) -> dict[str, float]:
 def name_of(configuration: dict[str, Any]) -> str:
     """An engine in words, and on how many devices if on several."""
     engine, devices, replicas = (configuration.get(name) for name in ("engine", "devices", "replicas"))
-    name = {**BY_HAND, "auto": "one device"}.get(engine, engine)  # type: ignore[arg-type]
+    name = {**BY_HAND, "auto": "one device"}.get(str(engine), engine)
     if replicas:
-        return f"{name} ({replicas} replicas on {devices} device{'s' * (devices != 1)})"
+        return f"{name} ({replicas} replicas on one device)"
     return f"{name} ({devices} devices)" if devices != 1 else str(name)
 
 
 def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
-    load = f" under load {machine['load']}" if machine.get("load", 0) > machine["cores"] + 1 else ""
+    load = f" under load {machine['load']}" if machine["load"] > machine["cores"] + 1 else ""
     return (
         f"Measured {machine['date']} on {hardware(machine)}{load}, torch {machine['torch']}, "
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
@@ -70,7 +66,6 @@ def tables(results: Sequence[Result]) -> list[str]:
     for model, own in by_model(results).items():
         lines += ["", f"**{model}**", "", f"| {' | '.join(HEAD)} |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
         lines += [f"| {' | '.join(_cells(result, own))} |" for result in own]
-        lines += [f"\n{line}" for line in _replica_costs(own)]
         lines += [f"\nNot measured: {result['error']}." for result in own if result["error"]]
     return lines
 
@@ -86,51 +81,33 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
     if not (seconds := steps(result)):
         return names + [""] * (len(HEAD) - 2)
 
-    def find(engine: str, **changed: Any) -> Result | None:
-        """Another engine in the same configuration but for what is changed."""
-        wanted = key_of({**own, "engine": engine, **changed})
-        return next((r for r in results if key_of(r["configuration"]) == wanted), None)
+    def find(engine: str, **wanted: Any) -> Result | None:
+        fits = [r for r in results if {"engine": engine, **wanted}.items() <= r["configuration"].items()]
+        return fits[0] if fits else None
 
-    step = statistics.median(seconds)
-    alone = min(
-        (r["configuration"]["batch_size"] for r in results if r["configuration"]["engine"] == "auto"), default=0
-    )
-    references = (*(find(one, devices=1, replicas=None) for one in ("loop", "auto")), find("ddp"))
-    ratios = [over_repeats(ratio, result, other) for other in references]
-    times_one = over_repeats(ratio, result, find("auto", devices=1, replicas=None, batch_size=alone))
-    ratios.append(times_one / own["devices"] if times_one and own["devices"] > 1 else None)
-    is_by_hand = own["engine"] in BY_HAND
-    above = None if is_by_hand else over_repeats(lambda a, b: a["step"] - b["step"], result, find("book"))
+    def speedup(this: dict[str, Any], other: dict[str, Any]) -> float:
+        """In samples a second: under weak scaling the batches differ."""
+        return float(this["samples"] / this["step"] / (other["samples"] / other["step"]))
+
+    alike = {name: own[name] for name in ("devices", "batch_size", "replicas") if name in own}
+    book = None if own["engine"] in BY_HAND else find("book", **alike)
+    above = over_repeats(lambda this, other: this["step"] - other["step"], result, book)
+    step, others = statistics.median(seconds), (find("loop"), find("auto"), find("ddp", **alike))
+    ratios = [over_repeats(speedup, result, other) for other in others]
     return [
         *(*names, f"{own['batch_size'] / step:,.0f}"),
         f"{step * 1e3:.1f} ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
         *("" if value is None else f"{value:.2f}" for value in ratios),
         "" if above is None else f"{above * 1e3:.1f}",
         f"{(over_repeats(lambda repeat: repeat['memory'], result) or 0) / 2**20:,.0f}",
-        f"{over_repeats(lambda repeat: repeat['threads'], result):.0f}",
     ]
 
 
-def _replica_costs(results: Sequence[Result]) -> list[str]:
-    """What a further replica on one device costs, for every engine measured with some: the slope of a line."""
-    own = [result for result in results if result["configuration"].get("replicas")]
-    lines = []
-    for engine in dict.fromkeys(result["configuration"]["engine"] for result in own):
-        of_engine = [result for result in own if result["configuration"]["engine"] == engine]
-        counts = [result["configuration"]["replicas"] for result in of_engine]
-        slope = (
-            over_repeats(
-                lambda *repeats, counts=counts: (
-                    statistics.linear_regression(counts, [r["step"] for r in repeats]).slope
-                ),  # type: ignore[misc]
-                *of_engine,
-            )
-            if len(counts) > 1
-            else None
-        )
-        if slope is not None:
-            lines.append(f"{BY_HAND.get(engine, engine)}: {slope * 1e3:.2f} ms a further replica.")
-    return lines
+def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
+    """`parts_MODEL.png` for every model that was measured."""
+    for model, own in by_model([result for result in results if steps(result)]).items():
+        figure = parts_figure(own, f"{model}: where the time of a step goes; {hardware(machine)}")
+        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
 
 
 def parts_figure(results: Sequence[Result], title: str) -> Figure:
@@ -148,13 +125,6 @@ def parts_figure(results: Sequence[Result], title: str) -> Figure:
         axes.annotate(f" {rate:,.0f} samples/s", (step, i), va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="ms a step", xlim=(0, 1.25 * max(left)))
-    axes.set_title(title, fontsize=9)
+    figure.suptitle(title, fontsize=9)
     figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
     return figure
-
-
-def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
-    """`parts_MODEL.png` for every model that was measured."""
-    for model, own in by_model([result for result in results if steps(result)]).items():
-        figure = parts_figure(own, f"{model}: where the time of a step goes; {hardware(machine)}")
-        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)

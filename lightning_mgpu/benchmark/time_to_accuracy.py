@@ -9,6 +9,7 @@ its recipe, in a process of its own.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import shlex
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.benchmark.runner import machine, new_directory, process_group
+from lightning_mgpu.benchmark.processes import machine, new_directory
 from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.processes import process_group
 from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
@@ -29,7 +31,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`.
 
     Raises:
-        UsageError: For a target that is no fraction, a seed given twice, and for options that it sets itself.
+        UsageError: For a target that is no fraction, and for options that it sets itself.
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ToolParser(prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False)
@@ -39,8 +41,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, of_fit = parser.parse_known_args(arguments)
     if not 0 < args.target <= 1:
         raise UsageError(f"--target={args.target}: choose a fraction, 0.915 say")
-    if len(set(args.seeds)) < len(args.seeds):
-        raise UsageError(f"--seeds {' '.join(map(str, args.seeds))}: name every seed once")
     for name in ("--data.val_size", "--seed_everything"):
         if any(arg.partition("=")[0] == name for arg in of_fit):
             raise UsageError(f"{name}: time_to_accuracy sets it itself; --seeds names the seeds")
@@ -51,19 +51,12 @@ def main(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
     args, of_fit = parse(arguments)
     run_dir = new_directory(args.run_dir, "time_to_accuracy")
-    command = shlex.join([*PROG.split(), *redact_arguments(arguments)])
-    about, runs = machine("as --malloc says"), list[dict[str, Any]]()
-    try:
-        for seed in args.seeds:
-            runs.append({"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")})
-    except KeyboardInterrupt:
-        print("interrupted: the report has the seeds that are done", flush=True)
-        sys.exit(130)
-    finally:  # what is done counts, also if the next seed fails or is interrupted
-        if runs:
-            report = {"command": command, "machine": about, "target": args.target, "runs": runs}
-            (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
-            print(f"{summary(runs, args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
+    about = {"command": shlex.join([*PROG.split(), *redact_arguments(arguments)]), "machine": machine("as given")}
+    report: dict[str, Any] = {**about, "target": args.target, "runs": []}
+    for seed in args.seeds:
+        report["runs"].append({"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")})
+        (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
+        print(f"{summary(report['runs'], args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
 
 
 def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
@@ -71,7 +64,7 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run(command):
-        if not any(run_dir.parent.iterdir()):
+        with contextlib.suppress(OSError):  # gone if it is empty: a mistake has ended `fit`
             run_dir.parent.rmdir()
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
@@ -93,7 +86,8 @@ def read_epochs(rows: Sequence[dict[str, str]]) -> list[dict[str, float]]:
     epochs: dict[int, dict[str, float]] = {}
     seconds = 0.0
     for row in (row for row in rows if row["epoch"]):  # others have a step's learning rate alone
-        epoch = epochs.setdefault(int(float(row["epoch"])) + 1, {"epoch": int(float(row["epoch"])) + 1})
+        number = int(float(row["epoch"])) + 1
+        epoch = epochs.setdefault(number, {"epoch": number})
         if row.get("val_acc"):
             epoch["accuracy"] = float(row["val_acc"])
         if row.get("epoch_seconds"):

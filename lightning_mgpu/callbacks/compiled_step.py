@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.runs.errors import UsageError
-
-OPTION = "--fast.compile_optimizer=true"
 
 
 def compile_step(optimizer: Optimizer) -> None:
     """Compile what an optimizer of torch's or timm's does in `step`. Hooks, closure and schedulers are not compiled.
 
-    The optimizer gets a class of its own, a subclass of its class with another `step`. So whoever calls the step of its
-    class, for another set of parameters, calls the compiled one, too.
+    The optimizer gets a class of its own, a subclass with another `step`. So whoever calls the step of the class, for
+    the parameters of another replica, calls the compiled one, too.
 
     Raises:
         UsageError: If there is nothing to compile, or the optimizer may do more with its closure than call it first.
@@ -30,17 +27,14 @@ def compile_step(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     if "compiled_from" in vars(cls):
         return
-    if not cls.__module__.startswith(("torch.optim.", "timm.optim.")) or cls is LBFGS or cls.__name__ == "Lookahead":
+    takes_one_step = cls is not LBFGS and cls.__name__ != "Lookahead"
+    joins_tensors = any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
+    if not cls.__module__.startswith(("torch.optim.", "timm.optim.")) or not takes_one_step or joins_tensors:
         raise UsageError(
-            f"{OPTION} is for the optimizers of torch and timm with one update a step; leave it out for {cls.__name__}"
+            f"--fast.compile_optimizer=true is for the optimizers of torch and timm with one update a step, without "
+            f"fused and foreach: leave it out for this {cls.__name__}"
         )
-    if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
-        raise UsageError(f"{OPTION} joins the tensors of {cls.__name__} by itself: leave fused and foreach out")
-    update = cls.step.__wrapped__  # type: ignore[attr-defined]  # without torch's hooks, which go around it again below
-
-    @torch.compile
-    def compiled(optimizer: Optimizer) -> None:
-        update(optimizer)
+    compiled = torch.compile(cls.step.__wrapped__)  # type: ignore[attr-defined]  # without torch's hooks
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's wrapper would note it
@@ -62,25 +56,17 @@ def compile_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def rates_as_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Within, learning rates are tensors: numbers are compiled in, every change of one would be compiled anew.
+    """Within, learning rates are tensors: of numbers every change would be compiled anew.
 
     Afterwards they are numbers again, for schedulers, loggers and checkpoints.
     """
-    given = [group["lr"] for group in optimizer.param_groups]
-    tensors = [rate if isinstance(rate, Tensor) else _filled(rate, optimizer) for rate in given]
-    for group, tensor in zip(optimizer.param_groups, tensors):
-        group["lr"] = tensor
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        parameter = group["params"][0]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        group["lr"] = torch.full((), group["lr"], dtype=dtype, device=parameter.device)  # copies wait for the device
     try:
         yield
     finally:
-        for group, tensor, rate in zip(optimizer.param_groups, tensors, given):
-            group["lr"] = rate if group["lr"] is tensor else float(group["lr"])  # an update may set its own rate
-
-
-def _filled(rate: float, optimizer: Optimizer) -> Tensor:
-    """A rate on the parameters' device, filled in there: a copy from the host would wait for the device."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    devices = {parameter.device for parameter in parameters}
-    is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    return torch.full((), rate, dtype=torch.float64 if is_double else torch.float32, device=device)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate

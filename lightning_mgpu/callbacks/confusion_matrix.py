@@ -48,10 +48,7 @@ def draw(counts: Tensor, names: list[str]) -> Figure:
     """torchmetrics' picture of the matrix, with the share of right answers of every class in its name."""
     figure = Figure(figsize=(3 + 0.6 * len(names), 2 + 0.6 * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    plot_confusion_matrix(counts, ax=axes, labels=names, cmap="Blues")
     right = counts.diag() / counts.sum(1).clamp(min=1)
+    plot_confusion_matrix(counts, ax=axes, labels=names, cmap="Blues")
     axes.set_yticklabels([f"{name} {share:.0%}" for name, share in zip(names, right.tolist())], rotation=0)
-    axes.set_xticklabels(names, rotation=45, ha="right")
-    for text in axes.texts:
-        text.set_fontsize(9)
     return figure

@@ -1,6 +1,5 @@
 """What a run prints: what will run, in a few lines, and one line an epoch. A terminal has a progress bar below them."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_metrics import TIMES, epoch_metrics, quantity
+from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
 from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.runs.devices import devices, in_words
 from lightning_mgpu.runs.directory import run_directory
@@ -22,10 +21,8 @@ from lightning_mgpu.runs.directory import run_directory
 class RunHeader(Callback):
     """Prints model, strategy, devices, batch, data and run directory at the start of the first stage, once.
 
-    `notes` are further lines by their label, which others may add until then.
-
-    Args:
-        scaled: What `--scale_by_devices` multiplied, by name.
+    `notes` are further lines by their label, which others may add until then. `scaled` is what `--scale_by_devices`
+    multiplied, by name.
     """
 
     def __init__(self, scaled: dict[str, Any] | None = None) -> None:
@@ -51,18 +48,16 @@ class RunHeader(Callback):
     def lines(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
         """The header's lines by label."""
         facts = run_facts(trainer, pl_module, self.is_global)
-        num_lazy = sum(map(is_lazy, pl_module.parameters()))
-        lazy = f" and {num_lazy} lazy ones of unknown size" if num_lazy else ""
-        size = f"{facts['num_parameters']:,} parameters{lazy}"
+        size = f"{facts['num_parameters']:,} parameters"
         lines = {"model": f"{facts['model_class']}, {size}, precision {trainer.precision}"}
         lines["strategy"] = f"{facts['strategy']} on {facts['devices']}"
         if "global_batch_size" in facts:
             lines["batch"] = f"{facts['global_batch_size']} global, {facts['per_device_batch_size']} per device"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
-            stages = [stage for stage in ("train", "val", "test") if hasattr(data, f"{stage}_indices")]
-            sizes = ", ".join(f"{len(getattr(data, f'{stage}_indices')):,} {stage}" for stage in stages)
-            parts = (f"{type(data).__name__} {sizes}".strip(), getattr(data, "origin", ""))
-            lines["data"] = "; ".join(filter(None, parts))
+            sizes = {stage: getattr(data, f"{stage}_indices", None) for stage in ("train", "val", "test")}
+            shown = ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items() if indices is not None)
+            origin = getattr(data, "origin", "")
+            lines["data"] = f"{type(data).__name__} {shown}".strip() + (f"; {origin}" if origin else "")
         if directory := run_directory(trainer):
             lines["run"] = str(directory)
         return lines
@@ -73,24 +68,21 @@ class EpochLines(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._enabled = True
+        self.is_enabled = True
 
     @override
-    def disable(self) -> None:
-        self._enabled = False
+    def disable(self) -> None:  # in other processes than the first, and while Lightning searches
+        self.is_enabled = False
 
     @override
     def enable(self) -> None:
-        self._enabled = True
-
-    @override
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._enabled:
-            print(*args, **kwargs, flush=True)
+        self.is_enabled = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.print(epoch_line(trainer), file=sys.stdout)
+        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
+        if self.is_enabled:
+            print(line, flush=True)
 
 
 class LossBar(RichProgressBar):
@@ -109,8 +101,9 @@ class LossBar(RichProgressBar):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
+        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
         if self.progress is not None and self.is_enabled:
-            self.progress.console.print(epoch_line(trainer), markup=False, highlight=False, soft_wrap=True)
+            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -132,8 +125,7 @@ def epoch_line(trainer: Trainer) -> str:
     Shown are the metrics of training and validation by their names, and those logged with `prog_bar=True`; else all.
     """
     metrics = epoch_metrics(trainer)
-    seconds = [f"{metrics['epoch_seconds']:.1f} s"] if "epoch_seconds" in metrics else []
-    metrics = {name: value for name, value in metrics.items() if name not in TIMES}
+    seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
     asked = [name for name in metrics if quantity(name)]
     asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
     values = [f"{name} {metrics[name]:.4f}" for name in asked or metrics]
@@ -141,11 +133,7 @@ def epoch_line(trainer: Trainer) -> str:
 
 
 def run_facts(trainer: Trainer, pl_module: LightningModule, is_global: bool = True) -> dict[str, Any]:
-    """What runs: model, number of parameters, strategy, devices, and the batch where the data module has one.
-
-    Args:
-        is_global: Whether the data module's batch size is that of global batches, or of every process's own.
-    """
+    """What runs, and the batch where the data module has one: `is_global`, or every process has batches of its own."""
     facts: dict[str, Any] = {
         "model_class": type(pl_module).__name__,
         "num_parameters": sum(p.numel() for p in pl_module.parameters() if not is_lazy(p)),

@@ -5,11 +5,13 @@ import re
 from lightning.pytorch import Trainer
 
 TRAINING, VALIDATION = r"train(ing)?(?![a-z])[/_. ]?", r"val(id(ation)?)?(?![a-z])[/_. ]?"
-TIMES = ("epoch_seconds", "samples_per_sec")
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, float]:
-    """The values of this epoch by name. Where nothing was validated, Lightning still has those of an epoch before."""
+    """The values of this epoch by name; every process has to call it, as they meet to reduce what was logged.
+
+    Where nothing was validated, Lightning still has values of an epoch before. They are left out.
+    """
     every = trainer.check_val_every_n_epoch
     is_stale = VALIDATION if every and (trainer.current_epoch + 1) % every else r"(?!)"
     metrics = {n: float(x) for n, x in trainer.callback_metrics.items() if x.numel() == 1 and not re.match(is_stale, n)}

@@ -1,55 +1,36 @@
 """Seconds of training an epoch, as the book's `Timer` takes them: devices synchronised, evaluation left out."""
 
-import math
 import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import _extract_batch_size
 from typing_extensions import override
 
 from lightning_mgpu.runs.devices import own_devices, synchronize
 
 
 class EpochTimer(Callback):
-    """Logs `epoch_seconds` (s, of training only) and `samples_per_sec` (over all devices) after every epoch.
+    """Logs `epoch_seconds` (s, of training only) after every epoch."""
 
-    The latter is left out for batches in which Lightning finds no tensor to tell their size, graphs for instance.
-
-    Args:
-        of_one_run: Leave out the epochs of a checkpoint's run, which this one is another than.
-    """
-
-    def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run = of_one_run
+    def __init__(self) -> None:
         self.seconds: list[float] = []  # one an epoch
         self._elapsed = 0.0
         self._started: float | None = None  # when the running stretch began
-        self._num_samples = 0.0  # NaN: nobody knows
 
     @property
     def seconds_per_epoch(self) -> float:
-        """The mean over the epochs of this run; NaN before the first."""
+        """The mean over the epochs this process has trained; NaN before the first."""
         return sum(self.seconds) / len(self.seconds) if self.seconds else float("nan")
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seconds = [] if self.of_one_run else list(state_dict["seconds"])
-
-    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._elapsed, self._num_samples = 0.0, 0.0
+        self._elapsed = 0.0
         self._start(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._started is None:  # the first batch after a validation in the middle of the epoch
             self._start(trainer)
-        self._num_samples += num_samples(batch)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,8 +41,6 @@ class EpochTimer(Callback):
         self._stop(trainer)
         self.seconds.append(self._elapsed)
         pl_module.log("epoch_seconds", self._elapsed, sync_dist=True)  # the mean over processes
-        if not math.isnan(self._num_samples):
-            pl_module.log("samples_per_sec", self._num_samples / self._elapsed, sync_dist=True, reduce_fx="sum")
 
     def _start(self, trainer: Trainer) -> None:
         synchronize(own_devices(trainer))
@@ -72,8 +51,3 @@ class EpochTimer(Callback):
             synchronize(own_devices(trainer))
             self._elapsed += time.perf_counter() - self._started
             self._started = None
-
-
-def num_samples(batch: Any) -> float:
-    """The size Lightning would take a batch to have, without its warning of others in it; NaN where it finds none."""
-    return next((float(size) for size in _extract_batch_size(batch) if size is not None), math.nan)

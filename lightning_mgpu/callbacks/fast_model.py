@@ -25,10 +25,7 @@ from lightning_mgpu.callbacks.compiled_step import compile_step
 from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
-COMPILERS = {  # by device: what Inductor, or Triton for its launchers, looks for
-    "cpu": ("C++", "g++", ("c++", "g++", "clang++")),
-    "cuda": ("C", "gcc", ("gcc", "clang")),
-}
+COMPILERS = ("c++", "g++", "clang++", "gcc", "clang", os.environ.get("CC", "gcc"))  # that torch looks for
 
 
 class FastModel(Callback):
@@ -59,34 +56,34 @@ class FastModel(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for network in networks(pl_module) if self.memory_format is not None else []:
-            if any(parameter.ndim == 5 for parameter in network.parameters()):
-                raise UsageError("--fast.memory_format=channels_last is for images, and this model has 3-D layers")
             network.to(memory_format=torch.channels_last)
             if images_to_channels_last not in network._forward_pre_hooks.values():  # `fit` goes on to `test`
                 network.register_forward_pre_hook(images_to_channels_last)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.compile_optimizer:
-            find_compiler(trainer, "--fast.compile_optimizer=true")
-            for optimizer in trainer.strategy.optimizers:
-                compile_step(optimizer)
-        if self.compile is None:
+        if self.compile is None and not self.compile_optimizer:
             return
-        find_compiler(trainer, option := f"--fast.compile={self.compile}")
+        if not any(map(shutil.which, COMPILERS)):
+            raise UsageError("--fast.compile and --fast.compile_optimizer need a C++ compiler: install g++")
+        for optimizer in trainer.strategy.optimizers if self.compile_optimizer else []:
+            compile_step(optimizer)
+        if self.compile is not None:
+            self._compile_networks(trainer, pl_module)
+
+    def _compile_networks(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_devices = len(own_devices(trainer))
-        graphs = self.compile == "reduce-overhead"
-        if graphs and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
+        if self.compile == "reduce-overhead" and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
             raise UsageError(
-                f"{option}: the gradients of a batch lie in a CUDA graph, and the next batch or replica overwrites "
-                "them: take --fast.compile=default, or one device (or ddp) and --trainer.accumulate_grad_batches=1"
+                "--fast.compile=reduce-overhead: the next batch or replica overwrites the gradients of a CUDA graph: "
+                "take --fast.compile=default, or one device (or ddp) and --trainer.accumulate_grad_batches=1"
             )
         meets = getattr(trainer.strategy, "_layer_sync", None) is not None
         meets |= any(getattr(layer, "max_norm", None) is not None for layer in pl_module.modules())
         if meets and num_devices > 1:
             raise UsageError(
-                f"{option}: with --trainer.sync_batchnorm=true or Embedding(max_norm=...) replicas meet inside of what "
-                "would be compiled: leave one of the two out, or take --trainer.strategy=ddp"
+                f"--fast.compile={self.compile}: with --trainer.sync_batchnorm=true or Embedding(max_norm=...) "
+                "replicas meet inside of what would be compiled: leave one out, or take --trainer.strategy=ddp"
             )
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs entries of its own
         for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
@@ -100,14 +97,6 @@ class FastModel(Callback):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step  # type: ignore[assignment]
 
 
-def find_compiler(trainer: Trainer, option: str) -> None:
-    """Raises UsageError where the compiler that torch looks for is missing."""
-    for kind, (language, package, names) in COMPILERS.items():
-        names = (*names, os.environ.get("CC", "")) if kind == "cuda" else names
-        if kind in {device.type for device in own_devices(trainer)} and not any(map(shutil.which, names)):
-            raise UsageError(f"{option} needs a {language} compiler: install {package}, or leave it out")
-
-
 def networks(module: LightningModule) -> list[nn.Module]:
     """The children that compute something: all but metrics."""
     return [child for child in module.children() if not isinstance(child, (Metric, MetricCollection))]
@@ -115,11 +104,7 @@ def networks(module: LightningModule) -> list[nn.Module]:
 
 def _call(network: nn.Module) -> Callable[..., Any]:
     """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return network._call_impl(*args, **kwargs)
-
-    return call
+    return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
 def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
 from lightning_mgpu.callbacks.pictures import save_picture
 
-MOST_PANELS = 4  # of what was logged first
+MOST_PANELS = 4  # losses first
 
 
 class LearningCurve(Callback):
@@ -49,22 +49,26 @@ class LearningCurve(Callback):
             save_picture(trainer, self._draw(trainer), self.filename)
 
     def _draw(self, trainer: Trainer) -> Figure:
-        found = {name: seen for name in self.points if (seen := quantity(name)) is not None}
-        measured = sorted({what for what, _ in found.values()}, key=lambda what: ("loss" not in what, what))[
-            :MOST_PANELS
-        ]
-        figure = Figure(figsize=(4.2 * len(measured), 3.3), layout="constrained")
+        panels: dict[
+            str, list[tuple[str, bool]]
+        ] = {}  # a metric's name, and whether of validation, by what it measures
+        for name in self.points:
+            if found := quantity(name):
+                panels.setdefault(found[0], []).append((name, found[1]))
+        measured = sorted(panels, key=lambda what: ("loss" not in what, what))[:MOST_PANELS]
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        names = {False: "training", True: "test" if on_test_set else "validation"}
+        labels = {False: "training", True: "test" if on_test_set else "validation"}
         last = max(trainer.max_epochs or 0, *(points[-1][0] for points in self.points.values()), 2)
+        figure = Figure(figsize=(4.2 * len(measured), 3.3), layout="constrained")
         for what, axes in zip(measured, figure.subplots(1, len(measured), squeeze=False)[0]):
             axes.set(xlabel="epoch", ylabel={"acc": "accuracy"}.get(what, what), xlim=(1, last))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.4)
-            for name in (name for name, (of, _) in found.items() if of == what):
-                of_validation = found[name][1]
-                points = self.points[name]
-                style = "C1-." if of_validation else "C0-"
-                axes.plot(*zip(*points), style, marker="." if len(points) == 1 else None, label=names[of_validation])
+            for name, of_validation in panels[what]:
+                epochs, values = zip(*self.points[name])
+                marker = "." if len(epochs) == 1 else None
+                axes.plot(
+                    epochs, values, "C1-." if of_validation else "C0-", marker=marker, label=labels[of_validation]
+                )
             axes.legend()
         return figure

@@ -62,33 +62,27 @@ def table_of(batches: Sequence[Any], indices: list[list[Any]]) -> Table | None:
     is_column = all(isinstance(x, Tensor) and x.ndim in (1, 2) for table in tables for x in table.values())
     if not is_column or any(table.keys() != tables[0].keys() for table in tables):
         return None
-    sizes = [{len(column) for column in table.values()} for table in tables]
-    own = [[int(i) for i in batch] for batch in indices[: len(tables)]] if indices else None
-    if any(len(size) != 1 for size in sizes) or (own and [{len(batch)} for batch in own] != sizes):
-        return None
     columns = {key: torch.cat([table[key] for table in tables]).cpu() for key in tables[0]}
-    rows = [i for batch in own for i in batch] if own else list(range(sum(map(sum, sizes))))
+    rows = [int(i) for batch in indices[: len(tables)] for i in batch] or list(range(len(next(iter(columns.values())))))
+    if {len(column) for column in columns.values()} != {len(rows)}:
+        return None
     return {"index": torch.tensor(rows), **columns}
 
 
 def write(path: Path, tables: list[Table], trainer: Trainer) -> None:
-    columns = {key: torch.cat([table[key] for table in tables]) for key in tables[0]}
-    row_of = {index: row for row, index in enumerate(columns.pop("index").tolist())}
-    order = sorted(row_of)
-    head = ["index"]
-    values: list[list[Any]] = [order]
-    for key, column in columns.items():
-        column = column[[row_of[index] for index in order]]
-        if column.ndim == 2:
-            label = "p" if key == "probabilities" else key
-            head += [f"{label}({name})" for name in class_names(trainer, column.shape[1])]
-        else:
-            head.append(key)
-        values += column.reshape(len(order), -1).T.tolist()
+    head: list[str] = []
+    for key, column in tables[0].items():
+        names = class_names(trainer, column.shape[1]) if column.ndim == 2 else []
+        head += [f"{'p' if key == 'probabilities' else key}({name})" for name in names] or [key]
+    rows: dict[int, list[Any]] = {}  # by index: of what several processes have predicted, one stays
+    for table in tables:
+        for index, *cells in zip(*(column.tolist() for column in table.values())):
+            rows[index] = [x for cell in cells for x in (cell if isinstance(cell, list) else [cell])]
     with replacing(path) as part, part.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(head)
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in zip(*values))
+        for index, row in sorted(rows.items()):
+            writer.writerow([index, *(f"{x:.6g}" if isinstance(x, float) else x for x in row)])
 
 
 def sample_indices(trainer: Trainer) -> list[list[Any]]:

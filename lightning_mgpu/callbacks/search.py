@@ -1,7 +1,8 @@
 """Lightning's searches for a learning rate and for the largest batch, which say what they found and end the run."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from statistics import mean
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
@@ -10,9 +11,8 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.console import RunHeader, per_device
+from lightning_mgpu.callbacks.console import RunHeader
 from lightning_mgpu.callbacks.pictures import save_picture
-from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.errors import UsageError
 
@@ -25,27 +25,18 @@ SANE = 1.5  # times the first loss; beyond, the loss explodes
 class LearningRateSearch(LearningRateFinder):
     """The learning-rate range test (Smith, 2015): the rate grows with every batch; `lr_find.png` has the losses.
 
-    Nothing is trained: the weights are put back and the run ends. Works under every strategy, with one optimizer.
+    Nothing is trained: the weights are put back and the run ends.
 
     Args:
         min_lr: Of the first batch.
         max_lr: Of the last batch.
         num_training_steps: Batches.
-        early_stop_threshold: Stop where the loss exceeds the lowest by this factor; null: never.
     """
 
-    def __init__(
-        self,
-        min_lr: float = 1e-4,
-        max_lr: float = 10.0,
-        num_training_steps: int = 100,
-        early_stop_threshold: float | None = 4.0,
-    ) -> None:
+    def __init__(self, min_lr: float = 1e-4, max_lr: float = 10.0, num_training_steps: int = 100) -> None:
         if not 0 < min_lr < max_lr:
             raise ValueError(f"min_lr={min_lr}, max_lr={max_lr}: give two positive rates, the lower one first.")
-        super().__init__(
-            min_lr, max_lr, num_training_steps, early_stop_threshold=early_stop_threshold, update_attr=False
-        )
+        super().__init__(min_lr, max_lr, num_training_steps, update_attr=False)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,8 +46,9 @@ class LearningRateSearch(LearningRateFinder):
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
             lr = suggestion(rates, losses)
             save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
-            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
-            if lr is not None:
+            if lr is None:
+                found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            else:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
                 print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
@@ -68,16 +60,15 @@ def smoothed(averages: list[float]) -> list[float]:
     sums = [0.0, *(average * (1 - BETA ** (step + 2)) for step, average in enumerate(averages))]
     losses = [(now - BETA * before) / (1 - BETA) for before, now in pairwise(sums)]
     half = max(1, len(losses) // 40)
-    windows = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
-    return [sum(window) / len(window) for window in windows]
+    return [mean(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
     """The rate where the loss falls fastest on a log axis; `None` where it hardly falls before it explodes."""
-    end = next((i for i, loss in enumerate(losses) if not loss < SANE * losses[0]), len(losses))  # NaN is not less
-    lowest = min(range(end), key=losses.__getitem__, default=0)
-    if end < 3 or losses[lowest] > FALLS * losses[0]:
+    sane = list(takewhile(lambda loss: loss < SANE * losses[0], losses))  # NaN is not less
+    if len(sane) < 3 or min(sane) > FALLS * losses[0]:
         return None
+    lowest = sane.index(min(sane))
     half = max(1, lowest // 5)  # a slope over fewer steps would be noise's
     slopes = [losses[i + half] - losses[i - half] for i in range(half, lowest - half + 1)] or [0.0]
     return rates[half + slopes.index(min(slopes))]
@@ -103,17 +94,16 @@ class BatchSizeSearch(BatchSizeFinder):
 
     Args:
         init_val: The first global batch.
-        max_trials: Sizes that are tried: where nothing runs out, as on most CPUs, the last is init_val * 2^(this - 1).
-        steps_per_trial: Steps that a size must survive.
+        max_trials: Sizes that are tried.
 
     Raises:
         UsageError: Under strategies with several processes, which Lightning's search cannot drive.
     """
 
-    def __init__(self, init_val: int = 256, max_trials: int = 6, steps_per_trial: int = 3) -> None:
-        if min(init_val, max_trials, steps_per_trial) < 1:
-            raise ValueError("init_val, max_trials and steps_per_trial must be at least 1.")
-        super().__init__("power", steps_per_trial, init_val, max_trials, max_val=NO_LIMIT)
+    def __init__(self, init_val: int = 256, max_trials: int = 6) -> None:
+        if min(init_val, max_trials) < 1:
+            raise ValueError(f"init_val={init_val}, max_trials={max_trials}: both must be at least 1.")
+        super().__init__("power", 3, init_val, max_trials, max_val=NO_LIMIT)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
@@ -131,11 +121,9 @@ class BatchSizeSearch(BatchSizeFinder):
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
         if size is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
             largest = self._init_val * 2 ** (self._max_trials - 1)
             limit = "the largest tried, nothing ran out of memory" if size >= largest else "twice as many do not fit"
-            print(f"batch_find: {size} global, {per_device(size, shares)} per device; {limit}")
-            print(f"          use it with --data.batch_size={size}", flush=True)
+            print(f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}", flush=True)
         raise _TunerExitException
 
 

@@ -164,7 +164,7 @@ class CLI(LightningCLI):
         header = RunHeader()
         if self.ckpt_path or self.resumed:
             header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
-        self.timer = EpochTimer(of_one_run=self.resumed is None)
+        self.timer = EpochTimer()
         callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix(), GlobalBatchCheck()]
         if self.run_dir is not None:
             saved = redact_values({**self.config_dump, "run_dir": None})  # whoever repeats the run has another
@@ -203,7 +203,7 @@ class CLI(LightningCLI):
         if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         trained = fingerprint(self.model.parameters())
-        seconds = self.timer.seconds_per_epoch  # now: `test` restores callbacks, to when the best epoch ended
+        seconds = self.timer.seconds_per_epoch
         best = self.best.best
         self._tell_wandb(trained, best)
         metrics: dict[str, Any] = {}

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the modules whose `main` the others are
     "export": "lightning_mgpu.runs.export",
-    "sweep": "lightning_mgpu.sweep.cli",
-    "benchmark": "lightning_mgpu.benchmark.cli",
+    "sweep": "lightning_mgpu.sweep.cli",  # room: sweep
+    "benchmark": "lightning_mgpu.benchmark.cli",  # room: benchmark
+    "new": "lightning_mgpu.cli.new",  # room: new
 }
 
 

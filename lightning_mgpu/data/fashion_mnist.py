@@ -10,12 +10,14 @@
 
 import os
 import warnings
+from pathlib import Path
 from typing import Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
+from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, SequentialBatches
 from lightning_mgpu.data.images import InMemoryImages
@@ -67,20 +69,6 @@ class FashionMNIST(LightningDataModule):
         device_resident: bool = False,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size={batch_size}: the global batch needs at least one sample.")
-        if val_size < 0:
-            raise ValueError(f"data.val_size={val_size}: choose 0 (validate on the test set) or a number of images.")
-        if num_workers < 0:
-            raise ValueError(f"data.num_workers={num_workers}: choose 0 (no processes) or a number of processes.")
-        if crop_padding < 0:
-            raise ValueError(f"data.crop_padding={crop_padding}: choose 0 (no crop) or a number of pixels.")
-        if cutout < 0:
-            raise ValueError(f"data.cutout={cutout}: choose 0 (none) or a number of pixels.")
-        if cutout and not augment:
-            raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        if device_resident and (num_workers or pin_memory):
-            raise ValueError("data.device_resident makes batches on the device: leave num_workers and pin_memory out.")
         self.batch_size = batch_size
         self.root = root
         self.source = source
@@ -93,6 +81,13 @@ class FashionMNIST(LightningDataModule):
         self.num_workers = num_workers
         self.pin_memory = torch.cuda.is_available() and not device_resident if pin_memory is None else pin_memory
         self.device_resident = device_resident
+        for name, least in {"batch_size": 1, "val_size": 0, "num_workers": 0, "crop_padding": 0, "cutout": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"data.{name}={value}: it must be at least {least}.")
+        if cutout and not augment:
+            raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
+        if device_resident and (num_workers or pin_memory):
+            raise ValueError("data.device_resident makes batches on the device: leave num_workers and pin_memory out.")
         self.origin = ""  # where the files came from, in words; known after `prepare_data`
 
     @property
@@ -142,8 +137,9 @@ class FashionMNIST(LightningDataModule):
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        files = FashionMNISTFiles(self.root, train=train)
-        return files.data[:, None], files.targets  # (N, 1, 28, 28) uint8, (N,) int64
+        files = str(Path(self.root).expanduser() / "FashionMNIST" / "raw" / ("train" if train else "t10k"))
+        images, labels = read_image_file(f"{files}-images-idx3-ubyte"), read_label_file(f"{files}-labels-idx1-ubyte")
+        return images[:, None], labels  # (N, 1, 28, 28) uint8, (N,) int64
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)

@@ -1,28 +1,26 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-What happens to a batch, in this order; read the files in it, too:
+The way of a batch, from the loader to the update. The methods that the Trainer calls stand in `train_batch.py`. Read
+the other files in the order of the stops.
 
-| file                     | what happens                                                               |
-| ------------------------ | -------------------------------------------------------------------------- |
-| `manual_allreduce.py`    | the textbook's algorithm: where gradients meet, and who makes the update   |
-| `dp.py`                  | `DataParallel`'s answer to the same two questions                          |
-| `train_batch.py`         | a step, from the batch to the update; what the other files are called from |
-| `split_batch.py`         | the batch is cut into shards                                               |
-| `replicas.py`            | one module, k sets of parameters, put into it in turn                      |
-| `gather.py`              | what the replicas return is put together                                   |
-| `gradients.py`           | k losses become one; its backward pass ends where the gradients meet       |
-| `updates.py`             | every replica makes its own update                                         |
+    `optimizer_step`          the Trainer's update: stops 1 to 9 are its closure           train_batch.py
+ 1.   `training_step`         the whole batch comes, on the first device                   train_batch.py
+ 2.     `split_batch`         the batch is cut into one shard a replica                    split_batch.py
+ 3.     `Recorder.recording`  what replicas log is written down, and logged once           recording.py
+ 4.     `Replicas.begin`      `get_params`: every replica has copies of the parameters     replicas.py
+ 5.     `turn(i)`             they become the module's; the user's step runs on shard i    replicas.py
+ 6.     `Gradients.join`      k losses become the whole batch's, which the Trainer gets    gradients.py
+ 7.   `backward`              its backward pass runs every replica's, each in its turn     gradients.py
+ 8.     `reduce_gradients`    the allreduce                                                manual_allreduce.py, dp.py
+ 9.   hooks, clipping         the Trainer's, on the first replica's gradients
+10.   the user's optimizer    updates the first replica
+11.   `update_replicas`       the others repeat the update, or get a copy                  updates.py
 
-What a model may need besides:
+Besides:
 
-| file                     | for whom                                                                   |
-| ------------------------ | -------------------------------------------------------------------------- |
-| `recording.py`           | `self.log` and torchmetrics                                                |
-| `streams.py`             | dropout: random numbers of each replica                                    |
-| `lockstep.py`            | replicas that meet in the middle of a step                                 |
-| `manual_optimization.py` | ... in `manual_backward` and in an optimizer's `step`                      |
-| `sync_batchnorm.py`      | ... in BatchNorm                                                           |
-| `one_process.py`         | devices by name, ranks and launchers, checkpoints                          |
+`gather.py` puts together what steps return. `streams.py` gives each replica random numbers of its own. `lockstep.py`
+runs replicas that wait for each other in a step: `manual_optimization.py`, and in BatchNorm, `sync_batchnorm.py`.
+`one_process.py` has devices by name, ranks and launchers, and a strategy's own part of a checkpoint.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -16,20 +16,14 @@ from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 class DataParallelStrategy(TrainBatchStrategy):
     """One set of parameters, copied to the other devices of one process after every update.
 
-    Args:
-        parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
-            `Trainer(accelerator, devices)`.
-        split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
-            steps. Left out: even ones.
-        replicas: How many there are, a multiple of the number of devices. Left out: one a device.
-        lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
+    The options are those of `ManualAllreduceStrategy`, without `allreduce`.
 
     Raises:
         MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
     """
 
     name = "dp"
-    replicas_update = False
+    sums_everywhere = False
 
     @override
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:

@@ -1,8 +1,8 @@
-"""From the losses of k replicas to one gradient: the backward pass, and where the gradients meet.
+"""From the losses of k replicas to one gradient.
 
 The Trainer gets one loss, the mean over the whole batch. Its backward pass runs the replicas' own, one after the other,
-each in its turn. When all are done their gradients meet. Whoever looks at a gradient afterwards, a callback or the
-module's own `backward`, sees the whole batch's.
+each in its turn. Then the gradients are reduced. Whoever looks at a gradient afterwards, a callback or the module's own
+`backward`, sees the whole batch's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,76 +16,65 @@ from torch import Tensor
 from lightning_mgpu.strategies.gather import weighted_mean
 from lightning_mgpu.strategies.replicas import Replicas
 
-Turn = Callable[[int], AbstractContextManager]
-
 
 class Gradients:
     """The gradients of k replicas.
 
     Args:
-        replicas: Whose they are.
-        exchange: Adds gradients up: it gets, for every parameter by its name, the k tensors to leave the sum in.
-        on_all: Whether the sum is left in all replicas, or in the first alone.
+        replicas: Whose they are. `turn` enters the turn of one.
+        reduce_gradients: Gets, for every parameter by its name, k tensors, and leaves their sum in them.
+        sums_everywhere: Whether it leaves the sum in each of them, or in the first alone.
     """
 
-    def __init__(self, replicas: Replicas, exchange: Callable[[dict[str, list[Tensor]]], None], on_all: bool) -> None:
-        self.replicas, self.exchange, self.on_all = replicas, exchange, on_all
-        self.have_met = False  # since somebody has set it to False
-        self.are_owned = False  # replicas clear and edit their gradients themselves, in manual optimization
-        self.is_edited = False  # hooks of the user's may edit gradients without a mark
-        self._left: dict[int, tuple[Tensor, int]] = {}  # what the last exchange has left, by tensor: gradient, version
-
-    def join(
+    def __init__(
         self,
-        losses: Mapping[int, Tensor],
-        sizes: Mapping[int, int],
-        turn: Turn,
-        is_one_graph: bool = False,
-        inputs: Mapping[int, Any] | None = None,
-    ) -> Tensor:
-        """The loss of the whole batch, whose backward pass computes and exchanges the replicas' gradients.
+        replicas: Replicas,
+        turn: Callable[[int], AbstractContextManager],
+        reduce_gradients: Callable[[dict[str, list[Tensor]]], None],
+        sums_everywhere: bool,
+    ) -> None:
+        self.replicas, self.turn = replicas, turn
+        self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
+        self.is_checked = False  # that the sums are equal, in this epoch
+        self.are_reduced = False  # by the backward pass that runs
+        self.is_manual = False  # in manual optimization replicas clear and edit their gradients themselves
+        self.may_be_edited = False  # by hooks of the user's, in ways that torch does not count
+        self._known: dict[int, tuple[Tensor, int]] = {}  # by a parameter's id: its gradient, and its version, then
 
-        Args:
-            losses: A replica's loss is the mean over its shard.
-            sizes: The samples of the shards.
-            turn: Enters a replica's turn.
-            is_one_graph: Whether the replicas' graphs are connected, by synchronised BatchNorm. One pass runs for all.
-            inputs: What each replica wants gradients of; all parameters if left out.
+    def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool = False) -> Tensor:
+        """The loss of the whole batch, whose backward pass computes and reduces the replicas' gradients.
+
+        A replica's loss is the mean over its shard, which has so many samples. Where the replicas' graphs are one, by
+        synchronised BatchNorm, one pass runs for all.
         """
-        device = self.replicas.devices[0]
         weights = [sizes[i] for i in losses]
-        value = weighted_mean([loss.detach().to(device) for loss in losses.values()], weights)
-        if not any(loss.requires_grad for loss in losses.values()):
+        value = weighted_mean([loss.detach().to(self.replicas.devices[0]) for loss in losses.values()], weights)
+        connected = {i: loss for i, loss in losses.items() if loss.requires_grad}
+        if not connected:
             return value
 
         def backward(gradient: Tensor, keep_graph: bool) -> None:
-            parts = {
-                i: (gradient * (sizes[i] / sum(weights))).to(loss.device)
-                for i, loss in losses.items()
-                if loss.requires_grad
-            }
+            parts = {i: (gradient * (sizes[i] / sum(weights))).to(loss.device) for i, loss in connected.items()}
             if is_one_graph:
-                every = [losses[i] for i in parts]
-                wanted = None if inputs is None else [each for i in parts for each in _as_list(inputs[i])]
-                torch.autograd.backward(every, list(parts.values()), keep_graph, inputs=wanted)
+                torch.autograd.backward(list(connected.values()), list(parts.values()), keep_graph)
                 return
-            for i, part in parts.items():
-                wanted = None if inputs is None else _as_list(inputs[i])
-                with turn(i):
-                    torch.autograd.backward(losses[i], part, keep_graph, inputs=wanted)
+            for i, loss in connected.items():
+                with self.turn(i):
+                    torch.autograd.backward(loss, parts[i], keep_graph)
 
-        anchor = torch.zeros_like(value, requires_grad=True)
-        return _Junction.apply(anchor, value, lambda *args: self._meet(backward, *args))  # type: ignore[no-any-return]
+        anchor = torch.zeros_like(value, requires_grad=True)  # autograd calls a function that has such an input
+        run = lambda *args: self._backward_and_reduce(backward, *args)  # noqa: E731
+        return _Junction.apply(anchor, value, run)  # type: ignore[no-any-return]
 
-    def _meet(self, backward: Callable[[Tensor, bool], None], gradient: Tensor, keep_graph: bool) -> None:
-        """Compute the replicas' gradients, exchange them, and add them to what was there before."""
-        if not self.are_owned:
-            if self.is_edited:
-                self.replicas.copy_parameters()
-            self.follow()
+    def _backward_and_reduce(
+        self, backward: Callable[[Tensor, bool], None], gradient: Tensor, keep_graph: bool
+    ) -> None:
+        """Compute the replicas' gradients, reduce them, and add them to what was there before."""
+        if self.may_be_edited:
+            self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
         hooks = [[_take_hooks(param) for param in copies] for copies in parameters]
-        before = [[param.grad for param in copies] for copies in parameters]
+        before = [copies[0].grad for copies in parameters]
         try:
             for copies in parameters:
                 for param in copies:
@@ -93,23 +82,22 @@ class Gradients:
             backward(gradient, keep_graph)
         finally:
             for copies, taken in zip(parameters, hooks):
-                for param, own in zip(copies, taken):
-                    _put_hooks(param, own)
+                for param, its_hooks in zip(copies, taken):
+                    _put_hooks(param, its_hooks)
         with torch.no_grad():
-            self._add_up()
+            self._reduce()
             for copies, old, taken in zip(parameters, before, hooks):
                 self._accumulate(copies, old, taken)
-        self.have_met = True
+        self.are_reduced = True
 
-    def _add_up(self) -> None:
-        """Exchange the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
+    def _reduce(self) -> None:
+        """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
         gradients: dict[str, list[Tensor]] = {}
         for name, copies in self.replicas.copies.items():
             parts = [param.grad for param in copies.tensors if param.grad is not None]
             if any(part.is_sparse for part in parts):
                 home = [part.to(self.replicas.devices[0]) for part in parts]
-                total = reduce(torch.add, sorted(home, key=lambda part: part.is_sparse))  # a dense one first
-                total = total.coalesce() if total.is_sparse else total
+                total = reduce(torch.add, home)
                 for param in copies.tensors:
                     param.grad = total.to(param.device, copy=True)
             elif parts:
@@ -119,50 +107,59 @@ class Gradients:
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
                 every: list[Any] = [param.grad for param in copies.tensors]
                 gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
-        self.exchange(gradients)
-        for first, *others in gradients.values() if self.are_owned and not self.on_all else ():
-            for other in others:
-                other.copy_(first)
+        self.reduce_gradients(gradients)
+        if self.sums_everywhere and not self.is_checked:
+            self._check_sums(gradients)
+            self.is_checked = True
 
-    def _accumulate(self, copies: Sequence[Tensor], before: list[Tensor | None], hooks: list[Any]) -> None:
+    def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
+        """Raise a ValueError if replicas have other sums than the first one: they would drift apart."""
+        for name, (first, *others) in gradients.items():
+            for i, other in enumerate(others, start=1):
+                if not are_equal(first, other):
+                    raise ValueError(
+                        f"The allreduce left replica {i} ({other.device}) with another sum than replica 0 for the "
+                        f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
+                    )
+
+    def _accumulate(self, copies: Sequence[Tensor], before: Tensor | None, hooks: list[Any]) -> None:
         """Run the user's hooks on the reduced gradient, and add it to the one of the batches before."""
         original, *others = copies
         on_gradient, after_accumulation = hooks[0]
-        if any(any(own) for own in hooks[1:]):
+        if any(any(its_hooks) for its_hooks in hooks[1:]):
             raise RuntimeError(
                 "A step has put a hook on a weight: it would see one shard's gradient. Register it before training."
             )
         for hook in on_gradient.values() if original.grad is not None else ():
             changed = hook(original.grad)
             original.grad = original.grad if changed is None else changed
+        if before is not None:
+            original.grad = before if original.grad is None else before.add_(original.grad)
+        if not (self.sums_everywhere or self.is_manual):
             for other in others:
-                other.grad = original.grad.to(other.device, copy=True)  # type: ignore[union-attr]
-        for param, old in zip(copies, before):
-            if not (self.on_all or self.are_owned or param is original):
-                param.grad = None
-            elif old is not None:
-                param.grad = old if param.grad is None else old.add_(param.grad)
+                other.grad = None  # nobody needs it
+        elif not self.sums_everywhere or before is not None or on_gradient:
+            self._copy(copies)
         if original.grad is not None:
             for post_hook in after_accumulation.values():
                 post_hook(original)
-        self._mark(copies)
+        self._remember(copies)
 
-    def follow(self) -> None:
-        """Give the replicas the first one's gradients, where these are others than the last exchange has left.
+    def _copy(self, copies: Sequence[Tensor]) -> None:
+        """Give the replicas the first one's gradient of a parameter."""
+        original, *others = copies
+        for other in others:
+            other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
+        self._remember(copies)
 
-        Clipping, `zero_grad`, or a hook has changed them.
-        """
-        for original, *others in self.replicas.parameters:
-            gradient = original.grad
-            is_changed = self.is_edited or self._is_changed(original)
-            for other in others:
-                if gradient is None:
-                    other.grad = None
-                elif is_changed or other.grad is None:
-                    other.grad = gradient.to(other.device, copy=True)
-                    self._mark((original, *others))
+    def copy_changed(self) -> None:
+        """Give the replicas the first one's gradients that clipping, `zero_grad` or a hook has changed since then."""
+        for copies in self.replicas.parameters:
+            are_there = {param.grad is not None for param in copies}
+            if self.may_be_edited or len(are_there) > 1 or self._is_changed(copies[0]):
+                self._copy(copies)
 
-    def check_owned(self, active: Sequence[int]) -> None:
+    def check_manual(self, active: Sequence[int]) -> None:
         """Compare the gradients that active replicas have edited themselves, or computed.
 
         Raises:
@@ -181,25 +178,25 @@ class Gradients:
                         "in the same way for every shard: the replicas' gradients differ before an update."
                     )
 
-    def _mark(self, copies: Sequence[Tensor]) -> None:
+    def _remember(self, copies: Sequence[Tensor]) -> None:
         for param in copies:
-            self._left.pop(id(param), None)
+            self._known.pop(id(param), None)
             if param.grad is not None:
-                self._left[id(param)] = param.grad, param.grad._version
+                self._known[id(param)] = param.grad, param.grad._version
 
     def _is_changed(self, param: Tensor) -> bool:
-        left = self._left.get(id(param))
-        if param.grad is None or left is None:
+        known = self._known.get(id(param))
+        if param.grad is None or known is None:
             return param.grad is not None
-        return left[0] is not param.grad or left[1] != param.grad._version
+        return known[0] is not param.grad or known[1] != param.grad._version
 
 
 class _Junction(torch.autograd.Function):
     """The whole batch's loss; its backward pass calls a function with the gradient, and whether to keep the graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, backward: Callable[[Tensor, bool], None]) -> Tensor:
-        ctx.run = backward
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, run: Callable[[Tensor, bool], None]) -> Tensor:
+        ctx.run = run
         return value.clone()
 
     @staticmethod
@@ -221,10 +218,6 @@ def are_equal(tensor: Tensor, other: Tensor) -> bool:
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _as_list(inputs: Any) -> list[Tensor]:
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
-
-
 def _take_hooks(param: Tensor) -> tuple[dict, dict]:
     """Take off what `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
     both = param._backward_hooks, param._post_accumulate_grad_hooks  # private names of torch
@@ -236,6 +229,6 @@ def _take_hooks(param: Tensor) -> tuple[dict, dict]:
 
 
 def _put_hooks(param: Tensor, taken: tuple[dict, dict]) -> None:
-    for hooks, own in zip((param._backward_hooks, param._post_accumulate_grad_hooks), taken):
+    for hooks, its_hooks in zip((param._backward_hooks, param._post_accumulate_grad_hooks), taken):
         if hooks is not None:
-            hooks.update(own)
+            hooks.update(its_hooks)

@@ -24,18 +24,8 @@ class Lockstep:
 
     def __init__(self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]) -> None:
         self.devices, self.turn = devices, turn
-        self.active: Sequence[int] = ()  # the replicas that run
-        self._here: dict[int, _Replica] = {}  # by thread
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the caller is a replica in such a step."""
-        return threading.get_ident() in self._here
-
-    @property
-    def index(self) -> int:
-        """The calling replica's number."""
-        return self._here[threading.get_ident()].index
+        self.active: Sequence[int] = ()  # the replicas of the step
+        self.running: _Replica | None = None  # whose thread it is
 
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
         """Call `function(i)` for every active replica, and return the results.
@@ -45,12 +35,16 @@ class Lockstep:
             RuntimeError: If some replicas meet and others do not.
         """
         self.active, modes = active, _modes({device.type for device in self.devices})
-        replicas = {i: _Replica(i, self.devices[i], partial(function, i), modes, self._here) for i in active}
+        replicas = {i: _Replica(i, self.devices[i], partial(function, i), modes) for i in active}
         try:
             while True:
                 for i, replica in replicas.items():
                     with self.turn(i):
-                        replica.go_on()
+                        self.running = replica
+                        try:
+                            replica.go_on()
+                        finally:
+                            self.running = None
                 meetings = {i: replica.meeting for i, replica in replicas.items()}
                 if not any(meetings.values()):
                     return [replica.value for replica in replicas.values()]
@@ -65,12 +59,10 @@ class Lockstep:
     def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
         """Wait for the other replicas, let `action` be called once with what all have brought, and return its answer.
 
-        Args:
-            meeting: What the replicas meet for: its name, and what must be the same for all.
-            value: What this replica brings.
-            action: Gets the values by replica.
+        The meeting has a name, and something that must be the same for all.
         """
-        return self._here[threading.get_ident()].meet(meeting, value, action)
+        assert self.running is not None
+        return self.running.meet(meeting, value, action)
 
 
 def _agreed(meetings: dict[int, Any]) -> Action:
@@ -89,20 +81,18 @@ def _agreed(meetings: dict[int, Any]) -> Action:
 class _Replica:
     """A replica's thread. `value` is what it brings to a meeting, what that answers, and at last its result."""
 
-    def __init__(self, index: int, device: torch.device, step: Callable[[], Any], modes: Any, here: Any) -> None:
-        self.index, self.meeting, self.value, self._here = index, None, None, here
+    def __init__(self, index: int, device: torch.device, step: Callable[[], Any], modes: Any) -> None:
+        self.index, self.meeting, self.value = index, None, None
         self._error: BaseException | None = None
         self._is_ended = False
         self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
         run = partial(contextvars.copy_context().run, self._run, step, modes, device)
         self._thread = threading.Thread(target=run, name=f"replica-{index}", daemon=True)
+        self._thread.start()
 
     def go_on(self) -> None:
         """Let the replica run until it meets or is through; raise what it raises."""
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._may_run.release()
+        self._may_run.release()
         self._has_paused.acquire()
         if self._error is not None:
             raise self._error
@@ -110,22 +100,24 @@ class _Replica:
     def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
         self.meeting, self.value = (meeting, action), value  # type: ignore[assignment]
         self._has_paused.release()
+        self._pause()
+        self.meeting, answer, self.value = None, self.value, None
+        return answer
+
+    def _pause(self) -> None:
         self._may_run.acquire()
         if self._is_ended:
             raise _Ended
-        self.meeting, answer, self.value = None, self.value, None
-        return answer
 
     def end(self) -> None:
         """End the replica where it waits, after an error in another one."""
         self._is_ended = True
         self._may_run.release()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=10)
+        self._thread.join(timeout=10)
 
     def _run(self, step: Callable[[], Any], modes: Callable[[], Any], device: torch.device) -> None:
-        self._here[threading.get_ident()] = self
         try:
+            self._pause()
             with modes(), current_device(device):
                 self.value = step()
         except _Ended:
@@ -133,7 +125,6 @@ class _Replica:
         except BaseException as error:
             self._error = error
         finally:
-            del self._here[threading.get_ident()]
             self._has_paused.release()
 
 

@@ -1,12 +1,7 @@
 """The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-The book's functions, in the order of a step:
-
-    get_params    replicas.py       copy the parameters to every device
-    split_batch   split_batch.py    cut the minibatch into one shard a device
-    train_batch   train_batch.py    every device: loss and gradient of its shard
-    allreduce     ../allreduce/     sum the gradients, give the sum to every device    `reduce_gradients`
-                  updates.py        every replica updates itself                       `update_replicas`
+The minibatch is split over the devices. Every replica computes the gradient of its shard. The allreduce leaves the sum
+in each of them. Every replica updates itself.
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
     python -m lightning_mgpu fit --trainer.strategy=ManualAllreduceStrategy \\
@@ -22,7 +17,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgpu.allreduce import allreduce_many, check_allreduce, textbook_allreduce
-from lightning_mgpu.strategies.gradients import are_equal
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
@@ -38,7 +32,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
             steps. Left out: even ones.
         replicas: How many there are, a multiple of the number of devices, over which they are spread in order. The
             trained weights are the same bits on any number of devices of one kind. Left out: one a device.
-        lockstep: Let replicas meet wherever a step calls `compute()` of a metric.
+        lockstep: Let replicas wait for each other wherever a step calls `compute()` of a metric.
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place, with what each device got instead.
@@ -46,7 +40,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     """
 
     name = "manual_allreduce"
-    replicas_update = True
+    sums_everywhere = True
 
     def __init__(
         self,
@@ -61,18 +55,11 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
             raise ValueError(f"allreduce={allreduce}: give a function of a list of tensors, or leave it out.")
         super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
         self.allreduce = allreduce
-        self._is_checked = False  # that the gradients are the same in all replicas
 
     @override
     def setup(self, trainer: Trainer) -> None:
         check_allreduce(self.allreduce, self.devices)
-        self._is_checked = False
         super().setup(trainer)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._is_checked &= batch_idx > 0  # once an epoch: an allreduce may have a state
 
     @override
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
@@ -80,35 +67,9 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         allreduce_many(self.allreduce, list(gradients.values()))
 
     @override
-    def exchange_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Call `reduce_gradients`. Once an epoch check that all replicas are left with the same.
-
-        Raises:
-            ValueError: If they are not: replicas would drift apart.
-        """
-        super().exchange_gradients(gradients)
-        is_own = type(self).reduce_gradients is not ManualAllreduceStrategy.reduce_gradients
-        who = f"{type(self).__name__}.reduce_gradients" if is_own else f"allreduce {_name_of(self.allreduce)}"
-        for name, (first, *others) in gradients.items() if not self._is_checked else ():
-            for i, other in enumerate(others, start=1):
-                if not are_equal(first, other):
-                    raise ValueError(
-                        f"{who} left replica {i} ({other.device}) with another sum than replica 0 for the gradient of "
-                        f"{name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
-                    )
-        self._is_checked = True
-
-    @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        if self.own_updates:
-            if not self.gradients.are_owned:
-                self.gradients.follow()  # clipping has changed the first one's
-            self.own_updates = self.updates.repeat(optimizer)
+        self.gradients.copy_changed()  # by clipping
+        self.own_updates = self.updates.repeat(optimizer)
         if not self.own_updates:
-            self.updates.forget(optimizer)
             self.replicas.copy_parameters()
-
-
-def _name_of(function: Callable) -> str:
-    return getattr(function, "__qualname__", repr(function))

@@ -6,7 +6,7 @@ these. What replicas meet for is done once, by the first replica's optimizer, an
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,13 +22,15 @@ Strategy = Any  # a TrainBatchStrategy, which imports this file
 
 @contextmanager
 def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside the block replicas meet where they step an optimizer or a scheduler; the Trainer counts a step once."""
-    own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each)) for each in optimizers]
+    """Inside the block replicas meet where they step an optimizer, Lightning's wrapper of it, or a scheduler."""
+    own: list[tuple[Any, str, Any]] = []
+    for optimizer in optimizers:
+        step_all = partial(strategy.step_all, optimizer, optimizer.step)
+        own.append((optimizer, "step", _met_step(strategy, optimizer, step_all)))
+    for wrapper in strategy._lightning_optimizers:  # it calls the strategy's `optimizer_step`
+        own.append((wrapper, "step", _met_step(strategy, wrapper, wrapper.step)))
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
         own.append((scheduler, "step", _met_schedule(strategy, scheduler)))
-    for wrapper in strategy._lightning_optimizers:
-        for name in ("_on_before_step", "_on_after_step"):  # private: they count steps
-            own.append((wrapper, name, _in_first(strategy, getattr(wrapper, name))))
     with attributes(own):
         yield
 
@@ -55,16 +57,23 @@ def only_own_parameters(strategy: Strategy) -> Iterator[None]:
         handle.remove()
 
 
-def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: Callable[..., Any]) -> Any:
-    """Evaluate this replica's closure, and meet for one step; returns the whole batch's loss.
+def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) -> Callable[..., Any]:
+    """The `step` of an optimizer for replicas. Each evaluates its closure; what is returned is the whole batch's loss.
 
     Raises:
         RuntimeError: If the optimizer evaluates its closure again, as LBFGS does.
     """
-    loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
+    step = optimizer.step
 
-    def step_once(losses: dict[int, Any]) -> Any:
-        strategy.gradients.check_owned(list(losses))
+    @wraps(step)
+    def met_step(closure: Any = None, **kwargs: Any) -> Any:
+        if not strategy.lockstep.running:
+            return step(closure, **kwargs)
+        loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
+        return strategy.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
+
+    def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
+        strategy.gradients.check_manual(list(losses))
         whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
         evaluations = iter((whole,))
 
@@ -76,24 +85,8 @@ def meet_to_step(strategy: Strategy, optimizer: Optimizer, closure: Any, step: C
                 "manual optimization: optimize automatically, or on one device."
             )
 
-        return strategy.step_all(optimizer, evaluated, step)
+        return step_all(evaluated, **kwargs)
 
-    return strategy.lockstep.meet(("step", id(optimizer)), loss, step_once)
-
-
-def _met_step(strategy: Strategy, optimizer: Optimizer) -> Callable[..., Any]:
-    """The `step` of an optimizer for replicas, who may call torch's own."""
-    step, own = optimizer.step, vars(optimizer).get("step")
-
-    @wraps(step)
-    def met_step(*args: Any, **kwargs: Any) -> Any:
-        if not strategy.lockstep.is_inside:
-            return step(*args, **kwargs)
-        (closure, *_), rest = (*args, kwargs.pop("closure", None)), kwargs
-        return meet_to_step(strategy, optimizer, closure, lambda closure: step(closure, **rest))
-
-    its = type(optimizer).step if own is None else getattr(own, "__wrapped__", None)
-    vars(met_step)["__wrapped__"] = its  # what it calls in the end
     return met_step
 
 
@@ -107,9 +100,7 @@ def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
             *whole, named = (_whole(parts, sizes, strategy) for parts in zip(*given.values()))
             return step(*whole, **named)  # type: ignore[misc]
 
-        if strategy.lockstep.is_inside:
-            return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
-        return step(*args, **kwargs)  # type: ignore[misc]
+        return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
 
     return schedule
 
@@ -118,7 +109,3 @@ def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: Strategy) -> Any:
     if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
         return parts[0]
     return gather(parts, sizes, strategy.devices[0])
-
-
-def _in_first(strategy: Strategy, function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: function() if strategy.replicas.current == 0 else None

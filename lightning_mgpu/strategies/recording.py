@@ -6,9 +6,8 @@ logged values joined with the shards' sizes as weights, metrics updated with the
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -17,25 +16,17 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas import MISSING, Replicas
 from lightning_mgpu.strategies.split_batch import leaves
 
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
 BUILT_IN = frozenset(vars(LightningModule()))
-FOREIGN = (
-    "torch",
-    "lightning",
-    "lightning_utilities",
-    "numpy",
-    "builtins",
-    "functools",
-)  # theirs hold none
 Key = tuple[int, str, int]  # a metric's id, its method, and how many such calls the replica had made before
 
 
@@ -48,16 +39,11 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Logged(NamedTuple):
-    """A call of `self.log`. The source is the metric's call that has returned the value, and its place in a dict."""
-
-    value: Any
-    kwargs: dict[str, Any]
-    source: tuple[Key, Any] | None
-
-
 class Recorder:
-    """Writes down what replicas do in a step, and does it once when they are through. They compute in `lockstep`."""
+    """Writes down what replicas do in a step, and does it once when they are through.
+
+    `compute()` needs lockstep: all replicas must have updated the metric.
+    """
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep, self.is_recording = replicas, lockstep, False
@@ -67,7 +53,7 @@ class Recorder:
 
     def _forget(self) -> None:
         self._calls: dict[Key, dict[int, Call]] = {}  # by replica
-        self._logged: dict[tuple[str, str, int], dict[int, Logged]] = {}  # by hook, name and number; by replica
+        self._logged: dict[tuple[str, str, int], dict[int, tuple[Any, ...]]] = {}  # by hook, name, number; by replica
         self._counts: dict[Any, int] = defaultdict(int)
         self._sources: dict[int, tuple[Key, Any, Tensor]] = {}  # by id: the call that has returned a tensor
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
@@ -79,7 +65,9 @@ class Recorder:
         results: Any = module.trainer._results  # private: where `self.log` puts values; None in `predict`
         patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
         for metric in find_metrics(module):
-            patches += [(metric, method, _Recorded(self, metric, method)) for method in METHODS]
+            if id(metric) not in self._copies:
+                self._copies[id(metric)] = metric, _blank_copy(metric)
+            patches += [(metric, method, self._recorded(metric, method)) for method in METHODS]
         if results is not None:
             self._log = results.log
             patches.append((results, "log", self._record_log))
@@ -94,9 +82,9 @@ class Recorder:
     # Written down
 
     def _record_log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
-        i, source = self.replicas.current, self._sources.get(id(value))
-        n = self._count(i, fx, name)
-        self._logged.setdefault((fx, name, n), {})[i] = Logged(value, kwargs, source and source[:2])
+        i = self.replicas.current
+        by_replica = self._logged.setdefault((fx, name, self._count(i, fx, name)), {})
+        by_replica[i] = value, kwargs, self._sources.get(id(value))
 
     def _to_tensor(self, value: Any, name: str) -> Tensor:
         made: Tensor = getattr(LightningModule, TO_TENSOR)(self.replicas.module, value, name)
@@ -104,22 +92,30 @@ class Recorder:
             self._sources[id(made)] = *source[:2], made
         return made
 
-    def call(self, metric: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A replica calls a metric. What `forward` answers is the value for its shard."""
-        if method == "compute":
-            if not self.lockstep.is_inside:
-                raise RuntimeError(
-                    f"{type(metric).__name__}.compute() in a step needs what all replicas have seen: set lockstep=True "
-                    "(--trainer.strategy.lockstep=true), or compute it when the epoch ends."
-                )
-            value = self.lockstep.meet(("compute()", id(metric)), None, lambda _: self._compute(metric))
-            return move_data_to_device(value, self.replicas.module.device)
-        key = id(metric), method, self._count(self.replicas.current, id(metric), method)
-        now = [apply_to_collection(part, Tensor, lambda t: t.detach().clone()) for part in (args, kwargs)]
-        self._calls.setdefault(key, {})[self.replicas.current] = Call(metric, method, *now)
-        if method != "forward":
+    def _recorded(self, metric: Any, method: str) -> Callable[..., Any]:
+        """What stands in for a method of a metric."""
+        itself = getattr(metric, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
+                return itself(*args, **kwargs)
+            return self._compute(metric) if method == "compute" else self._record(Call(metric, method, args, kwargs))
+
+        return call
+
+    def _record(self, call: Call) -> Any:
+        """What `forward` answers a replica is the value for its shard."""
+        i = self.replicas.current
+        key = id(call.metric), call.method, self._count(i, id(call.metric), call.method)
+        self._calls.setdefault(key, {})[i] = apply_to_collection(call, Tensor, lambda t: t.detach().clone())
+        if call.method != "forward":
             return None
-        value = self._value_of_shard(metric, args, kwargs)
+        value: Any = None
+        with suppress(Exception):  # too few samples in the shard, but not in the batch
+            value = self._copy_of(call.metric)(*call.args, **call.kwargs)
+        if value is None:
+            names = call.metric.keys() if isinstance(call.metric, MetricCollection) else ()
+            value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
             self._sources[id(part)] = key, name, part
         return value
@@ -128,35 +124,32 @@ class Recorder:
         self._counts[what] += 1
         return self._counts[what] - 1
 
-    def _value_of_shard(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        copied = self._copy_of(metric)
-        with suppress(Exception):  # too few samples in the shard, but not in the batch
-            return copied(*args, **kwargs)
-        nan = torch.tensor(torch.nan)
-        return {str(name): nan.clone() for name in copied} if isinstance(copied, MetricCollection) else nan
-
     def _copy_of(self, metric: Any) -> Any:
-        """A copy that has seen nothing, without hooks, which may lead anywhere."""
-        if id(metric) not in self._copies:
-            hooks = [own for part in metric.modules() for name, own in vars(part).items() if name.endswith("_hooks")]
-            copied = copy.deepcopy(metric, {id(own): type(own)() for own in hooks})
-            if isinstance(copied, MetricCollection):
-                copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
-            self._copies[id(metric)] = metric, copied
         copied = self._copies[id(metric)][1]
         copied.reset()
         on_cpu = all(part.device.type == "cpu" for part in metric.modules() if isinstance(part, Metric))
         return copied if on_cpu else copied.to(self.replicas.module.device)
 
-    # Done
-
     def _compute(self, metric: Any) -> Any:
-        self.is_recording = False
-        try:
-            self._replay_calls()
-            return metric.compute()
-        finally:
-            self.is_recording = True
+        """Replicas meet for it: all of them must have updated the metric."""
+        if self.lockstep.running is None:
+            raise RuntimeError(
+                f"{type(metric).__name__}.compute() in a step needs what all replicas have seen: set lockstep=True "
+                "(--trainer.strategy.lockstep=true), or compute it when the epoch ends."
+            )
+
+        def compute(_: Any) -> Any:
+            self.is_recording = False
+            try:
+                self._replay_calls()
+                return metric.compute()
+            finally:
+                self.is_recording = True
+
+        value = self.lockstep.meet(("compute()", id(metric)), None, compute)
+        return move_data_to_device(value, self.replicas.module.device)
+
+    # Done
 
     def _replay(self) -> None:
         self._replay_calls()
@@ -164,14 +157,14 @@ class Recorder:
             (value, kwargs, source), *_ = entries = list(by_replica.values())
             sizes = weights = [self.sizes[i] for i in by_replica]
             if kwargs.get("batch_size") is not None:
-                given = [entry.kwargs["batch_size"] for entry in entries]
+                given = [kwargs["batch_size"] for _, kwargs, _ in entries]
                 weights, batch_size = self._batch_size(name, given, sizes)
                 kwargs = {**kwargs, "batch_size": batch_size}
             if source is not None:
-                key, part = source
+                key, part, _ = source
                 value = self._values[key] if part is None else self._values[key][part]
             elif isinstance(value, Tensor):
-                values = [entry.value.to(self.replicas.devices[0]) for entry in entries]
+                values = [each.to(self.replicas.devices[0]) for each, *_ in entries]
                 value = _reduced(values, weights, kwargs.get("reduce_fx", "mean"))
             self._log(fx, name, value, **kwargs)
 
@@ -196,8 +189,6 @@ class Recorder:
             return metric.reset()
         device = self.replicas.devices[0]
         call = metric if method == "forward" else metric.update
-        if isinstance(inner := getattr(metric, "base_metric", metric), BaseAggregator):
-            return call(*_aggregated(inner, calls, sizes, device))
         with suppress(ValueError):
             args, kwargs = _joined(calls, sizes, device)
             return call(*args, **kwargs)
@@ -212,21 +203,6 @@ class Recorder:
             if isinstance(part, Metric):
                 part._forward_cache = its_copy.compute()  # private: what is logged of the step
         return copied.compute()
-
-
-class _Recorded:
-    """Stands in for a method of a metric. A copy of the metric has the method itself."""
-
-    def __init__(self, recorder: Recorder, metric: Any, method: str) -> None:
-        self.recorder, self.metric, self.method, self.itself = recorder, metric, method, getattr(metric, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recorder.is_recording:
-            return self.itself(*args, **kwargs)
-        return self.recorder.call(self.metric, self.method, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return partial(getattr(type(self.metric), self.method), copy.deepcopy(self.metric, memo))
 
 
 def find_metrics(module: nn.Module) -> list[Any]:
@@ -244,17 +220,24 @@ def find_metrics(module: nn.Module) -> list[Any]:
 def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
     if isinstance(value, nn.Module):
         yield from (part for part in value.modules() if isinstance(part, (Metric, MetricCollection)))
-    elif isinstance(value, (list, tuple, Mapping)) or type(value).__module__.split(".")[0] not in FOREIGN:
-        items = value.values() if isinstance(value, Mapping) else value
-        items = items if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", {}).values()
-        for item in list(items)[:100] if depth else ():
+    elif depth:
+        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        items = value if isinstance(value, (list, tuple)) else mapping.values()
+        for item in list(items)[:100]:
             yield from _metrics_in(item, depth - 1)
+
+
+def _blank_copy(metric: Any) -> Any:
+    copied = copy.deepcopy(metric)
+    if isinstance(copied, MetricCollection):
+        copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
+    return copied
 
 
 @contextmanager
 def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give objects attributes of their own inside the block."""
-    before = [(vars(owner), name, vars(owner).get(name, _Recorded)) for owner, name, _ in new]
+    before = [(vars(owner), name, vars(owner).get(name, MISSING)) for owner, name, _ in new]
     for owner, name, value in new:
         vars(owner)[name] = value
     try:
@@ -262,36 +245,34 @@ def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for own, name, value in before:
             own.pop(name, None)
-            if value is not _Recorded:
+            if value is not MISSING:
                 own[name] = value
 
 
-def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments for the whole batch; a ValueError if some are numbers, or cannot be joined."""
     if any(_is_number(leaf) for call in calls for leaf in leaves([call.args, call.kwargs])):
-        raise ValueError("numbers")
+        metric = getattr(calls[0].metric, "base_metric", calls[0].metric)
+        return _aggregated(metric, calls, sizes, device), {}
     args, kwargs = zip(*(call[2:] for call in calls))
     joined = [gather(parts, sizes, device, are_rows=True) for parts in zip(*args, strict=True)]
     return joined, {n: gather([each[n] for each in kwargs], sizes, device, are_rows=True) for n in kwargs[0]}
 
 
-def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Any]:
-    """The value for the whole batch, and its weight, for a metric that aggregates values of single shards."""
+def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The numbers of the shards, and their weights where the metric is a mean."""
+    if not isinstance(metric, BaseAggregator):
+        raise ValueError("nobody knows what its numbers are")
     given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
     values = [torch.as_tensor(each["value"], device=device) for each in given]
     if any(value.ndim for value in values):
-        rows = [value.reshape(-1) for value in values]
-        if "weight" not in given[0]:
-            return [torch.cat(rows)]
-        weights = [torch.as_tensor(each["weight"], device=device).expand_as(v) for each, v in zip(given, values)]
-        return [torch.cat(rows), torch.cat([weight.reshape(-1) for weight in weights])]
-    kinds = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
-    kind = next((kind for base, kind in kinds.items() if isinstance(metric, base)), "mean")
-    weights = [each["weight"] for each in given if "weight" in each]
-    if not weights or (isinstance(weights[0], float) and len({*weights}) == 1):  # it weighs every batch alike
-        return [_reduced(values, sizes, kind), *weights[:1]]
-    amounts = [float(weight) for weight in weights]
-    return [_reduced(values, amounts if any(amounts) else sizes, kind), sum(weights)]
+        raise ValueError("a number beside rows")
+    if not isinstance(metric, MeanMetric):
+        return [torch.stack(values)]
+    weights = [each.get("weight", 1.0) for each in given]
+    if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
+        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
+    return [torch.stack(values), torch.as_tensor(weights, device=device)]
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

@@ -2,11 +2,10 @@
 
 A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is a list of such
 dicts, one a layer, with tensors of its own in them. All else in them (hooks, metrics, lists) is the one object it
-always was. A turn exchanges the dicts. An attribute that a step rebinds is the replica's own by that.
+always was. A turn exchanges the dicts. So an attribute that a step assigns is seen by this replica alone.
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # BatchNorm, InstanceNorm: those with running statistics
-from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
@@ -31,9 +29,10 @@ MISSING = object()
 
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """A replica's own parameters, as in the book: copies on its device."""
+    """A replica's own parameters, as in the book: copies on its device. Buffers, too."""
     with torch.inference_mode(False), torch.no_grad():
-        return [_like(param, param.detach().to(device, copy=True)) for param in params]
+        copies = [(param, param.detach().to(device, copy=True)) for param in params]
+    return [nn.Parameter(own, p.requires_grad) if isinstance(p, nn.Parameter) else own for p, own in copies]
 
 
 class Copies:
@@ -41,82 +40,65 @@ class Copies:
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
-        self.marks: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, int]] = []
 
-    def mark(self) -> None:
+    def remember(self) -> None:
         """Remember that the copies are equal now."""
-        self.marks = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+        self._versions = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
 
     def is_moved(self) -> bool:
         """Whether somebody has set the first one's `.data`."""
-        return bool(self.marks) and self.marks[0][1] != self.tensors[0].data_ptr()
+        return bool(self._versions) and self._versions[0][1] != self.tensors[0].data_ptr()
 
     def are_edited(self) -> bool:
-        """Whether somebody has edited one of them since. An edit of `.data` leaves no mark."""
-        return self.marks != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+        """Whether somebody has edited one of them since. Torch does not count edits of `.data`."""
+        return self._versions != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
 
 
 class Replicas:
-    """k replicas of a module.
-
-    Args:
-        module: The user's, which is the first replica.
-        devices: One a replica.
-        streams: Their random numbers.
-    """
+    """k replicas of the user's module, which is the first one."""
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device], streams: Streams) -> None:
         self.module, self.devices, self.streams = module, list(devices), streams
         self.current = 0  # whose turn it is
-        self.is_stale = True  # somebody may have edited the original without a mark
+        self.is_stale = True  # somebody may have edited the original in ways that torch does not count
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self._buffers: dict[str, Copies] = {}
+        self.copies_of: dict[int, tuple[Tensor, ...]] = {}  # of parameters and buffers, by the original's id
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
         self._meet = False
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
-        self._optimizers: list[Optimizer] = []
-        self._copies_of: dict[int, tuple[Tensor, ...]] = {}  # by the original's id
-        self._states: dict[tuple[int, Optimizer], Any] = {}  # of the optimizers, by replica
-        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._own: tuple[Any, Any] = [], []  # what the optimizers' groups and states are outside of a turn
 
     @property
     def parameters(self) -> list[tuple[Tensor, ...]]:
         """For every parameter its copies, one a replica."""
         return [copies.tensors for copies in self.copies.values()]
 
-    def begin(
-        self, *number: int, trains: bool = True, meet: bool = False, optimizers: Iterable[Optimizer] = ()
-    ) -> None:
+    def begin(self, *number: int, meet: bool = False) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        Args:
-            number: Names the step, for the random numbers.
-            trains: Whether the step needs gradients. Else replicas on the first one's device use its parameters.
-            meet: Whether replicas meet in the step. They have lists and dicts of their own then.
-            optimizers: In a turn they have the replica's parameters, too.
+        The number names the step. Replicas that meet in it have lists and dicts of their own.
         """
         self.streams.begin(*number)
         named = list(_walk(self.module))
         self._owners = [owner for _, owner in named]
         self.copies = self._find_copies(named, "_parameters", self.copies)
         self._buffers = self._find_copies(named, "_buffers", self._buffers)
-        self.follow()
+        self.copy_edited()
         copy_tensors(self._buffers.values())
-        copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
-        if not trains:
-            own = {id(c.tensors[0]): c.tensors for c in self.copies.values()}
-            same = [device == self.devices[0] for device in self.devices]
-            copies_of |= {key: tuple(t[0] if s else c for c, s in zip(t, same)) for key, t in own.items()}
+        self.copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
         self._meet, self._lists = meet, []
         self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [[]]
         for i in range(1, len(self.devices)):
-            self._dicts.append([self._replica_of(owner, i, copies_of) for owner in self._owners])
+            self._dicts.append([self._replica_of(owner, i) for owner in self._owners])
             self._put.append([dict(own) for own in self._dicts[i]])
-        self._copies_of, self._optimizers, self._states = copies_of, list(optimizers), {}
+
+    def copy_of(self, tensor: Any, i: int) -> Any:
+        """Replica i's copy of a parameter or buffer; anything else is what it is."""
+        return self.copies_of[id(tensor)][i] if id(tensor) in self.copies_of else tensor
 
     def _find_copies(
         self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
@@ -136,38 +118,36 @@ class Replicas:
             known[id(tensor)] = Copies(copies_of_it)
         return {name: known[key] for key, (name, _) in found.items()}
 
-    def follow(self) -> None:
+    def copy_edited(self) -> None:
         """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
         for original, *others in self.parameters:
             for other in others:
-                if attributes := vars(original):  # marks of the user's
-                    vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
         edited = [copies for copies in self.copies.values() if self.is_stale or copies.are_edited()]
         copy_tensors(edited)
         for copies in edited:
-            copies.mark()
+            copies.remember()
         self.is_stale = False
 
     def copy_parameters(self) -> None:
         """Copy all of the first replica's parameters to the others."""
         self.is_stale = True
-        self.follow()
+        self.copy_edited()
 
-    def _replica_of(self, owner: nn.Module, i: int, copies_of: dict[int, tuple[Tensor, ...]]) -> dict[str, Any]:
+    def _replica_of(self, owner: nn.Module, i: int) -> dict[str, Any]:
         """The `__dict__` of a layer in replica i."""
         own = dict(owner.__dict__)
         for kind in ("_parameters", "_buffers"):
             if own[kind]:
-                own[kind] = {name: None if t is None else copies_of[id(t)][i] for name, t in own[kind].items()}
+                own[kind] = {name: self.copy_of(tensor, i) for name, tensor in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [copies_of.get(id(weight), {i: weight})[i] for weight in own["_flat_weights"]]
+            own["_flat_weights"] = [self.copy_of(weight, i) for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
         if self.devices[i] != self.devices[0]:
             own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
-        if _is_users(owner):
+        if _may_keep_state(owner):
             for name, value in owner.__dict__.items():
                 if type(value) in (list, dict) and name not in TENSORS:
                     if self._meet:
@@ -175,11 +155,9 @@ class Replicas:
                     if type(value) is list:
                         self._lists.append((value, len(value), own[name]))
         kept = self._kept[i].get(owner, {})
-        for name, (value, base, versions) in list(kept.items()):
-            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:
+        for name, (value, base, versions) in kept.items():
+            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
                 own[name] = value
-            else:  # a hook has set another, or has edited the first one's
-                del kept[name]
         return own
 
     def _moved(self, value: Any, i: int) -> Any:
@@ -189,9 +167,10 @@ class Replicas:
         return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
 
     def end(self, active: Iterable[int]) -> None:
-        """A step is over: a tensor or an object that it has rebound in a replica is the replica's own from now on.
+        """A step is over. A tensor or an object that it has assigned, `self.state` say, is the replica's from now on.
 
-        A hook that rebinds it does so for all. A replica that was not active goes on with what the first one has.
+        It is, until a hook assigns another one, or edits the first replica's. A replica that was not active goes on
+        with what the first one has.
         """
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
@@ -205,12 +184,9 @@ class Replicas:
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
-        """Average what BatchNorm has tracked, weighted by samples: a moving average is linear.
+        """Average what BatchNorm has tracked, weighted by the samples of each replica: a moving average is linear.
 
         It is written by `.data`: the backward pass may have kept the tensor, and checks that nobody has edited it.
-
-        Args:
-            sizes: The samples of each active replica.
         """
         norms = [
             (n, name)
@@ -230,44 +206,18 @@ class Replicas:
     @contextmanager
     def turn(self, i: int) -> Iterator[None]:
         """Let the module be replica i inside the block, in a step and in its backward pass."""
-        self._enter(i)
+        self._put_in(i)
         try:
             with current_device(self.devices[i]), self.streams.of(i):
                 yield
         finally:
-            self._leave(i)
+            self._put_in(0)
 
-    def _enter(self, i: int) -> None:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if i == 0:  # the others begin with the same settings, whatever it does to them
-            self._settings = [dict(group) for group in groups]
-            return
-        self.current = i
-        for owner, own in zip(self._owners, self._dicts[i]):
-            object.__setattr__(owner, "__dict__", own)
-        self._own = [(group, dict(group)) for group in groups], [(each, each.state) for each in self._optimizers]
-        for group, settings in zip(groups, self._settings):
-            group.update(settings)
-            group["params"] = [self._copies_of.get(id(p), {i: p})[i] for p in settings["params"]]
-        for optimizer in self._optimizers:
-            if (i, optimizer) not in self._states:  # what a step puts there is the replica's own
-                states: list[tuple[Any, Any]] = list(optimizer.state.items())
-                copied: dict[Any, Any] = {self._copies_of.get(id(p), {i: p})[i]: dict(state) for p, state in states}
-                self._states[i, optimizer] = defaultdict(dict, copied)
-            optimizer.state = self._states[i, optimizer]
-
-    def _leave(self, i: int) -> None:
-        if i == 0:
-            return
-        self.current = 0
-        for owner, own in zip(self._owners, self._dicts[0]):
-            object.__setattr__(owner, "__dict__", own)
-        groups, states = self._own
-        for group, own in groups:
-            group.clear()
-            group.update(own)
-        for optimizer, state in states:
-            optimizer.state = state
+    def _put_in(self, i: int) -> None:
+        if i != self.current:
+            self.current = i
+            for owner, own in zip(self._owners, self._dicts[i]):
+                object.__setattr__(owner, "__dict__", own)
 
 
 @torch.no_grad()
@@ -292,20 +242,13 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
             raise MisconfigurationException(
-                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`, in every replica "
-                "others. Use one device, or shorten the rows in `on_train_batch_start`."
+                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`: each replica "
+                "would edit others. Use one device, or shorten the rows in `on_train_batch_start`."
             )
         seen.add(owner)
         yield prefix, owner
         children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
         todo.extend(reversed(children))
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter, if the tensor is one."""
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    return nn.Parameter(values, tensor.requires_grad)
 
 
 def _versions(value: Any) -> list[int]:
@@ -314,6 +257,6 @@ def _versions(value: Any) -> list[int]:
     return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def _is_users(owner: nn.Module) -> bool:
+def _may_keep_state(owner: nn.Module) -> bool:
     """Whether a layer's class is the user's, who may keep a state in attributes."""
     return not type(owner).__module__.startswith("torch.")

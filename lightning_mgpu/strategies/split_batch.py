@@ -69,15 +69,6 @@ def find_batch_size(batch: Any) -> int | None:
     return sizes.pop()
 
 
-def may_be_one_sample(batch: Any) -> bool:
-    """Whether a loader that makes no batches (`batch_size=None`) may have given a single sample.
-
-    A sample has a 0-d tensor, or nothing but 1-d ones: these are its features, or a batch's labels.
-    """
-    ndims = {leaf.ndim for leaf in leaves(batch) if isinstance(leaf, Array)}
-    return 0 in ndims or ndims == {1}
-
-
 def items_of(part: Any) -> list[Any] | None:
     """What lies directly in a list, tuple, dict or dataclass; `None` for everything else."""
     if isinstance(part, PackedSequence) or hasattr(type(part), "batch_size"):  # the latter: a TensorDict
@@ -127,7 +118,7 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
     items = items_of(part)
     if items is None:
         return part
-    holds_samples = _is_list(part) and len(part) == total and not _is_ambiguous(part, total)
+    holds_samples = _is_list(part) and len(part) == total
     return part[rows] if holds_samples else like(part, [_cut(item, total, rows) for item in items])
 
 
@@ -169,19 +160,18 @@ def _length_of_lists(batch: Any) -> int | None:
 class AutoSplit:
     """`split='auto'`: times the replicas in the first steps, and turns the times into shares of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_asked: bool = True) -> None:
+        self.is_done = not is_asked
         self._seconds: dict[int, float] = defaultdict(float)  # by replica
         self._steps = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._steps > NUM_TIMED
 
     @contextmanager
     def timed(self, i: int, device: torch.device) -> Iterator[None]:
         """Add the time of the block to replica i's, until its device is through."""
         start = time.perf_counter()
         yield
+        if self.is_done:
+            return
         if (module := device_module(device)) is not None:
             module.synchronize(device)
         self._seconds[i] += time.perf_counter() - start
@@ -191,8 +181,9 @@ class AutoSplit:
         self._steps += 1
         if self._steps == 1:  # it warms up
             self._seconds.clear()
-        if not self.is_done or len(self._seconds) < len(shares):  # the latter: batches too small for all devices
+        if self.is_done or self._steps <= NUM_TIMED or len(self._seconds) < len(shares):  # too few samples for all
             return list(shares)
+        self.is_done = True
         speeds = [share / self._seconds[i] for i, share in enumerate(shares)]
         split = [speed / sum(speeds) for speed in speeds]
         rank_zero_info(f"split='auto': shares of the batch {[round(share, 3) for share in split]}")

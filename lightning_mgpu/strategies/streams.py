@@ -13,13 +13,7 @@ from lightning_mgpu.strategies.one_process import device_module
 
 
 class Streams:
-    """The random streams of k replicas.
-
-    Args:
-        devices: One a replica.
-        all_own: Whether the first replica has a stream, too. Else it draws from the global generators, as one device
-            does.
-    """
+    """The random streams of k replicas. The first draws from the global generators, as one device, or has its own."""
 
     def __init__(self, devices: Sequence[torch.device], all_own: bool) -> None:
         self.devices, self.all_own = devices, all_own

@@ -36,7 +36,7 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
     ) -> Tensor:
         if training and torch._C._current_graph_task_id() != -1:  # private: whether a backward pass runs
             raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
-        if not training or not lockstep.is_inside:
+        if not training or lockstep.running is None:
             return own_batch_norm(X, running_mean, running_var, weight, bias, training, momentum, eps)
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
@@ -44,11 +44,10 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         own_squares = (Z - own_mean.view(shape)).square().sum(dims)  # two passes: no cancellation
         shares = [_Share.apply(moment, len(lockstep.active)) for moment in (own_mean, own_squares)]
         offered = lockstep.meet(("BatchNorm", None), (X.numel() // X.size(1), *shares), dict)
-        mine = list(offered).index(lockstep.index)
+        mine = list(offered).index(lockstep.running.index)
         counts = [count for count, *_ in offered.values()]
         means, squares = ([moments[n][mine].to(X.device) for moments in offered.values()] for n in (1, 2))
-        if (total := sum(counts)) == 1:  # as torch does
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {X.size()}")
+        total = sum(counts)
         mean = torch.stack([own * (n / total) for own, n in zip(means, counts)]).sum(0)
         between = [n * (own - mean).square() for own, n in zip(means, counts)]
         var = torch.stack([*squares, *between]).sum(0) / total  # Chan, Golub and LeVeque (1983)

@@ -1,39 +1,30 @@
 """`train_batch` of the book as a Lightning Strategy: k replicas, k shards, k losses, one gradient.
 
-    split_batch       cut the batch into a shard a replica              split_batch.py
-    begin, turn       put a replica's parameters into the module        replicas.py
-    training_step     the user's, once a replica, each in its turn
-    join              the losses become the whole batch's               gradients.py
-    backward          every replica's gradient, then they meet          gradients.py
-    reduce_gradients  how they meet                                     manual_allreduce.py, dp.py
-    update_replicas   the update, of every replica                      updates.py
-
-Replicas take turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where
-replicas must meet in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
+The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas take turns in the
+caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where replicas must wait for each
+other in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, default_convert
 from typing_extensions import override
 
 from lightning_mgpu.strategies import split_batch as batches
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meet_to_step, meetings, only_own_parameters
+from lightning_mgpu.strategies.manual_optimization import meetings, only_own_parameters
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
@@ -44,6 +35,19 @@ from lightning_mgpu.strategies.updates import Updates
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+def _evaluation(name: str, context: str) -> Any:
+    """The strategy's `validation_step`, say, inside a context of its precision plugin."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return getattr(ParallelStrategy, name)(self, *args, **kwargs)
+        with getattr(self.precision_plugin, context)():
+            outputs = self._run(name, *args, **kwargs)
+        return gather(outputs, list(self.sizes.values()), self.devices[0])
+
+    return step
+
+
 class TrainBatchStrategy(OneProcess, ParallelStrategy):
     """Trains k replicas of a module, each on its shard of the batch; for the options see `ManualAllreduceStrategy`.
 
@@ -51,7 +55,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     """
 
     replicas: Replicas
-    replicas_update: bool  # whether the gradients' sum is left in all replicas, for updates of their own
+    sums_everywhere: bool  # whether `reduce_gradients` leaves the sum in every replica, or in the first alone
 
     def __init__(
         self,
@@ -67,9 +71,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             raise MisconfigurationException(f"split={split!r}: give one share a device, [0.9, 0.1] say, or 'auto'.")
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
         self.own_updates = False  # whether every replica has made the last update itself
-        self.sizes: dict[int, int] = {}  # the samples of the replicas that are active in this step
+        self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
         self._is_set_up = False
-        self._has_unbatched = False  # whether a loader of the run makes no batches
         self._num_evaluations = 0  # of the loss, for one update
 
     # Devices
@@ -112,9 +115,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         assert self.lightning_module is not None
         devices, is_fixed = self.devices, self.num_replicas is not None
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
-        self._auto_split = batches.AutoSplit() if self.split == "auto" else None
+        self.auto_split = batches.AutoSplit(self.split == "auto")
         self.replicas = Replicas(self.lightning_module, devices, Streams(devices, is_fixed))
-        self.gradients = Gradients(self.replicas, self.exchange_gradients, self.replicas_update)
+        self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere)
         self.updates = Updates(self.replicas)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
@@ -129,15 +132,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.model.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        # torch's `collate_fn` for `batch_size=None`, with a sampler that may be one of batches
-        if isinstance(dataloader, DataLoader) and dataloader.collate_fn is default_convert:
-            self._has_unbatched |= not isinstance(dataloader.sampler, BatchSampler)
-        return super().process_dataloader(dataloader)
-
-    @override
     def teardown(self) -> None:
-        self._is_set_up, self._has_unbatched = False, False
+        self._is_set_up = False
         for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)
         super().teardown()
@@ -147,10 +143,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
         """For every parameter, by its name, leave the sum of its k gradients in each of them, or in the first."""
         raise NotImplementedError
-
-    def exchange_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Call `reduce_gradients`."""
-        self.reduce_gradients(gradients)
 
     def update_replicas(self, optimizer: Optimizer) -> None:
         """The first replica was updated: see to the others."""
@@ -166,85 +158,72 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self._num_evaluations += 1
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
-        if self.gradients.are_owned:
-            return gather(_without_graph(outputs), list(self.sizes.values()), self.devices[0])
-        losses = {}
+        sizes, device = list(self.sizes.values()), self.devices[0]
+        if self.gradients.is_manual:
+            return gather(outputs, sizes, device)
+        losses, rest = {}, []
         for i, output in zip(self.sizes, outputs):
-            losses[i] = output.get("loss", output) if isinstance(output, Mapping) else output
-            if output is not None and not isinstance(losses[i], Tensor):
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if output is not None and not isinstance(loss, Tensor):
                 return output  # Lightning says what is wrong with it
-        losses = {i: loss for i, loss in losses.items() if loss is not None}
+            if loss is not None:
+                losses[i] = loss
+            is_dict = isinstance(output, Mapping)
+            rest.append({name: value for name, value in output.items() if name != "loss"} if is_dict else None)
         if not losses:  # the batch is skipped
             return None
-        loss = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph)
-        if not any(isinstance(output, Mapping) for output in outputs):
-            return loss
-        rest = [{name: value for name, value in output.items() if name != "loss"} for output in outputs if output]
-        return {"loss": loss, **gather(_without_graph(rest), [self.sizes[i] for i in losses], self.devices[0])}
+        whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
+        return {"loss": whole, **gather(rest, sizes, device)} if any(rest) else whole
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return getattr(self.lightning_module, name)(batch, *args, **kwargs)
-        return gather(self._run(name, batch, *args, **kwargs), list(self.sizes.values()), self.devices[0])
+    validation_step = _evaluation("validation_step", "val_step_context")
+    test_step = _evaluation("test_step", "test_step_context")
+    predict_step = _evaluation("predict_step", "predict_step_context")
 
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
-        module, replicas, trains = self.replicas.module, self.replicas, name == "training_step"
-        sizes = self._sizes(batch)
-        self.sizes = {i: size for i, size in enumerate(sizes) if size}
-        self.gradients.are_owned = trains and not module.automatic_optimization
-        self.own_updates &= not self.gradients.are_owned  # until an optimizer steps
-        self.gradients.is_edited = self.updates.may_edit()
-        replicas.is_stale |= self.gradients.is_edited
-        is_computed = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
-        self._is_one_graph = self._layer_sync is not None or is_computed
-        shards = batches.split_batch(batch, sizes) if len(self.sizes) > 1 else [batch]
+        module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
+        all_sizes = self._sizes(batch)
+        self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
+        is_alone = len(self.sizes) == 1
+        gradients.is_manual = trains and not module.automatic_optimization
+        gradients.may_be_edited = self.updates.may_edit()
+        replicas.is_stale |= gradients.may_be_edited
+        has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
+        self._is_one_graph = self._layer_sync is not None or has_graph
+        waits = not is_alone and (self.is_locked or gradients.is_manual or self._layer_sync is not None)
+        shards = [batch] if is_alone else batches.split_batch(batch, all_sizes)
+        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
             return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
-        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
         with ExitStack() as stack:
-            if len(self.sizes) > 1:
-                stack.enter_context(self.recorder.recording(self.sizes))
-            optimizers = self._stepped_optimizers() if trains else []
-            meet = len(self.sizes) > 1 and (self.is_locked or self.gradients.are_owned or self._layer_sync is not None)
-            number = STEPS.index(name), module.current_epoch, *numbers
-            replicas.begin(*number, trains=trains, meet=meet, optimizers=optimizers)
+            if not is_alone:
+                stack.enter_context(
+                    self.recorder.recording(self.sizes)
+                )  # puts attributes on the module: `begin` follows
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
+            self.updates.optimizers = ()
             if trains:
-                self.gradients.follow()
-            if trains:
+                is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
+                is_by_trainer = module.automatic_optimization and not is_scaled and not gradients.may_be_edited
+                self.updates.begin(self.optimizers, can_repeat=self.sums_everywhere and is_by_trainer)
+                gradients.copy_changed()  # a step may look at them
                 stack.enter_context(only_own_parameters(self))
-            outputs = self._take_turns(step, optimizers, meet)
+            outputs = self._take_turns(step, waits)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
-            if self.gradients.are_owned or (trains and len(self.sizes) < len(sizes)):  # a step may have edited weights
-                replicas.is_stale |= not self.own_updates or len(self.sizes) < len(sizes)
-                replicas.follow()
-        if trains and self._auto_split is not None and not self._auto_split.is_done:
-            self.shares = self._auto_split.end_step(self.shares)
+            if gradients.is_manual or (trains and len(self.sizes) < len(all_sizes)):
+                replicas.copy_parameters()  # the step may have edited those of the replicas that ran
+        if trains:
+            self.shares = self.auto_split.end_step(self.shares)
         return outputs
 
-    def _take_turns(self, step: Callable[[int], Any], optimizers: list[Optimizer], meet: bool) -> list[Any]:
-        """Call `step(i)` for every active replica, one after the other; in lockstep where they may meet."""
-        if meet:
-            with meetings(self, optimizers if self.gradients.are_owned else []), self._synchronized():
+    def _take_turns(self, step: Callable[[int], Any], waits: bool) -> list[Any]:
+        """Call `step(i)` for every active replica, one after the other; in lockstep where they may wait."""
+        if waits:
+            with meetings(self, self.updates.optimizers if self.gradients.is_manual else []), self._synchronized():
                 return self.lockstep.run(step, list(self.sizes))
         outputs = []
         for i in self.sizes:
@@ -256,10 +235,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
         try:
-            with ExitStack() as stack:
-                if self._auto_split is not None and not self._auto_split.is_done:
-                    stack.enter_context(self._auto_split.timed(i, self.devices[i]))
-                stack.enter_context(self.replicas.turn(i))
+            timed, updates = self.auto_split.timed(i, self.devices[i]), self.updates.turn(i, self.updates.optimizers)
+            with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
             note = f"raised in replica {i} on {self.devices[i]}"
@@ -269,22 +246,18 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 error.args = (f"{error.args[0]} ({note})",)
             raise
 
-    @contextmanager
-    def _synchronized(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._layer_sync is not None:
-                stack.enter_context(synchronized_batch_norm(self.lockstep))
-            yield
+    def _synchronized(self) -> AbstractContextManager:
+        return nullcontext() if self._layer_sync is None else synchronized_batch_norm(self.lockstep)
 
     def _sizes(self, batch: Any) -> list[int]:
         """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
         num_samples = batches.find_batch_size(batch)
-        if num_samples is None or (self._has_unbatched and batches.may_be_one_sample(batch)):
+        if num_samples is None:
             data = [leaf for leaf in batches.leaves(batch) if isinstance(leaf, batches.Array) or hasattr(leaf, "to")]
             if any(getattr(leaf, "ndim", 1) for leaf in data):
                 rank_zero_warn(
-                    "A batch whose parts differ in length along dimension 0, that nobody knows how to cut, or that may "
-                    f"be a single sample, is not split: {self.devices[0]} computes it alone."
+                    "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not "
+                    f"split: {self.devices[0]} computes it alone."
                 )
             return [1] + [0] * (len(self.devices) - 1)
         sizes = batches.shard_sizes(num_samples, self.shares)
@@ -300,77 +273,48 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self.lockstep.is_inside:
-            given = closure_loss, args, kwargs
-            return self.lockstep.meet(("manual_backward", None), given, self._backward_together)  # type: ignore[no-any-return]
-        if self.gradients.are_owned:  # one replica has the whole batch
+        if self.lockstep.running:
+            meet = self.lockstep.meet
+            return meet(("manual_backward", None), (closure_loss, args, kwargs), self._backward_together)  # type: ignore[no-any-return]
+        if self.gradients.is_manual:  # one replica has the whole batch
             return self._backward_together({0: (closure_loss, args, kwargs)})
         return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
-        """What replicas meet for in `manual_backward`."""
+        """What replicas wait for in `manual_backward`."""
         losses = {i: loss for i, (loss, _, _) in given.items()}
-        inputs = {i: kwargs["inputs"] for i, (_, _, kwargs) in given.items() if "inputs" in kwargs}
         _, args, kwargs = given[0]
-        whole = self.gradients.join(losses, self.sizes, self.turn, self._is_one_graph, inputs or None)
-        return self._backward(whole, None, *args, **{name: v for name, v in kwargs.items() if name != "inputs"})
+        return self._backward(self.gradients.join(losses, self.sizes, self._is_one_graph), None, *args, **kwargs)
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self.gradients.have_met = False
+        self.gradients.are_reduced = False
         with self._synchronized():
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if not self.gradients.have_met:
-            raise RuntimeError("`backward` must call loss.backward() for all parameters: the gradients did not meet.")
+        if not self.gradients.are_reduced:
+            raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        if not self.is_split:
-            return step(closure=closure)
-        if self.lockstep.is_inside:
-            return meet_to_step(self, optimizer, closure, lambda closure: step(closure=closure))
-        return self.step_all(optimizer, closure, lambda closure: step(closure=closure))
+        return self.step_all(optimizer, step, closure) if self.is_split else step(closure=closure)
 
-    def step_all(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Any], Any]) -> Any:
+    def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
-        can_repeat = (
-            self.replicas_update
-            and self.updates.can_repeat(optimizer)
-            and getattr(self.precision_plugin, "scaler", None) is None
-            and (not self.gradients.are_owned or len(self.sizes) == len(self.devices))
-        )
-
-        def evaluated() -> Any:
-            loss = closure()
-            if can_repeat:  # now: the step may have edited states
-                self.updates.prepare(optimizer)
-            return loss
-
-        result = step(evaluated)
-        self.own_updates = can_repeat and self._num_evaluations <= 1
+        self.replicas.is_stale |= bool(
+            getattr(optimizer, "_optimizer_step_pre_hooks", ())
+        )  # they run before the closure
+        result = step(closure, **kwargs)
         self.update_replicas(optimizer)
         return result
-
-    def _stepped_optimizers(self) -> list[Optimizer]:
-        """Those that the Trainer or the module steps, without Lightning's wrappers."""
-        found = {}
-        for each in (*self._lightning_optimizers, *self.optimizers):
-            optimizer = each._optimizer if isinstance(each, LightningOptimizer) else each
-            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
-                own = type(optimizer).__name__
-                raise MisconfigurationException(
-                    f"{own} is no torch.optim.Optimizer: derive it from that for {self.name}."
-                )
-            found[optimizer] = not isinstance(optimizer, _MockOptimizer)
-        return [optimizer for optimizer, is_real in found.items() if is_real]
 
     # Around steps, where somebody may edit weights and the optimizers' states
 
     def _start_anew(self) -> None:
         if self.is_split:
             self.replicas.is_stale = True
+            self.gradients.is_checked = False
             self.updates.start_anew()
 
     @override
@@ -403,7 +347,3 @@ def _sent(shard: Any, home: torch.device, device: torch.device) -> Any:
         return shard
     is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
     return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
-
-
-def _without_graph(outputs: Any) -> Any:
-    return apply_to_collection(outputs, Tensor, Tensor.detach)

@@ -1,8 +1,15 @@
-"""Every replica makes its own update, as in the book, where nothing else had a hand in it. This file decides where."""
+"""Every replica makes its own update, as in the book, unless a hook or a scaler may have changed something.
+
+In its turn a replica finds its own parameters, settings and states in the optimizers. For its update the user's
+optimizer steps again in its turn.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,29 +29,81 @@ MAY_EDIT = (
 
 
 class Updates:
-    """The replicas' own updates: their parameters and states are put into the user's optimizer, which steps again."""
+    """What the optimizers are in a replica's turn, and the replicas' own updates."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
-        self._states: dict[Optimizer, list[Any]] = {}  # by replica; missing: the first one's is copied
-        self._marks: dict[Optimizer, Any] = {}  # of the first one's state, after its last update
-        self._verified: set[Optimizer] = set()  # whose update was compared in this epoch
-        self._refused: set[Optimizer] = set()  # and was another one
-        self._places: Any = None  # where hooks were looked for
-        self._may_edit = False
+        self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
+        self._states: dict[Optimizer, list[Any]] = {}  # by replica
+        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
+        self._repeated: set[Optimizer] = set()  # every replica steps it, with a copy of its state
+        self._equal: set[Optimizer] = set()  # its repeated update was compared in this epoch
+        self._unequal: set[Optimizer] = set()  # the same, and it differed
+
+    def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
+        """A training step begins. Replicas that will step an optimizer themselves have copies of its state."""
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
+                own = type(optimizer).__name__
+                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
+            if not (can_repeat and self._is_repeatable(optimizer)):
+                self._repeated.discard(optimizer)
+                self._states[optimizer] = self._states_of(optimizer, are_copied=False)
+            elif optimizer not in self._repeated:
+                self._repeated.add(optimizer)
+                self._states[optimizer] = self._states_of(optimizer, are_copied=True)
+
+    @contextmanager
+    def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Let optimizers have replica i's parameters and states inside the block. Replicas begin with like settings."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if i == 0:
+            self._settings = [dict(group) for group in groups]
+            yield
+            return
+        before, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
+        for group, settings in zip(groups, self._settings):
+            group.update(settings)
+            group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
+        for optimizer in optimizers:
+            optimizer.state = self._states[optimizer][i]
+        try:
+            yield
+        finally:
+            for group, settings in zip(groups, before):
+                group.clear()
+                group.update(settings)
+            for optimizer, state in zip(optimizers, states):
+                self._states[optimizer][i], optimizer.state = optimizer.state, state
+
+    def _states_of(self, optimizer: Optimizer, are_copied: bool) -> list[Any]:
+        """The optimizer's state for every replica: copies, or a dict for what a step puts there."""
+        states: list[Any] = []
+        for i, device in enumerate(self.replicas.devices):
+            of_replica: defaultdict[Any, Any] = defaultdict(dict)
+            for param, state in list(optimizer.state.items()) if i else ():
+                copied = self._copied(state, device) if are_copied else dict(state)
+                of_replica[self.replicas.copy_of(param, i)] = copied
+            states.append(of_replica)
+        return states
+
+    def _copied(self, state: Any, device: Any) -> Any:
+        home = self.replicas.devices[0]  # a counter on the CPU stays there
+        move = lambda tensor: tensor.to(device if tensor.device == home else tensor.device, copy=True)  # noqa: E731
+        return apply_to_collection(state, Tensor, move)
+
+    # Who makes the update
 
     def may_edit(self) -> bool:
-        """Whether a hook of the user's, in a step or between two, may edit weights or gradients without a mark."""
+        """Whether a hook of the user's, in a step or between two, may edit weights or gradients unseen."""
         module = self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        if (places := ([*map(id, callbacks)], len(vars(module)))) != self._places:
-            self._places = places
-            self._may_edit = any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
-        return self._may_edit
+        return any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
 
-    def can_repeat(self, optimizer: Optimizer) -> bool:
+    def _is_repeatable(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this optimizer's update themselves: one of torch's, as it is, on like devices."""
-        known = {id(tensors[0]) for tensors in self.replicas.parameters}  # not those of scripted layers
+        copies = self.replicas.copies_of  # not of scripted layers' parameters
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             type(optimizer).__module__.startswith("torch.optim")
@@ -52,35 +111,15 @@ class Updates:
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
             and not optimizer._optimizer_step_pre_hooks  # private names of torch
             and not optimizer._optimizer_step_post_hooks
-            and optimizer not in self._refused
-            and all(id(param) in known for group in optimizer.param_groups for param in group["params"])
+            and optimizer not in self._unequal
+            and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
             and len({device.type for device in self.replicas.devices}) == 1
-            and not self.may_edit()
         )
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare the next update."""
-        for known in (self._states, self._verified, self._refused):
+        for known in (self._repeated, self._equal, self._unequal):
             known.clear()
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """The replicas have not made an update: their states lag behind."""
-        self._states.pop(optimizer, None)
-
-    def prepare(self, optimizer: Optimizer) -> None:
-        """The first one's update follows: copy the state that it begins with, if the others have another."""
-        if optimizer not in self._states or self._marks.get(optimizer) != _marks(optimizer):
-            self._states[optimizer] = [self._state_of(optimizer, i) for i in range(len(self.replicas.devices))]
-
-    def _state_of(self, optimizer: Optimizer, i: int) -> Any:
-        own: defaultdict[Any, Any] = defaultdict(dict)
-        copies = {id(tensors[0]): tensors[i] for tensors in self.replicas.parameters}
-        home, device = self.replicas.devices[0], self.replicas.devices[i]
-        if i:
-            for param, state in optimizer.state.items():  # a counter on the CPU stays there
-                move = lambda t: t.to(device if t.device == home else t.device, copy=True)  # noqa: E731
-                own[copies[id(param)]] = apply_to_collection(state, Tensor, move)
-        return own
 
     def repeat(self, optimizer: Optimizer) -> bool:
         """Let the other replicas make the update that the first one has made.
@@ -88,35 +127,21 @@ class Updates:
         Returns:
             Whether they made it. The first one in an epoch is compared.
         """
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
-        copies = {id(tensors[0]): tensors for tensors in self.replicas.parameters}
-        try:
-            for i, device in enumerate(self.replicas.devices[1:], start=1):
-                for group, own in zip(groups, params):
-                    group["params"] = [copies[id(param)][i] for param in own]
-                optimizer.state = self._states[optimizer][i]
-                with current_device(device):
-                    type(optimizer).step(optimizer)
-        finally:
-            optimizer.state = state
-            for group, own in zip(groups, params):
-                group["params"] = own
-        if optimizer not in self._verified:
-            self._verified.add(optimizer)
-            if not all(are_equal(first, other) for first, *others in copies.values() for other in others):
-                self._refused.add(optimizer)
+        if optimizer not in self._repeated or not self._is_repeatable(optimizer) or self.may_edit():
+            self._repeated.discard(optimizer)  # its states lag behind from now on
+            return False
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        for i, device in enumerate(self.replicas.devices[1:], start=1):
+            with self.turn(i, [optimizer]), current_device(device):
+                type(optimizer).step(optimizer)
+        if optimizer not in self._equal:
+            if not all(are_equal(first, other) for first, *others in self.replicas.parameters for other in others):
+                self._unequal.add(optimizer)
                 return False
-        for each in self.replicas.copies.values():
-            each.mark()
-        self._marks[optimizer] = _marks(optimizer)
+            self._equal.add(optimizer)
+        for copies in self.replicas.copies.values():
+            copies.remember()
         return True
-
-
-def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Which tensors an optimizer's state has, and how often each was edited in place."""
-    states = (state.values() for state in optimizer.state.values())
-    return [(id(t), t._version) for values in states for t in values if isinstance(t, Tensor)]
 
 
 def _is_users(hook: str, owner: Any) -> bool:

@@ -8,41 +8,39 @@ Every other argument is one of `fit`, the same for all trials. Further `--config
 The same command again goes on where the sweep was stopped. In a second terminal it takes a share of the trials.
 """
 
-import argparse
-import contextlib
 import fcntl
 import math
-import os
-import shlex
 import shutil
 import sys
-from argparse import RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from filelock import FileLock
 
 from lightning_mgpu.cli.errors import ToolParser, UsageError
 
 try:
-    import optuna
+    import optuna  # noqa: F401
 except ImportError as error:
     raise UsageError("a sweep needs Optuna: pip install optuna") from error
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
+from lightning_mgpu.runs.processes import run_in_group
 from lightning_mgpu.runs.redact import redact, redact_arguments
 from lightning_mgpu.sweep.plan import TRIAL, Plan, as_argument, read_plan
 from lightning_mgpu.sweep.report import write_report
-from lightning_mgpu.sweep.trial import metric_values, run, why_it_failed
+from lightning_mgpu.sweep.trial import JOURNAL, STOPPED_EARLY, TRIAL_DIR, open_study
 
 MISTAKE = 2  # the exit status of `fit` for a mistake of the user's
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     description = (__doc__ or "").replace("`", "")
     result = ToolParser(
-        prog="python -m lightning_mgpu sweep",
+        "python -m lightning_mgpu sweep",
         description=description,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -65,168 +63,138 @@ def main(arguments: Sequence[str]) -> None:
     for name in (argument.removeprefix("--").partition("=")[0] for argument in others):
         if name in (*plan.space, "run_dir", "resume", "trainer.fast_dev_run"):
             raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")
-    sweep_dir = Path(os.path.expanduser(args.sweep_dir or Path("sweeps", plan.name)))
     fit = [*plan.fit, *(f"--config={config}" for config in args.config[1:]), *others]
-    command = shlex.join(["python", "-m", "lightning_mgpu", "sweep", *redact_arguments(arguments)])
-    sweep = Sweep(plan, fit, args.seed, sweep_dir, command)
-    try:
-        sweep.run()
-    except (KeyboardInterrupt, SystemExit) as end:
-        print("\ninterrupted: the same command goes on from here", flush=True)
-        sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
-    print(f"\n{sweep.report()}\nreport: {sweep_dir}/sweep.md, sweep.csv, sweep.png", flush=True)
+    sweep = Sweep(plan, fit, args.seed, Path(args.sweep_dir or Path("sweeps", plan.name)).expanduser())
+    print(f"{plan.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on", flush=True)
+    while (found := sweep.next_trial()) is not None:
+        with found[1]:
+            sweep.run_trial(*found)
+        sweep.report()
+    print(f"\n{sweep.report()}\nreport: {sweep.dir}/sweep.md, sweep.csv, sweep.png", flush=True)
 
 
 class Sweep:
-    """A sweep in its directory, where Optuna's journal holds what was asked and what came of it.
+    """A sweep in its directory, on which any number of processes may work.
 
-    Any number of processes may work on it. `sweep.lock` is held while a trial is chosen. A trial's log is locked by
-    whoever can write to it, so a trial that is unfinished and whose log is free was interrupted.
-
-    Args:
-        fit: Arguments of `fit` for all trials.
-        command: As it was given, for the report.
+    `lock` is held while a trial is chosen. A trial's log is locked by whoever can write to it. So a trial that is
+    unfinished and whose log is free was interrupted.
 
     Raises:
         UsageError: If the directory holds something else, or a sweep that was told something else.
     """
 
-    def __init__(self, plan: Plan, fit: list[str], seed: int, sweep_dir: Path, command: str) -> None:
-        self.plan, self.fit, self.seed, self.dir, self.command = plan, fit, seed, sweep_dir, command
-        journal = sweep_dir / "sweep.journal"
+    def __init__(self, plan: Plan, fit: list[str], seed: int, sweep_dir: Path) -> None:
+        self.plan, self.fit, self.seed, self.dir = plan, fit, seed, sweep_dir
+        if not (sweep_dir / JOURNAL).exists() and sweep_dir.exists() and any(sweep_dir.iterdir()):
+            raise UsageError(f"{sweep_dir} is no sweep's: name a new directory with --sweep_dir")
         try:
-            if not journal.exists() and sweep_dir.exists() and any(sweep_dir.iterdir()):
-                raise UsageError(f"{sweep_dir} is no sweep's: name a new directory with --sweep_dir")
             sweep_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        space = {name: str(distribution) for name, distribution in plan.space.items()}
-        settings = {"method": plan.method, "metric": f"{plan.direction} {plan.metric}", "seed": seed}
-        settings |= {"parameters": space, "arguments": redact_arguments(fit)}
-        with locked(sweep_dir / "sweep.lock"):
-            storage = JournalStorage(JournalFileBackend(str(journal)))
-            options: dict[str, Any] = {"direction": plan.direction, "pruner": plan.pruner()}
-            self.study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True, **options)
+        settings = {
+            "method": plan.method,
+            "metric": plan.metric,
+            "goal": plan.direction,
+            "early_terminate": plan.early_terminate,
+            "parameters": {name: str(distribution) for name, distribution in plan.space.items()},
+            "arguments": redact_arguments(fit),
+            "seed": seed,
+        }
+        self.lock = FileLock(sweep_dir / "sweep.lock")
+        with self.lock:
+            self.study = open_study(sweep_dir, plan.direction)
             before = self.study.user_attrs.get("settings", settings)
             self.study.set_user_attr("settings", before)
-        if different := [key for key, value in settings.items() if before[key] != value]:
+        if others := [key for key, value in settings.items() if before[key] != value]:
             raise UsageError(
-                f"{sweep_dir} holds a sweep of other {different[0]}: {before[different[0]]}; repeat the command that "
-                "began it, or name a new directory with --sweep_dir"
+                f"{sweep_dir} holds a sweep of other {others[0]}: {before[others[0]]}; repeat the command that began "
+                "it, or name a new directory with --sweep_dir"
             )
-
-    def run(self) -> None:
-        """Run trials until none is left to take."""
-        print(f"{self.plan.num_trials} trials, in {self.dir}; Ctrl-C keeps what is done", flush=True)
-        while (found := self.next_trial()) is not None:
-            trial, log = found
-            with log:
-                self.run_trial(trial, log)
-            self.report()
 
     def next_trial(self) -> tuple[Trial, IO[str]] | None:
         """An interrupted trial, or else a new one, and its log, locked for this process; none if all are taken."""
-        with locked(self.dir / "sweep.lock"):
-            trials = self.study.get_trials(deepcopy=False)
-            for trial in trials:
+        with self.lock:
+            trials = self.study.get_trials()
+            taken = [trial for trial in trials if trial.state != TrialState.WAITING]
+            for trial in taken:
                 if trial.state == TrialState.RUNNING and (log := self._claim(trial.number)) is not None:
-                    if trial.params.keys() == self.plan.space.keys():
-                        return Trial(self.study, trial._trial_id), log
-                    self.study.tell(trial.number, state=TrialState.FAIL)  # interrupted before its values were drawn
-            waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
-            number = len(trials) - len(waiting)
-            if number >= self.plan.num_trials:
+                    return self._with_values(Trial(self.study, trial._trial_id)), log
+            if len(taken) >= self.plan.num_trials:
                 return None
-            if not waiting:
-                self.study.enqueue_trial(self.plan.point(number))
-            self.study.sampler = self.plan.sampler(self.seed + number)  # trials are the same in any number of processes
-            new = self.study.ask(self.plan.space)
+            if self.plan.points and len(trials) == len(taken):
+                self.study.enqueue_trial(self.plan.points[len(taken)])
+            new = self._with_values(self.study.ask())
             log = self._claim(new.number)
             assert log is not None
             return new, log
+
+    def _with_values(self, trial: Trial) -> Trial:
+        """Draw what the trial has not drawn yet, as `ask` does. The draws are the same in any number of processes."""
+        seed, is_bayes = self.seed + trial.number, self.plan.method == "bayes"
+        # the liar takes trials that run for bad ones, which keeps processes away from each other
+        self.study.sampler = TPESampler(seed=seed, constant_liar=True) if is_bayes else RandomSampler(seed=seed)
+        for name, distribution in self.plan.space.items():
+            trial._suggest(name, distribution)
+        return trial
 
     def run_trial(self, trial: Trial, log: IO[str]) -> None:
         """Run a trial to its end, and tell Optuna.
 
         Raises:
-            UsageError: If `fit` has taken the arguments of no trial so far, or does not log the metric.
+            UsageError: If the very first trial is a mistake, one in the YAML or the command line most likely.
         """
-        run_dir = self.dir / f"trial_{trial.number:03}"
+        run_dir = self._path(trial.number)
         given = [as_argument(option, trial.params[option]) for option in self.plan.space]  # --model before --model.lr
         print(f"trial {trial.number}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
             arguments = [f"--resume={run_dir}"]
         else:
             shutil.rmtree(run_dir, ignore_errors=True)
-            tracking = [f"--wandb.group={self.dir.name}", f"--wandb.name={self.dir.name}_{trial.number:03}"]
-            is_trial = [] if TRIAL in self.fit else [TRIAL]  # a command for W&B's agent has it
-            arguments = [*tracking, *self.fit, *given, f"--run_dir={run_dir}", *is_trial]
-        before = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values  # of an interrupted trial
-        watched = Watched(trial, run_dir, self.plan.metric, num_reported=len(before))
-        status = run(arguments, log, watched.is_hopeless)
-        Path(log.name).write_text(output := redact(Path(log.name).read_text(errors="replace")))
-        values = metric_values(run_dir, self.plan.metric)
-        error = None
-        if status and not watched.is_pruned:
-            error = why_it_failed(output, status)
-        elif not values:
-            error = f"metric: name: {self.plan.metric}: no such metric is logged; correct it, with a new --sweep_dir"
-        elif not math.isfinite(values[-1]):
-            error = f"diverged: {self.plan.metric} is {values[-1]}"
-        if error is not None:
-            print(f"trial {trial.number}: failed: {error}", flush=True)
-            self._fail(trial, error, is_mistake=status == MISTAKE)
-            if not status and not values:
-                raise UsageError(error)  # the other trials would not log the metric either
-            return
-        best = max(values) if self.plan.direction == "maximize" else min(values)
-        self.study.tell(trial, **({"state": TrialState.PRUNED} if watched.is_pruned else {"values": best}))
-        early = " (stopped early)" if watched.is_pruned else ""
-        print(f"trial {trial.number}: {self.plan.metric} {best:.4f}{early}", flush=True)
-
-    def _fail(self, trial: Trial, error: str, is_mistake: bool) -> None:
-        """Tell Optuna, and end a sweep in which every trial was a mistake: it is in what all trials share."""
-        trial.set_user_attr("error", error)
-        trial.set_user_attr("is_mistake", is_mistake)
-        self.study.tell(trial, state=TrialState.FAIL)
-        if all(each.user_attrs.get("is_mistake") for each in self.study.get_trials(deepcopy=False)):
-            shutil.rmtree(self.dir)  # the corrected command begins anew
-            raise UsageError(error)
+            arguments = [f"--wandb.group={self.dir.name}", *self.fit, *given, f"--run_dir={run_dir}", TRIAL]
+        # the process inherits the lock on its log, and keeps the lock if this one is killed
+        status = run_in_group([sys.executable, "-m", "lightning_mgpu", "fit", *arguments], log)
+        record = self.study.get_trials()[trial.number]
+        values = list(record.intermediate_values.values())
+        if error := self._error(status, values, Path(log.name)):
+            self._fail(trial.number, error)
+            if (status == MISTAKE or not values) and trial.number == 0 and len(self.study.get_trials()) == 1:
+                shutil.rmtree(self.dir)  # the corrected command begins anew
+                raise UsageError(error)
+        elif "note" in record.user_attrs:
+            self.study.tell(trial, state=TrialState.PRUNED)  # with the last value
+            print(f"trial {trial.number}: {self.plan.metric} {values[-1]:.4f}, {STOPPED_EARLY}", flush=True)
+        else:
+            self.study.tell(trial, best := (max if self.plan.direction == "maximize" else min)(values))
+            print(f"trial {trial.number}: {self.plan.metric} {best:.4f}", flush=True)
 
     def report(self) -> str:
-        return write_report(self.plan, self.study, self.dir, self.command)
+        with self.lock:
+            return write_report(self.study, self.dir, self.plan.metric, list(self.plan.space))
+
+    def _error(self, status: int, values: list[float], log: Path) -> str:
+        """Why a trial has failed, in one line; '' if it has not."""
+        if status:  # the end of the log is an `error: ` in a few lines, or a traceback, whose last line tells
+            text = log.read_text(errors="replace").strip()
+            told = text.rpartition("\nerror: " if "\nerror: " in f"\n{text}" else "\n")[2].removeprefix("error: ")
+            return redact(f"status {status}: {' '.join(told.split())}")
+        if not values:
+            return f"metric: name: {self.plan.metric}: no such metric is logged"
+        return "" if math.isfinite(values[-1]) else f"diverged: {self.plan.metric} is {values[-1]}"
+
+    def _fail(self, number: int, error: str) -> None:
+        print(f"trial {number}: failed: {error}", flush=True)
+        Trial(self.study, self.study.get_trials()[number]._trial_id).set_user_attr("note", error)
+        self.study.tell(number, state=TrialState.FAIL)
+
+    def _path(self, number: int) -> Path:
+        return self.dir / f"{TRIAL_DIR}{number:03}"
 
     def _claim(self, number: int) -> IO[str] | None:
         """A trial's log, locked until it is closed here and in the processes that write to it."""
-        log = (self.dir / f"trial_{number:03}.log").open("a")
+        log = self._path(number).with_suffix(".log").open("a")
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.close()
             return None
         return log
-
-
-class Watched:
-    """Tells Optuna's pruner about a trial while it runs."""
-
-    def __init__(self, trial: Trial, run_dir: Path, metric: str, num_reported: int) -> None:
-        self.trial, self.run_dir, self.metric, self.num_reported = trial, run_dir, metric, num_reported
-        self.is_pruned = False
-
-    def is_hopeless(self) -> bool:
-        values = metric_values(self.run_dir, self.metric)
-        for epoch, value in list(enumerate(values, start=1))[self.num_reported :]:
-            self.trial.report(value, epoch)
-            self.is_pruned = self.is_pruned or self.trial.should_prune()
-        self.num_reported = len(values)
-        return self.is_pruned
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Within, no other process is in a block of the same file."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,13 +3,13 @@
     python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
     python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2
 
-| file          | what is in it                                                                |
-| ------------- | ---------------------------------------------------------------------------- |
-| `promises.py` | what a promise is, and how it is judged                                      |
-| `cases.py`    | the promises, the runs of a Trainer that show them, and who cannot keep them |
-| `probe.py`    | the module, the data and the callbacks of these runs                         |
-| `check.py`    | runs the cases in a process of their own (`worker.py`), and judges           |
-| `__main__.py` | the command, and the table of docs/strategies.md                             |
+| file          | what is in it                                                              |
+| ------------- | -------------------------------------------------------------------------- |
+| `cases.py`    | the promises, the runs of a Trainer that show them, who cannot keep them   |
+| `promises.py` | what a promise is, and how it is judged                                    |
+| `probe.py`    | the module, the data and the callbacks of these runs                       |
+| `check.py`    | `check_strategy`: runs the cases in a process of their own (`worker.py`)   |
+| `__main__.py` | the command, and the table of docs/strategies.md                           |
 """
 
 from lightning_mgpu.testing.cases import PROMISES

@@ -39,17 +39,10 @@ def to_markdown(strategies: Sequence[str], results: Mapping[tuple[str, str], Res
     return "\n".join([*lines, "", *(f"({i}) {note[0].upper()}{note[1:]}.  " for note, i in notes.items())])
 
 
-def around_table(path: Path) -> tuple[str, str]:
-    """What a file has before and after the table, the two marks included.
-
-    Raises:
-        ValueError: If the marks are not there.
-    """
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END}")
-    return before + begin, end + after
+def write_table(path: Path, table: str) -> None:
+    """Put the table between its marks."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
 
 
 def parse() -> argparse.Namespace:
@@ -66,12 +59,12 @@ def parse() -> argparse.Namespace:
     try:  # now, for it takes minutes
         for strategy in args.strategy:
             Kind(strategy).make_strategy()
-        if args.table:
-            around_table(args.table)
-            if args.strategy or args.promises != list(PROMISES):
-                parser.error("--table writes all columns and rows anew: leave --strategy and --promises out")
+        if args.table and not 0 <= (text := args.table.read_text()).find(BEGIN) < text.find(END):
+            parser.error(f"{args.table} has no lines {BEGIN} and {END}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if args.table and (args.strategy or args.promises != list(PROMISES)):
+        parser.error("--table writes all columns and rows anew: leave --strategy and --promises out")
     return args
 
 
@@ -90,8 +83,7 @@ def main() -> int:
                 if result.wrong or (strategy, result.name) not in results:
                     results[strategy, result.name] = result
     if args.table:
-        before, after = around_table(args.table)
-        args.table.write_text(f"{before}\n{to_markdown(STRATEGIES, results)}\n{after}")
+        write_table(args.table, to_markdown(STRATEGIES, results))
     return 0 if is_good else 1
 
 

@@ -1,7 +1,4 @@
-"""The promises, and the small runs of a Trainer that show them.
-
-A case runs in every process of the strategy. It returns what it sees: a nesting of dicts and lists of tensors.
-"""
+"""The promises, and the small runs of a Trainer that show them."""
 
 import threading
 from collections.abc import Callable
@@ -10,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,46 +18,38 @@ from lightning_mgpu.testing.probe import (
     Fails,
     Logs,
     Probe,
-    SavesAtStep,
     SeesDtype,
     SeesGradients,
     SeesReplicas,
     TwoOptimizers,
     Written,
     adamw_one_cycle,
-    dropout_net,
+    mlp,
 )
-from lightning_mgpu.testing.promises import Case, Kind, Promise, close, ended, same_bits
+from lightning_mgpu.testing.promises import Case, Kind, Promise, close, nothing, same_bits
 
 UNEVEN = (47, 11)  # samples, in batches of 11, 11, 11, 11 and 3
 SMALL = (25, 12)  # 12, 12, 1
 LOOSE = close(1e-5)  # what is logged is float32
 
 
-def trainer_for(kind: Kind, strategy: Any = None, **kwargs: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    settings = {"max_epochs": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    where = {"strategy": strategy or kind.make_strategy(), "devices": kind.devices, "accelerator": kind.accelerator}
-    return Trainer(**{**quiet, **settings, **where, **kwargs})  # type: ignore[arg-type]
-
-
 def fitted(
-    kind: Kind, make: Callable[[], LightningModule] = Probe, data: Data | None = None, **kwargs: Any
+    kind: Kind, make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = (48, 12), **kwargs: Any
 ) -> LightningModule:
-    """A module made from the seed, and trained."""
+    """A module made from the seed, and trained on so many samples, in batches of so many."""
     seed_everything(1, verbose=False)
     module = make()
-    trainer_for(kind, **kwargs).fit(module, datamodule=data or Data())
+    kind.trainer(**kwargs).fit(module, datamodule=Data(*data))
     return module
-
-
-def trains(make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = (48, 12), **kwargs: Any) -> Case:
-    """A case that shows all parameters after training on so many samples, in batches of so many."""
-    return lambda kind, directory: state(fitted(kind, make, Data(*data), **kwargs))
 
 
 def state(module: nn.Module) -> dict[str, Any]:
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def trains(make: Callable[[], LightningModule] = Probe, **kwargs: Any) -> Case:
+    """A case that shows all parameters after training."""
+    return lambda kind, directory: state(fitted(kind, make, **kwargs))
 
 
 def clipping(kind: Kind, directory: Path) -> Any:
@@ -78,25 +68,19 @@ def _scaling(kind: Kind) -> list[MixedPrecision]:
     return [MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))]
 
 
-def _with_batch_norm() -> LightningModule:
-    return Probe(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)))
-
-
 def sync_batchnorm(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, _with_batch_norm, sync_batchnorm=kind.devices > 1))
+    return state(fitted(kind, lambda: Probe(mlp(nn.BatchNorm1d(8))), sync_batchnorm=kind.devices > 1))
 
 
 def bf16(kind: Kind, directory: Path) -> Any:
-    seed_everything(1, verbose=False)
-    module = SeesDtype()
-    trainer = trainer_for(kind, precision="bf16-mixed")
-    trainer.fit(module, datamodule=Data())
-    return {"parameters": state(module.net), "samples": int(trainer.callback_metrics["samples in bf16"])}
+    logger = Written()
+    module = fitted(kind, SeesDtype, precision="bf16-mixed", logger=logger)
+    return {"parameters": state(module), "in bf16": [row.get("in bf16") for _, row in logger.rows]}
 
 
 def replicas(kind: Kind, directory: Path) -> Any:
     callback = SeesReplicas()
-    fitted(kind, callbacks=[callback], data=Data(num_samples=47, batch_size=11))
+    fitted(kind, callbacks=[callback], data=UNEVEN)
     return callback.are_equal
 
 
@@ -111,7 +95,7 @@ def logged(*names: str, data: tuple[int, int] = (48, 12)) -> Case:
 
     def case(kind: Kind, directory: Path) -> Any:
         logger = Written()
-        fitted(kind, Logs, Data(*data), logger=logger)
+        fitted(kind, Logs, data, logger=logger)
         return {name: [(step, row[name]) for step, row in logger.rows if name in row] for name in names}
 
     return case
@@ -119,40 +103,37 @@ def logged(*names: str, data: tuple[int, int] = (48, 12)) -> Case:
 
 def evaluation(kind: Kind, directory: Path) -> Any:
     seed_everything(1, verbose=False)
-    trainer = trainer_for(kind)
+    trainer = kind.trainer()
     trainer.test(Logs(), datamodule=Data(batch_size=256, num_test=10_007), verbose=False)
     metrics = trainer.callback_metrics
     return {"error": metrics["error"].cpu(), **{name: int(metrics[name]) for name in ("samples", "indices")}}
 
 
 def predictions(kind: Kind, directory: Path) -> Any:
-    returned = trainer_for(kind).predict(Probe(), datamodule=Data(num_test=107))
+    returned = kind.trainer().predict(Probe(), datamodule=Data(num_test=107))
     return torch.cat([part.cpu() for part in returned]).tolist()  # type: ignore[misc, union-attr]
 
 
-def save(kind: Kind, directory: Path, ckpt_path: Path | None = None) -> Any:
-    """Trains for three epochs, with a GradScaler, and leaves a checkpoint from the middle of the second one behind."""
-    seed_everything(1 if ckpt_path is None else 2, verbose=False)  # what is not restored shows
+def save(kind: Kind, directory: Path, resume_from: Path | None = None) -> Any:
+    """Trains for three epochs, with a GradScaler, and saves a checkpoint in the middle of the second one."""
+    seed_everything(2 if resume_from else 1, verbose=False)  # what is not restored shows
+    saving = ModelCheckpoint(directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6)
     module, plugins = Probe(configure=adamw_one_cycle), _scaling(kind)
-    path = checkpoint_of(kind, directory)
-    callbacks = [SavesAtStep(path)] if ckpt_path is None else []
-    trainer = trainer_for(kind, max_epochs=3, plugins=plugins, callbacks=callbacks)
-    trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
-    keys = list(torch.load(ckpt_path or path, weights_only=False)["state_dict"])
-    return {"parameters": state(module), "keys": keys, "scaler": plugins[0].state_dict()}
+    trainer = kind.trainer(max_epochs=3, plugins=plugins, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(module, datamodule=Data(), ckpt_path=resume_from, weights_only=False if resume_from else None)
+    path = resume_from or directory / f"{kind.strategy}-step=6.ckpt"
+    content = torch.load(path, map_location="cpu", weights_only=False)
+    saved = {name: content[name] for name in ("state_dict", "optimizer_states", "lr_schedulers")}
+    return {"parameters": state(module), "saved": saved, "scaler": plugins[0].state_dict()}
 
 
-def resume(kind: Kind, directory: Path, before: Kind | None = None) -> Any:
-    """Goes on from the checkpoint of another kind, a single device's if none is given."""
-    return save(kind, directory, ckpt_path=checkpoint_of(before or Kind(accelerator=kind.accelerator), directory))
-
-
-def checkpoint_of(kind: Kind, directory: Path) -> Path:
-    return directory / f"{kind.strategy}-{kind.devices}-{kind.accelerator}.ckpt"
+def resume(kind: Kind, directory: Path) -> Any:
+    """Goes on from one device's checkpoint."""
+    return save(kind, directory, resume_from=directory / "auto-step=6.ckpt")
 
 
 def reproducible(kind: Kind, directory: Path) -> Any:
-    return [state(fitted(kind, lambda: Probe(dropout_net()))) for _ in range(2)]
+    return [state(fitted(kind, lambda: Probe(mlp(dropout=0.3)))) for _ in range(2)]
 
 
 def any_devices(kind: Kind, directory: Path) -> Any:
@@ -161,26 +142,22 @@ def any_devices(kind: Kind, directory: Path) -> Any:
         return None
     num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
-    make = lambda: Probe(dropout_net(nn.BatchNorm1d(8)), adamw_one_cycle)  # noqa: E731
+    make = lambda: Probe(mlp(nn.BatchNorm1d(8), dropout=0.3), adamw_one_cycle)  # noqa: E731
     return [state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds]
-
-
-def error(kind: Kind, directory: Path) -> Any:
-    fitted(kind, Fails)
 
 
 def cleanup(kind: Kind, directory: Path) -> Any:
     """What is otherwise after a run: threads, settings of torch, a module that is of no use by itself."""
     threads, settings = threading.enumerate(), _settings()
     module = fitted(kind).cpu()
-    left = [thread.name for thread in threading.enumerate() if thread not in threads and not _is_torchs(thread)]
+    torchs = ("pin_memory", "Dummy", "Thread-autograd")
+    left = [t.name for t in threading.enumerate() if t not in threads and not t.name.startswith(torchs)]
     changed = [name for name, value in _settings().items() if value != settings.get(name, value)]
     module.zero_grad()
     X = torch.ones(2, 6, dtype=torch.float64)
     module.training_step((X, X[:, :3], None), 0).backward()  # type: ignore[union-attr]
     without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
-    names = {"threads": left, "changed": changed, "without gradient": without}
-    return {what: ", ".join(found) for what, found in names.items()}
+    return {"threads": ", ".join(left), "changed": ", ".join(changed), "without gradient": ", ".join(without)}
 
 
 def _settings() -> dict[str, Any]:
@@ -201,13 +178,14 @@ def functions() -> dict[str, Any]:
     return {name: getattr(it, "__code__", it) for name, it in found.items()}
 
 
-def _is_torchs(thread: threading.Thread) -> bool:
-    return thread.name.startswith(("pin_memory", "Dummy", "Thread-autograd"))
+def must_fail(found: Any, expected: Any) -> str:
+    return "ended with no error at all"
 
 
+TWO_LOSSES = logged("loss_step", "loss_epoch")
+TWO_LOSSES_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
 WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
-LOGGED = logged("loss_step", "loss_epoch")
-LOGGED_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
+WITH_BATCH_NORM = trains(lambda: Probe(mlp(nn.BatchNorm1d(8))))
 
 PROMISES = {
     "parameters": Promise("parameters after training are those of one device", trains()),
@@ -219,20 +197,22 @@ PROMISES = {
     "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
     "scaler": Promise("... with a GradScaler", scaler),
     "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", sync_batchnorm),
-    "batchnorm": Promise("... with BatchNorm as it is", trains(_with_batch_norm)),
+    "batchnorm": Promise("... with BatchNorm as it is", WITH_BATCH_NORM),
     "bf16": Promise("bf16 autocast reaches every replica", bf16, close(0.02)),
     "replicas": Promise("replicas are bit-identical after every step", replicas),
     "gradients": Promise("callbacks see the reduced gradient", gradients),
-    "logging": Promise("logged values are those of one device, in every step", LOGGED, LOOSE),
-    "logging_uneven": Promise("... with batches that do not divide evenly", LOGGED_UNEVEN, LOOSE),
+    "logging": Promise("logged values are those of one device, in every step", TWO_LOSSES, LOOSE),
+    "logging_uneven": Promise("... with batches that do not divide evenly", TWO_LOSSES_UNEVEN, LOOSE),
     "metrics": Promise("torchmetrics objects have the value of one device", logged("error"), LOOSE),
     "evaluation": Promise("every test sample counts once (10,007)", evaluation, LOOSE),
     "predictions": Promise("`predict` returns all samples in dataset order", predictions),
     "save": Promise("checkpoints have the module's own keys", save),
-    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume),
-    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, same_bits),
-    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, same_bits),
-    "error": Promise("an error in one replica ends the run with it", error, ended),
+    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume, alone=save),
+    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, same_bits, nothing),
+    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, same_bits, nothing),
+    "error": Promise(
+        "an error in one replica ends the run with it", trains(Fails), must_fail, nothing, "sample 47 cannot be used"
+    ),
     "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup),
 }
 """By name, in the order of the table."""

@@ -1,26 +1,18 @@
-"""Judge a strategy: run the cases under it and on one device, in processes of their own, and compare."""
+"""Judge a strategy: run the cases under it and on one device, in a process of their own (`worker.py`)."""
 
-import contextlib
-import functools
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from lightning_mgpu.runs.processes import process_group
 from lightning_mgpu.testing.cases import CANNOT, PROMISES
 from lightning_mgpu.testing.promises import NO_OPTION, Kind, Promise
-
-Spec = tuple[str, dict[str, Any]]
-"""A case, and the fields of kinds that it takes as further arguments."""
+from lightning_mgpu.testing.worker import RESULTS
 
 
 @dataclass(frozen=True)
@@ -42,14 +34,6 @@ class Result:
         return not self.wrong
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a case showed, or the error it ended with."""
-
-    value: Any = None
-    error: str = ""
-
-
 def check_strategy(
     strategy: str,
     devices: int,
@@ -66,90 +50,50 @@ def check_strategy(
         timeout: Seconds a case may take before it counts as hanging.
 
     Yields:
-        A `Result` for every promise, in order.
+        A `Result` for every promise.
 
     Raises:
         KeyError: For a promise nobody knows.
     """
     chosen = {name: PROMISES[name] for name in promises}
-    directory, expected = _one_device(accelerator, list(chosen))
-    found = run_cases(Kind(strategy, devices, accelerator), [(name, {}) for name in chosen], directory, timeout)
-    for (name, promise), seen in zip(chosen.items(), found):
-        wrong = _wrong(name, promise, seen, expected)
-        reason = CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
-        yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
+    while chosen:
+        told = _run_worker(Kind(strategy, devices, accelerator), list(chosen), timeout)
+        for name in [name for name in chosen if name in told]:  # a new worker tries what is left
+            promise, wrong = chosen.pop(name), told[name]
+            wrong = "" if promise.error and promise.error in wrong else wrong
+            reason = CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
+            yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
 
 
-@functools.cache
-def _memory(accelerator: str) -> tuple[tempfile.TemporaryDirectory, dict[str, Seen]]:
-    """The directory with one device's checkpoints, and what it has shown so far: nothing yet."""
-    return tempfile.TemporaryDirectory(prefix="conformance-"), {}
+def _run_worker(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, str]:
+    """What a worker finds wrong with each case, until it ends; of one case at least."""
+    with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
+        order = {"kind": astuple(kind), "names": names, "timeout": timeout, "directory": directory}
+        command = [sys.executable, "-W", "ignore", "-m", "lightning_mgpu.testing.worker", json.dumps(order)]
+        environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
+        log, results = Path(directory, "log"), Path(directory, RESULTS)
+        with log.open("wb") as output, process_group(command, stdout=output, stderr=output, env=environment) as process:
+            status = process.wait()  # it ends by itself where a case takes too long
+            leaves_processes = not _ends(process.pid)
+        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        told: dict[str, str] = {}
+        for line in lines:  # several processes may raise in a case
+            text = line.get("wrong", line.get("error"))
+            told[line["name"]] = "; ".join(dict.fromkeys(filter(None, (told.get(line["name"]), text))))
+        last = next((name for name in names if name not in told), names[-1])
+        if any("error" in line for line in lines):
+            return told
+        if status != 0:
+            told[last] = _why(status, log.read_text(errors="replace"), timeout)
+        elif leaves_processes:
+            told[names[-1]] = "leaves processes behind"
+        return told
 
 
-def _one_device(accelerator: str, cases: Sequence[str]) -> tuple[Path, dict[str, Seen]]:
-    """The directory with one device's checkpoints, and what it shows in the cases, each of which it runs once."""
-    directory, seen = _memory(accelerator)
-    needed = dict.fromkeys("save" if case == "resume" else case for case in cases)
-    new = [case for case in needed if case not in seen and case not in ("error", "any_devices")]
-    seen |= zip(new, run_cases(Kind(accelerator=accelerator), [(case, {}) for case in new], Path(directory.name)))
-    return Path(directory.name), seen
-
-
-def _wrong(name: str, promise: Promise, found: Seen, expected: dict[str, Seen]) -> str:
-    alone = expected.get("save" if name == "resume" else name, Seen())
-    if name == "error":
-        return promise.judge(found.error or "no error at all", None)
-    if alone.error:
-        return f"one device: {alone.error}"
-    return found.error or promise.judge(found.value, alone.value)
-
-
-def run_cases(kind: Kind, specs: Sequence[Spec], directory: Path, timeout: float = 120.0) -> list[Seen]:
-    """Run cases under a strategy, one after the other; a worker that ends or hangs is replaced for those that are left.
-
-    Args:
-        directory: Where cases leave checkpoints for one another.
-        timeout: Seconds for each case.
-    """
-    seen: list[Seen] = []
-    while len(seen) < len(specs):
-        left = [(number, *specs[number]) for number in range(len(seen), len(specs))]
-        with tempfile.TemporaryDirectory(dir=directory) as results:
-            problem = _run_worker(kind, left, directory, Path(results), timeout)
-            while len(seen) < len(specs) and (path := Path(results) / str(len(seen))).exists():
-                seen.append(Seen(torch.load(path, weights_only=False)))
-            if len(seen) < len(specs):  # the one it ended with
-                errors = dict.fromkeys(torch.load(path) for path in sorted(Path(results).glob(f"{len(seen)}.error.*")))
-                seen.append(Seen(error="; ".join(errors) or problem or "no result"))
-            elif problem:
-                seen[-1] = Seen(error=problem)
-    return seen
-
-
-def _run_worker(kind: Kind, cases: Sequence[Any], directory: Path, results: Path, timeout: float) -> str:
-    """Start a worker and see it end; returns what went wrong with it as a process."""
-    order = {"kind": astuple(kind), "cases": cases, "timeout": timeout}
-    order |= {"directory": str(directory), "results": str(results)}
-    command = [sys.executable, "-W", "ignore", "-m", "lightning_mgpu.testing.worker", json.dumps(order)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
-    log = results / "log"
-    with log.open("wb") as output:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        process = subprocess.Popen(command, start_new_session=True, env=environment, **files)
-    try:
-        status = process.wait(60 + timeout * len(cases))  # it ends by itself where a case takes too long
-        left_behind = not _ends(process.pid)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if status in (0, 3):
-        return "leaves processes behind" if left_behind else ""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    if any(line.startswith("Timeout (") for line in lines):
+def _why(status: int, output: str, timeout: float) -> str:
+    lines = output.strip().splitlines()
+    if any(line.startswith("Timeout (") for line in lines):  # faulthandler's
         return f"hangs: nothing for {timeout:.0f} s"
     return f"ended with status {status}: {lines[-1] if lines else 'no output'}"
 

@@ -1,8 +1,6 @@
 """The module, the data and the callbacks that cases are made of: small, in float64, and the same on every device."""
 
-import hashlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,8 +36,8 @@ def samples(num_samples: int) -> TensorDataset:
     return TensorDataset(X, torch.stack([X.sum(1).sin(), X[:, 0], X[:, 1] ** 2], 1), torch.arange(num_samples))
 
 
-def dropout_net(norm: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), norm or nn.Identity(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+def mlp(*norm: nn.Module, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
 
 
 def sgd(module: nn.Module) -> Any:
@@ -57,7 +55,7 @@ class Probe(LightningModule):
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
         super().__init__()
-        self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.net = net or mlp()
         self.configure = configure
         self.double()
 
@@ -108,14 +106,14 @@ class TwoOptimizers(Probe):
     """Manual optimization: two networks, one trained to undo what the other does, each by its own optimizer."""
 
     def __init__(self) -> None:
-        super().__init__(nn.ModuleDict({"there": nn.Linear(6, 4), "back": nn.Linear(4, 6)}))
+        super().__init__(nn.Identity())
+        self.there, self.back = nn.Linear(6, 4).double(), nn.Linear(4, 6).double()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         X, y, _ = batch
         optimizers: Any = self.optimizers()
-        there, back = self.net["there"], self.net["back"]  # type: ignore[index]
-        losses = (lambda: F.mse_loss(there(X)[:, :3], y), lambda: F.mse_loss(back(there(X)), X))
+        losses = (lambda: F.mse_loss(self.there(X)[:, :3], y), lambda: F.mse_loss(self.back(self.there(X)), X))
         for optimizer, loss in zip(optimizers, losses):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
@@ -125,23 +123,20 @@ class TwoOptimizers(Probe):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        there, back = self.net["there"], self.net["back"]  # type: ignore[index]
-        return sgd(there), torch.optim.Adam(back.parameters(), 0.01)
+        return sgd(self.there), torch.optim.Adam(self.back.parameters(), 0.01)
 
 
 class SeesDtype(Probe):
-    """Float32, and writes down what its layers compute in."""
+    """Float32, and logs whether its layers compute in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
         self.float()
-        self.is_bf16 = SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, _ = batch
         prediction = self.net(X.float())
-        self.is_bf16(torch.full((len(X),), float(prediction.dtype == torch.bfloat16)))
-        self.log("samples in bf16", self.is_bf16, on_epoch=True, on_step=False)
+        self.log("in bf16", float(prediction.dtype == torch.bfloat16), sync_dist=True)
         return F.mse_loss(prediction.float(), y.float())
 
 
@@ -165,17 +160,6 @@ class Written(DummyLogger):
         self.rows.append((step, {name: float(value) for name, value in metrics.items() if name != "epoch"}))
 
 
-class SavesAtStep(Callback):
-    """Saves a checkpoint after step 6: of four an epoch, in the middle of the second."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == 6:
-            trainer.save_checkpoint(self.path)
-
-
 class SeesGradients(Callback):
     """Keeps the gradients that callbacks see, after the backward pass and before the update."""
 
@@ -190,7 +174,7 @@ class SeesGradients(Callback):
 
 
 class SeesReplicas(Callback):
-    """After every step compares the replicas, bit by bit: of all processes, or those of a strategy."""
+    """After every step compares the replicas, bit by bit: those of all processes, or of a strategy."""
 
     __module__ = "lightning_mgpu.testing"  # looks only
 
@@ -198,20 +182,15 @@ class SeesReplicas(Callback):
         self.are_equal: list[bool] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        replicas: list[Any] = replicas_of(trainer.strategy, pl_module)
         if torch.distributed.is_initialized():
-            digests: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(digests, digest(pl_module.parameters()))
-        else:
-            digests = [digest(replica) for replica in replicas_of(trainer.strategy, pl_module)]
-        self.are_equal.append(len(set(digests)) == 1)
+            [own] = replicas
+            torch.distributed.all_gather_object(replicas := [None] * torch.distributed.get_world_size(), own)
+        self.are_equal.append(all(torch.equal(a, b) for other in replicas for a, b in zip(replicas[0], other)))
 
 
-def replicas_of(strategy: Any, module: nn.Module) -> list[Iterable[Tensor]]:
+def replicas_of(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
     """The parameters of every replica. A strategy that is no strategy of ours is taken to have one."""
     replicas: Any = getattr(strategy, "replicas", None)
-    return [module.parameters()] if replicas is None else list(zip(*replicas.parameters))
-
-
-def digest(parameters: Iterable[Tensor]) -> str:
-    """A checksum of all parameters' bits."""
-    return hashlib.md5(b"".join(p.detach().cpu().contiguous().numpy().tobytes() for p in parameters)).hexdigest()
+    all_parameters = [module.parameters()] if replicas is None else zip(*replicas.parameters)
+    return [[parameter.detach().cpu() for parameter in parameters] for parameters in all_parameters]

@@ -1,7 +1,7 @@
-"""Runs cases under one strategy, and writes what was seen to files: a process, and the children a strategy starts.
+"""Runs cases on one device, then under a strategy, and judges: a process, and the children that the strategy starts.
 
-Started by `check.py`. It ends at the first case that raises, as processes that were in step no longer are, and where a
-case takes too long.
+`check.py` starts it. It adds what is wrong to a file, a line a case. It ends at the first case that raises, as
+processes that were in step no longer are, and where a case takes too long.
 """
 
 import faulthandler
@@ -10,41 +10,44 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightning_mgpu.testing.cases import PROMISES
-from lightning_mgpu.testing.promises import Kind
+from lightning_mgpu.testing.promises import Case, Kind
 
-
-def write(path: Path, content: Any) -> None:
-    """The file is whole or not there."""
-    torch.save(content, part := path.with_name(f"{path.name}.part{_rank()}"))
-    os.replace(part, path)
+RESULTS = "results"
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    kind, directory, results = Kind(*order["kind"]), Path(order["directory"]), Path(order["results"])
-    for number, case, arguments in order["cases"]:
+    kind, directory, names = Kind(*order["kind"]), Path(order["directory"]), order["names"]
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # Lightning's launcher sets it
+
+    def tell(name: str, **what: str) -> None:
+        with (directory / RESULTS).open("a") as file:
+            file.write(json.dumps({"name": name, **what}) + "\n")
+
+    def run(name: str, case: Case, kind: Kind, where: str = "") -> object:
         faulthandler.dump_traceback_later(order["timeout"], exit=True)
-        options = {name: Kind(*value) for name, value in arguments.items()}
         try:
-            seen = PROMISES[case].case(kind, directory, **options)
+            return case(kind, directory)
         except BaseException as error:
             text = " ".join(traceback.format_exception_only(type(error), error)[0].split())
-            write(results / f"{number}.error.{_rank()}", text)
+            tell(name, error=f"{where}{text}")
             os._exit(3)  # not waiting for processes that wait for this one
-        if _rank() == 0:
-            write(results / str(number), seen)
-    faulthandler.cancel_dump_traceback_later()
+
+    alone = Kind(accelerator=kind.accelerator)
+    expected = {  # before the strategy starts processes: metrics would add up what all of them saw
+        name: run(name, PROMISES[name].alone or PROMISES[name].case, alone, "one device: ")
+        for name in (names if is_first else ())
+    }
+    for name in names:
+        found = run(name, PROMISES[name].case, kind)
+        if is_first:
+            tell(name, wrong=PROMISES[name].judge(found, expected[name]))
     if torch.distributed.is_initialized():  # gloo's threads may end a process with SIGABRT: pytorch/pytorch#179291
         torch.distributed.destroy_process_group()
-
-
-def _rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))  # Lightning's launcher sets it
 
 
 if __name__ == "__main__":

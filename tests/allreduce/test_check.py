@@ -1,6 +1,5 @@
-"""`check_allreduce` accepts ours and refuses each way to get it wrong, in one line that names function and device."""
+"""`check_allreduce` refuses each way to get it wrong in one line that names function and device."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,10 @@ from torch import Tensor
 
 from lightning_mgpu.allreduce import (
     Allreduce,
-    blocked_allreduce,
     check_allreduce,
-    compiled_allreduce,
     foreach_allreduce,
     ring_allreduce,
-    sharded_allreduce,
     textbook_allreduce,
-    tree_allreduce,
     with_many,
 )
 
@@ -40,31 +35,12 @@ def book_today(data: list[Tensor]) -> None:
         data[i][:] = data[0].to(data[i].device)
 
 
-def returns_the_sum(data: list[Tensor]) -> list[Tensor]:
-    return [torch.stack(data).sum(0) for _ in data]
-
-
-def mean(data: list[Tensor]) -> None:
-    textbook_allreduce(data)
-    for t in data:
-        t /= len(data)
-
-
 def skips_the_last_device(data: list[Tensor]) -> None:
     textbook_allreduce(data[:-1])
 
 
-def forgets_the_last_term(data: list[Tensor]) -> None:
-    textbook_allreduce(data[:-1])
-    data[-1].copy_(data[0])
-
-
 def raises(data: list[Tensor]) -> None:
     raise RuntimeError("no\nroute")
-
-
-def reshapes(data: list[Tensor]) -> None:
-    textbook_allreduce([t.reshape(-1) for t in data])
 
 
 def views(data: list[Tensor]) -> None:
@@ -94,11 +70,6 @@ def shares_the_memory(data: list[Tensor]) -> None:
         t.data = data[0]
 
 
-def not_a_number(data: list[Tensor]) -> None:
-    for t in data:
-        t.fill_(float("nan"))
-
-
 calls = 0
 
 
@@ -116,38 +87,15 @@ REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
         "data[i].copy_(...)",
         "not rebind",
     ],
-    returns_the_sum: ["left device 0 (cpu) with [1.0, 2.0] instead of the sum [7.0, 14.0]", "in place"],
-    mean: ["left device 0 (cpu) with [2.33333325, 4.66666651] instead of the sum [7.0, 14.0]"],
     skips_the_last_device: ["left device 0 (cpu) with [3.0, 6.0] instead of the sum [7.0, 14.0]"],
-    forgets_the_last_term: ["left device 0 (cpu) with [3.0, 6.0] instead of the sum [7.0, 14.0]"],
     raises: ["raised RuntimeError: no route"],
-    reshapes: ["left device 0 (cpu)", "strides (1, 3)", "reshape(-1) makes a copy"],
     views: ["raised RuntimeError", "strides (1, 3)", "view(-1) fails"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
     sums_in_another_order_on_each: ["left device 1 (cpu)", "but device 0 with", "bit-identical"],
     sums_in_float32: ["left device 0 (cpu)", "torch.float64"],
     shares_the_memory: ["gave the tensor of device 1 (cpu) other memory"],
-    not_a_number: ["left device 0 (cpu) with [nan, nan] instead of the sum [7.0, 14.0]"],
     changes_its_mind: ["when called again", "deterministic"],
 }
-
-
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize(
-    "allreduce",
-    [
-        textbook_allreduce,
-        tree_allreduce,
-        sharded_allreduce,
-        ring_allreduce,
-        blocked_allreduce,
-        foreach_allreduce,
-        compiled_allreduce,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_accepts_ours(allreduce: Allreduce, k: int) -> None:
-    check_allreduce(allreduce, [CPU] * k)
 
 
 @pytest.mark.parametrize("allreduce", REFUSED, ids=lambda f: f.__name__)
@@ -160,30 +108,8 @@ def test_refuses_in_one_line(allreduce: Allreduce) -> None:
         assert part in message
 
 
-def test_raised_error_is_kept_as_the_cause() -> None:
-    with pytest.raises(ValueError, match="no route") as caught:
-        check_allreduce(raises, [CPU, CPU])
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
 def test_accepts_the_books_of_today() -> None:
     check_allreduce(book_today, [CPU] * 3)
-
-
-def test_takes_any_callable() -> None:
-    check_allreduce(functools.partial(textbook_allreduce), [CPU, CPU])
-    with pytest.raises(ValueError, match="mean"):
-        check_allreduce(functools.partial(mean), [CPU, CPU])
-
-
-def test_accepts_right_values_in_rebound_slots() -> None:
-    """What counts are the tensors: what becomes of the list is the function's own affair."""
-
-    def empties_the_list(data: list[Tensor]) -> None:
-        textbook_allreduce(data)
-        data.clear()
-
-    check_allreduce(empties_the_list, [CPU, CPU])
 
 
 def test_leaves_the_random_state_alone() -> None:
@@ -196,13 +122,6 @@ def forgets_the_last_parameter(gradients: list[list[Tensor]]) -> None:
     foreach_allreduce.many(gradients[:-1])  # type: ignore[attr-defined]
 
 
-def takes_the_first_dtype_for_all(gradients: list[list[Tensor]]) -> None:
-    for tensors in gradients:
-        total = torch.stack(tensors).to(gradients[0][0].dtype).sum(0)
-        for t in tensors:
-            t.copy_(total)
-
-
 def needs_a_parameter(gradients: list[list[Tensor]]) -> None:
     assert gradients[0]
     foreach_allreduce.many(gradients)  # type: ignore[attr-defined]
@@ -212,7 +131,6 @@ def needs_a_parameter(gradients: list[list[Tensor]]) -> None:
     ("many", "parts"),
     [
         (forgets_the_last_parameter, ["left device 0 (cpu)", "strides (1, 3)", "torch.float64"]),
-        (takes_the_first_dtype_for_all, ["left device 0 (cpu)", "torch.float64"]),
         (needs_a_parameter, ["raised IndexError", "given 0 parameters"]),
     ],
 )
@@ -229,13 +147,3 @@ def test_refuses_a_wrong_many_beside_a_right_allreduce(
     assert "\n" not in message
     for part in parts:
         assert part in message
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"]], ids=str)
-def test_names_the_gpu(devices: list[str]) -> None:
-    where = [torch.device(d) for d in devices]
-    check_allreduce(ring_allreduce, where)
-    with pytest.raises(ValueError, match=rf"left device 1 \({devices[1]}\)"):
-        check_allreduce(book_2021, where)

@@ -69,21 +69,16 @@ def test_a_run_for_every_seed_and_no_secret_in_the_report(
     report = json.loads(Path("tta/time_to_accuracy.json").read_text())
     assert "api_key=***" in report["command"] and [run["seed"] for run in report["runs"]] == [0, 1]
     assert main("benchmark", "time_to_accuracy", *args) == 2
-    assert "--run_dir=tta exists" in capsys.readouterr().err
+    assert "--run_dir=tta cannot be made: File exists" in capsys.readouterr().err
 
 
-def test_ctrl_c_keeps_the_seeds_before(
+def test_a_fit_that_fails_ends_it_and_keeps_the_seeds_before(
     trained: list[dict[str, str]], main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = time_to_accuracy.run
-
-    def stop(command: list[str]) -> int:
-        if trained:
-            raise KeyboardInterrupt
-        return train(command)
-
-    monkeypatch.setattr(time_to_accuracy, "run", stop)
-    assert main("benchmark", "time_to_accuracy", "--target=0.9", "--seeds", "0", "1", "--run_dir=tta") == 130
+    monkeypatch.setattr(time_to_accuracy, "run", lambda command: 3 if trained else train(command))
+    args = ("benchmark", "time_to_accuracy", "--target=0.9", "--seeds", "0", "1")
+    assert main(*args, "--run_dir=tta") == 3 == main(*args, "--run_dir=other") and not Path("other").exists()
     assert [run["seed"] for run in json.loads(Path("tta/time_to_accuracy.json").read_text())["runs"]] == [0]
 
 
@@ -93,7 +88,6 @@ def test_ctrl_c_keeps_the_seeds_before(
         ([], ["--target"]),
         (["--target=91"], ["--target=91", "fraction"]),
         (["--target=0.9", "--data.val_size=10"], ["--data.val_size"]),
-        (["--target=0.9", "--seeds", "0", "1", "0"], ["--seeds 0 1 0", "every seed once"]),
     ],
 )
 def test_mistake_ends_in_one_line(

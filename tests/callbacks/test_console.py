@@ -12,8 +12,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
-from lightning_mgpu.callbacks.console import per_device, run_facts
-from lightning_mgpu.models import Classifier, LeNet
+from lightning_mgpu.callbacks.console import per_device
+from lightning_mgpu.models import LeNet
 
 
 def test_header_tells_what_runs(
@@ -37,17 +37,6 @@ def test_header_tells_what_runs(
 def test_per_device_batch_says_when_it_is_uneven() -> None:
     shown = (per_device(256, [1, 1]), per_device(256, [1, 1, 1]), per_device(2, [1, 1, 1]), per_device(256, [0.7, 0.3]))
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
-
-
-def test_lazy_layers_are_not_counted(make_trainer: Callable) -> None:
-    class Lazy(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(10))
-
-    trainer, model = make_trainer(), Lazy()
-    assert run_facts(trainer, model)["num_parameters"] == 9
-    assert RunHeader().lines(trainer, model)["model"].startswith("Lazy, 9 parameters and 2 lazy ones of unknown size, ")
 
 
 class Plain(LightningDataModule):
@@ -79,14 +68,13 @@ def test_the_batch_is_the_one_trained_on(
 def test_epoch_lines_end_with_the_time(
     make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture
 ) -> None:
-    limits = {"max_epochs": -1, "max_steps": 2, "limit_train_batches": 2}
-    for options, begin in (({"max_epochs": 2}, ["epoch 1/2  ", "epoch 2/2  "]), (limits, ["epoch 1  "])):
-        trainer = make_trainer(callbacks=[EpochTimer(), EpochLines()], enable_progress_bar=True, **options)
-        trainer.fit(LeNet(), make_data())
-        lines = capsys.readouterr().out.splitlines()
-        assert all(line.startswith(start) and line.endswith(" s") for line, start in zip(lines, begin, strict=True))
-        names = ("train_loss", "train_acc", "val_loss", "val_acc")
-        assert all(f"  {name} " in line for line in lines for name in names)
+    trainer = make_trainer(callbacks=[EpochTimer(), EpochLines()], enable_progress_bar=True, max_epochs=2)
+    trainer.fit(LeNet(), make_data())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:11] for line in lines] == ["epoch 1/2  ", "epoch 2/2  "] and all(
+        line.endswith(" s") for line in lines
+    )
+    assert all(f"  {name} " in line for line in lines for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
 
 
 class Named(LightningModule):
@@ -119,7 +107,6 @@ class Named(LightningModule):
     [
         (("train/loss", "val/loss", "other"), "val/loss 2.0000  train/loss 1.0000", "train/loss 1.0000"),
         (("g_loss*", "valid_f1*", "other"), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
-        (("value_loss*", "trainer/x"), "value_loss 1.0000", "value_loss 1.0000"),
         (("g_loss", "d_loss"), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
     ],
 )

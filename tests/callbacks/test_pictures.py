@@ -117,16 +117,11 @@ def test_other_models_get_what_can_be_drawn(
         def test_step(self, batch: Any, batch_idx: int) -> Any:
             return {"logits": batch[0]}
 
-    class Silent(VectorNet):
-        def test_step(self, batch: Any, batch_idx: int) -> Any:
-            return None
-
     X, y = torch.zeros(6, 4), torch.arange(6) % 3
     sparse = [{"X": row, "y": label} for row, label in zip(X, y)]
     images = torch.zeros(6, 3, 5, 5)
     for model, samples, has_matrix in (
         (VectorNet(), TensorDataset(X, y), True),
-        (Silent(), TensorDataset(X, y), False),
         (OfDicts(), sparse, False),
         (OfPixels(), TensorDataset(images, images[:, 0].long()), False),  # a class for every pixel
     ):
@@ -134,17 +129,3 @@ def test_other_models_get_what_can_be_drawn(
         trainer.test(model, DataLoader(samples, 4), verbose=False)  # type: ignore[arg-type]
         assert files(tmp_path) == ({"confusion.png"} if has_matrix else set())
         (tmp_path / "confusion.png").unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize("label", [-100, 9])
-def test_a_grid_names_what_has_a_name(
-    label: int, make_data: Callable, make_trainer: Callable, tmp_path: Path, files: Callable
-) -> None:
-    class Wide(LeNet):
-        def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-            logits = torch.arange(12.0).expand(len(batch[1]), 12)  # the last class, which has no name
-            batch[1].fill_(label)
-            return {"logits": logits}
-
-    make_trainer(callbacks=[PredictionGrid()]).test(Wide(), make_data(), verbose=False)
-    assert files(tmp_path) == ({"predictions.png"} if label == 9 else set())

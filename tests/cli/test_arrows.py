@@ -1,4 +1,7 @@
-"""Imports point one way: no file imports, over whatever others, one that imports it; parts know what they may know."""
+"""Imports point one way: no file imports, over whatever others, one that imports it; parts know what they may know.
+
+Nothing imports a room that a project of one's own can leave out.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -15,13 +18,14 @@ FILES = {
     for path in Path(lightning_mgpu.__file__).parent.rglob("*.py")
 }
 PARTS = {name.split(".")[1] for name in FILES if name.count(".") > 1}  # directories
+ROOMS = ("benchmark", "testing", "sweep", "book")  # those of `new --drop` in this package
 
 
-def imported(name: str) -> Iterator[str]:
-    """The package's files that one of them imports, at its top or in a function."""
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+def imported(path: Path) -> Iterator[str]:
+    """The package's files that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name}: a relative import"
+            assert not node.level, f"{path}: a relative import"
             for alias in node.names:
                 file = f"{node.module}.{alias.name}"
                 yield from {file if file in FILES else str(node.module)} & FILES.keys()
@@ -30,18 +34,27 @@ def imported(name: str) -> Iterator[str]:
 
 
 def test_no_file_imports_one_that_imports_it() -> None:
-    above = {name: set(imported(name)) - {name} for name in FILES}
+    above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
     assert sum(map(len, above.values())) > 150
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
 def test_callbacks_and_runs_know_no_command_line() -> None:
-    known = {other for name in FILES if name.split(".")[1:2] == ["runs"] for other in imported(name)}
+    known = {other for name, path in FILES.items() if name.split(".")[1:2] == ["runs"] for other in imported(path)}
     assert not [name for name in known if ".cli" in name]
 
 
 @pytest.mark.parametrize("part", ["allreduce", "models", "data", "strategies"])
 def test_these_know_no_other_part(part: str) -> None:
-    known = {other.split(".")[1] for name in FILES if f".{part}." in name for other in imported(name)}
+    known = {other.split(".")[1] for name, path in FILES.items() if f".{part}." in name for other in imported(path)}
     assert part in known
     assert known & PARTS <= {part, *({"allreduce"} if part == "strategies" else ())}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_imports_a_room_that_can_go(room: str) -> None:
+    """Neither the package nor a test, but the room's own files."""
+    for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py")):
+        inside = path.relative_to(ROOT)
+        if room not in (*inside.parts, inside.stem.removeprefix("test_")):
+            assert not [name for name in imported(path) if name.split(".")[1:2] == [room]], inside

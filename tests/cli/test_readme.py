@@ -1,4 +1,7 @@
-"""Every command of the README and of docs/ is one the command line takes; the files they name are there."""
+"""Every command of the README and of docs/ is one the command line takes; the files they name are there.
+
+The commands of a room that can be dropped are tried by tests/ROOM/test_pages.py.
+"""
 
 import re
 import shlex
@@ -7,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.cli import parser as benchmark_parser
-from lightning_mgpu.sweep.cli import parser as sweep_parser
-from lightning_mgpu.sweep.plan import read_plan
-
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {path: path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))}
 README = PAGES[REPOSITORY / "README.md"]
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
 LINES = dict.fromkeys(line for block in BLOCKS for line in block.splitlines())
-COMMANDS = [line for line in LINES if line.startswith("python -m lightning_mgpu ")]
+COMMANDS = [line for line in LINES if re.match("python -m lightning_mgpu (fit|validate|test|predict|export) ", line)]
 LINKS = [(path, link) for path, text in PAGES.items() for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", text)]
 
 
@@ -35,18 +33,6 @@ def test_command_is_taken(
     for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    if line.startswith("python -m lightning_mgpu benchmark"):  # nothing to print: taken is what parses
-        args = shlex.split(line)[4:]
-        if args[:1] == ["time_to_accuracy"]:
-            _, of_fit = time_to_accuracy.parse(args[1:])
-            assert main("fit", *of_fit, "--print_config") == 0
-        else:
-            assert args[:1] == ["compare"] or benchmark_parser().parse_args(args)
-        return
-    if line.startswith("python -m lightning_mgpu sweep"):
-        args, fit = sweep_parser().parse_known_args(shlex.split(line)[4:])
-        assert read_plan(args.config[0], args.count)
-        line = shlex.join(["python", "-m", "lightning_mgpu", "fit", *fit, *(f"--config={c}" for c in args.config[1:])])
     if line.startswith("python -m lightning_mgpu export"):  # of a checkpoint that is not there
         assert main(*shlex.split(line)[3:]) == 2 and "no such file" in capsys.readouterr().err
         return

@@ -27,12 +27,6 @@ def test_shares_make_up_the_one_process_batches(world: int, batch_size: int) -> 
     assert torch.equal(torch.cat(alone).sort().values, INDICES)  # every sample once, the uneven rest too
 
 
-def test_shares_differ_by_one_sample_at_most() -> None:
-    for world in (2, 3, 4):
-        shares = [[len(i) for _, i in GlobalBatches(INDICES, 101, True, 0, world, rank)] for rank in range(world)]
-        assert all(max(sizes) - min(sizes) <= 1 for sizes in zip(*shares))
-
-
 def test_order_depends_on_seed_and_epoch() -> None:
     first = torch.cat(global_batches(1))
     assert torch.equal(first, torch.cat(global_batches(1)))
@@ -68,11 +62,3 @@ def test_batches_that_cannot_be_shared_are_refused() -> None:
         GlobalBatches(INDICES, 0)
     GlobalBatches(torch.arange(6), 4, num_replicas=2)
     GlobalBatches(torch.arange(0), 4, num_replicas=2)
-
-
-def test_first_batches_are_skipped_once() -> None:
-    sampler = GlobalBatches(INDICES, 64)
-    every = [indices for _, indices in sampler]
-    sampler.first = 3
-    assert all(torch.equal(a, b) for a, (_, b) in zip(every[3:], sampler, strict=True))
-    assert len(list(sampler)) == len(every)

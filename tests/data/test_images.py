@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -36,22 +35,13 @@ def with_a_hole(image: Tensor, draw: Tensor, size: int) -> Tensor:
     return image
 
 
-def test_every_byte_becomes_the_float_of_torchvision() -> None:
+def test_every_byte_becomes_the_float_of_torchvision(images: Tensor) -> None:
     every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
     X, y = InMemoryImages(every, torch.tensor([7]))[0, torch.tensor([0])]
     assert torch.equal(X[0], ToTensor()(Image.fromarray(every[0, 0].numpy())))
     assert X.dtype == torch.float32 and y.tolist() == [7]
-
-
-def test_normalisation_is_torchvisions(images: Tensor) -> None:
     X, _ = InMemoryImages(images, torch.zeros(40), MEAN, STD)[0, torch.arange(40)]
-    wanted = Normalize([MEAN], [STD])(images / 255)
-    assert torch.equal(X, wanted)
-
-
-def test_mean_and_std_are_the_real_training_sets() -> None:
-    """The constants, from the published statistics of the 60,000 images: 72.94 and 90.02 in 0 .. 255."""
-    assert np.round([MEAN * 255, STD * 255], 1).tolist() == [72.9, 90.0]
+    assert torch.equal(X, Normalize([MEAN], [STD])(images / 255))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -79,13 +69,6 @@ def test_what_is_cut_out_is_the_mean_and_nothing_else_changes(images: Tensor) ->
     assert (cut[hole] == 0).all() and hole.any((1, 2, 3)).all() and int(hole.sum((1, 2, 3)).max()) == 64
     again = InMemoryImages(images, labels, **options, cutout=8)[4, indices[[7, 3]]][0]
     assert torch.equal(again, cut[[7, 3]])  # whatever the batch
-
-
-def test_augmentation_draws_every_shift_and_both_sides(images: Tensor) -> None:
-    draws = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0))
-    offsets = (draws[:, :2] * 5).long()
-    assert {tuple(o) for o in offsets.tolist()} == {(a, b) for a in range(5) for b in range(5)}
-    assert torch.equal(augment(images, torch.full((40, 3), 0.5), padding=2, flip=True), images)  # middle, not flipped
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:

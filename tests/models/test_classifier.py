@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lightning_mgpu.models import LeNet, ResNet18
 from lightning_mgpu.models.classifier import MeanLoss
@@ -47,9 +47,10 @@ def spread_out(model: LeNet) -> LeNet:
 
 
 def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
+    """Of one epoch: the second one starts counting anew."""
     torch.manual_seed(0)
     data, model = make_data(batch_size=150), spread_out(LeNet(optimizer=lambda params: SGD(params, lr=0.0)))
-    trainer = make_trainer()
+    trainer = make_trainer(max_epochs=2)
     trainer.fit(model, data)  # 402 samples in batches of 150, 150, 102; the learning rate keeps the model as it is
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     (tested,) = trainer.test(model, data, verbose=False)
@@ -71,11 +72,14 @@ def test_label_smoothing_is_of_the_training_loss_alone(make_data: Callable, make
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(by_hand(model, data, "val")[0], rel=1e-5)
 
 
-VIEWS = [{"flip_tta": True}, {"shift_tta": True}, {"flip_tta": True, "shift_tta": True}]
-
-
-@pytest.mark.parametrize("options", VIEWS, ids=" ".join)
-@pytest.mark.parametrize("strategy", ["auto", "manual_allreduce"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("auto", {"flip_tta": True}),
+        ("auto", {"shift_tta": True}),
+        ("manual_allreduce", {"flip_tta": True, "shift_tta": True}),
+    ],
+)
 def test_views_are_asked_in_evaluation_alone(
     make_data: Callable, make_trainer: Callable, strategy: str, options: dict[str, bool]
 ) -> None:
@@ -109,36 +113,13 @@ def mean_of_views(net: Callable, X: torch.Tensor, flip_tta: bool = False, shift_
     return answers.reshape(len(X), -1, answers.shape[-1]).mean(1)
 
 
-def test_mean_loss_keeps_the_digits_of_float64() -> None:
-    metric = MeanLoss()
-    for _ in range(3):
-        metric.update(torch.tensor(1 / 3, dtype=torch.float64), 7)
-    assert abs(float(metric.compute()) - 1 / 3) < 1e-15
-
-
-def test_mean_loss_adds_up_in_float32_where_the_model_is_in_bfloat16() -> None:
-    metric = torch.nn.ModuleList([MeanLoss()]).to(torch.bfloat16)[0]  # as `bf16-true` does
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1 / 3), (torch.bfloat16, 0.5)], ids=str)
+def test_mean_loss_keeps_its_digits(dtype: torch.dtype, value: float) -> None:
+    """Those of float64, and of float32 where the model is in bfloat16."""
+    metric = torch.nn.ModuleList([MeanLoss()]).to(dtype)[0]  # as `bf16-true` does
     for _ in range(300):
-        metric.update(torch.tensor(0.5, dtype=torch.bfloat16), 200)
-    assert metric.compute().item() == 0.5
-
-
-def test_mean_loss_leaves_memory_alone_that_processes_may_share() -> None:
-    """`ddp_spawn` moves a module's tensors to shared memory: on CPUs a process would count the others' samples, too."""
-    metric = MeanLoss()
-    before = metric.metric_state
-    metric.update(torch.tensor(0.5), 7)
-    assert [int(value) for value in before.values()] == [0, 0] and int(metric.num_samples) == 7
-
-
-def test_second_epoch_starts_counting_anew(make_data: Callable, make_trainer: Callable) -> None:
-    torch.manual_seed(0)
-    data, model = make_data(batch_size=150), LeNet(optimizer=lambda params: SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=3)
-    trainer.fit(model, data)
-    loss, acc = by_hand(model, data, "val")
-    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(loss, rel=1e-5)
-    assert float(trainer.callback_metrics["val_acc"]) == pytest.approx(acc, abs=1e-6)
+        metric.update(torch.tensor(value, dtype=dtype), 200)
+    assert abs(float(metric.compute()) - value) < 1e-15
 
 
 def rates(make_data: Callable, make_trainer: Callable, **kwargs: Any) -> list[float]:
@@ -150,66 +131,45 @@ def rates(make_data: Callable, make_trainer: Callable, **kwargs: Any) -> list[fl
     return recorder.rates
 
 
-def test_no_scheduler_keeps_the_rate(make_data: Callable, make_trainer: Callable) -> None:
-    assert rates(make_data, make_trainer, optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9)) == [0.1] * 8
+def test_step_lr_steps_every_epoch_and_without_a_scheduler_the_rate_stays(
+    make_data: Callable, make_trainer: Callable
+) -> None:
     assert rates(make_data, make_trainer, optimizer=partial(AdamW, lr=0.1)) == [0.1] * 8
-
-
-def test_step_lr_steps_every_epoch(make_data: Callable, make_trainer: Callable) -> None:
     found = rates(make_data, make_trainer, lr_scheduler=partial(StepLR, step_size=1, gamma=0.5))
     assert found == [0.1] * 4 + [0.05] * 4
 
 
-def test_one_cycle_steps_every_batch_of_the_whole_run(make_data: Callable, make_trainer: Callable) -> None:
-    found = rates(make_data, make_trainer, lr_scheduler=partial(OneCycleLR, max_lr=0.4))
-    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    scheduler, wanted = OneCycleLR(optimizer, max_lr=0.4, total_steps=8), []
-    for _ in range(8):
-        wanted.append(optimizer.param_groups[0]["lr"])
+@pytest.mark.parametrize(("interval", "steps_each"), [(None, 1), ("epoch", 4)])
+def test_one_cycle_is_over_when_the_run_is(
+    interval: Any, steps_each: int, make_data: Callable, make_trainer: Callable
+) -> None:
+    """By itself it steps every batch."""
+    make = partial(OneCycleLR, max_lr=0.4)
+    options = {"lr_interval": interval} if interval else {}
+    found = rates(make_data, make_trainer, lr_scheduler=make, **options)
+    scheduler = make(optimizer := SGD([torch.zeros(1, requires_grad=True)], lr=0.1), total_steps=8 // steps_each)
+    wanted = list(scheduler.get_last_lr())
+    for _ in range(8 // steps_each - 1):
         optimizer.step()
-        if len(wanted) < 8:
-            scheduler.step()
-    assert found == pytest.approx(wanted)
+        scheduler.step()
+        wanted += scheduler.get_last_lr()
+    assert found == pytest.approx([rate for rate in wanted for _ in range(steps_each)])
 
 
-def test_one_cycle_of_epochs(make_data: Callable, make_trainer: Callable) -> None:
-    scheduler = partial(OneCycleLR, max_lr=0.4)
-    found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="epoch")
-    wanted = scheduler(optimizer := SGD([torch.zeros(1, requires_grad=True)], lr=0.1), total_steps=2)
-    first = wanted.get_last_lr()
-    optimizer.step()
-    wanted.step()
-    assert found == pytest.approx([*first * 4, *wanted.get_last_lr() * 4])
-    with pytest.raises(ValueError, match=r"set trainer.max_epochs, or model.lr_scheduler.total_steps"):
-        make_trainer(max_steps=2, max_epochs=-1).fit(LeNet(lr_scheduler=scheduler, lr_interval="epoch"), make_data())
-
-
-def test_one_cycle_is_not_prolonged(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+def test_one_cycle_needs_an_end_and_is_not_prolonged(
+    make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
     make = partial(LeNet, lr_scheduler=partial(OneCycleLR, max_lr=0.4))
     trainer = make_trainer(max_epochs=2)
     trainer.fit(make(), make_data())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     steps = 2 * trainer.num_training_batches
+    with pytest.raises(ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"):
+        make_trainer(max_epochs=-1).fit(make(), make_data())
     with pytest.raises(
         ValueError, match=rf"OneCycleLR is over after {steps} steps and cannot be prolonged to {2 * steps}"
     ):
         make_trainer(max_epochs=4).fit(make(), make_data(), ckpt_path=tmp_path / "x.ckpt")
-    epochs = partial(OneCycleLR, max_lr=0.4, total_steps=1)
-    with pytest.raises(ValueError, match="is over after 1 epochs and cannot be prolonged to 2"):
-        make_trainer(max_epochs=2).fit(LeNet(lr_scheduler=epochs, lr_interval="epoch"), make_data())
-
-
-def test_one_cycle_needs_an_end(make_data: Callable, make_trainer: Callable) -> None:
-    model = LeNet(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
-    with pytest.raises(ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"):
-        make_trainer(max_epochs=-1).fit(model, make_data())
-
-
-def test_interval_can_be_chosen(make_data: Callable, make_trainer: Callable) -> None:
-    scheduler = partial(CosineAnnealingLR, T_max=8)
-    found = rates(make_data, make_trainer, lr_scheduler=scheduler, lr_interval="step")
-    assert found == sorted(found, reverse=True) and len(set(found)) == 8
-    assert len(set(rates(make_data, make_trainer, lr_scheduler=scheduler))) == 2
 
 
 def test_reduce_on_plateau_watches_val_loss(make_data: Callable, make_trainer: Callable) -> None:

@@ -25,15 +25,12 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
-    "test_low[": "no autocast",
+    "test_precisions[": "no autocast",
     "test_scaled_gradients": "no autocast",
     "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
-    "-sparse bag, SparseAdam]": "no sparse tensors",
-    "-WeightAveraging-True]": "no average of integers",
+    "-ema with buffers]": "no average of integers",
     "-lstm]": "no fused cells of recurrent layers",
-    "-bidirectional gru]": "no fused cells of recurrent layers",
-    "test_a_recurrent_layers_state": "no fused cells of recurrent layers",
 }
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
     "test_models[manual_allreduce-scripted layers]": "TorchScript layers keep their parameters on the first device",

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode leaves it out
 
@@ -27,7 +30,13 @@ from tiny_runs import (
     relative_error,
 )
 
-from lightning_mgpu.testing.cases import functions
+
+def functions() -> dict[str, Any]:
+    """What a strategy may have replaced for as long as a step takes."""
+    owners = (torch, nn.functional, nn.Module, Tensor, Optimizer, LightningModule, Trainer, Metric)
+    return {
+        f"{owner.__name__}.{name}": it for owner in owners for name, it in list(vars(owner).items()) if callable(it)
+    }
 
 
 @pytest.fixture(params=ENGINES)
@@ -168,11 +177,3 @@ def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
         assert_close(logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7)  # aggregates are float32
 
     return check
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """A test that changes the number of threads leaves the others alone."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

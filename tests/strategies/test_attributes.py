@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,44 +13,31 @@ from torch.nn import functional as F
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
-def test_what_hooks_set_counts_for_all(assert_parity, hook):
-    """Numbers, tensors, dicts, objects and modes."""
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])
+def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
+    """Tensors, dicts, objects and modes; in place, too."""
 
-    def set_all(self, *_):
-        step = self.global_step
-        self.by_name = {"factor": 1 + step / 10, "more": {"shift": [step]}}
-        self.settings, self.pair = SimpleNamespace(factor=1.5), (2, 3)
-        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
-
-    def training_step(self, batch, batch_idx):
-        factor = self.by_name["factor"] * self.settings.factor * self.pair[1]
-        X, y = batch
-        return ((self.net(X) - y).square() * self.weights).mean() * factor + self.by_name["more"]["shift"][0]
-
-    assert_parity(type("Module", (Regression,), {hook: set_all, "training_step": training_step}))
-
-
-def test_what_hooks_change_in_place(assert_parity):
     class Module(Regression):
         def __init__(self):
             super().__init__()
             self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
-            self.config = SimpleNamespace(factor=1.0, values=[1.0], by_name={"a": 1.0})
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.temperature.mul_(0.95)
-            self.config.factor *= 1.1
-            self.config.values[0] *= 1.1
-            self.config.by_name["a"] += 0.5
-            self.net[1].eval() if batch_idx % 2 else self.net[1].train()
+            self.config = SimpleNamespace(factor=1.0, values=[1.0])
 
         def training_step(self, batch, batch_idx):
-            assert self.net[1].training == (batch_idx % 2 == 0)
-            factors = (self.config.factor, *self.config.values, self.config.by_name["a"], self.temperature)
-            return self.loss(batch) * math.prod(factors)
+            assert self.net[1].training == self.by_name["trains"]
+            factors = (self.temperature, self.config.factor, *self.config.values, *self.by_name["more"]["factors"])
+            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(factors)
 
-    assert_parity(Module)
+    def set_and_change(self, *_):
+        step = self.global_step
+        self.by_name = {"trains": step % 2 == 0, "more": {"factors": (1 + step / 10, 2.0)}}
+        self.weights = torch.full((3,), 1.0 + step, dtype=torch.float64, device=self.device)
+        self.temperature.mul_(0.95)
+        self.config.factor *= 1.1
+        self.config.values[0] *= 1.1
+        self.net[1].train(step % 2 == 0)
+
+    assert_parity(type("Sets", (Module,), {hook: set_and_change}))
 
 
 KINDS = {
@@ -70,7 +56,8 @@ class Net(nn.Sequential):
     ("kind", "place", "base"),
     [
         *((kind, "module", Regression) for kind in KINDS),
-        *(("tensor", place, base) for place in ("module", "layer") for base in (Regression, Manual)),
+        ("tensor", "layer", Regression),
+        ("tensor", "layer", Manual),
     ],
 )
 def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
@@ -85,6 +72,10 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
             owner = self if place == "module" else self.net
             owner.state = put(torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device))
 
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2 and kind == "tensor":
+                (self if place == "module" else self.net).state.zero_()
+
         def loss(self, batch):
             owner = self if place == "module" else self.net
             Z = self.net(batch[0]) + 0.5 * find(owner.state)
@@ -92,42 +83,6 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
             return F.mse_loss(Z, batch[1])
 
     assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
-
-
-def test_a_recurrent_layers_state(assert_parity):
-    class Module(Regression):
-        hidden = None
-
-        def __init__(self):
-            super().__init__(nn.LSTM(2, 5, batch_first=True))
-            self.head = nn.Linear(5, 3, dtype=torch.float64)
-
-        def on_train_epoch_start(self):
-            self.hidden = None
-
-        def training_step(self, batch, batch_idx):
-            outputs, hidden = self.net(batch[0].view(-1, 3, 2), self.hidden)
-            self.hidden = tuple(h.detach() for h in hidden)
-            return F.mse_loss(self.head(outputs[:, -1]), batch[1])
-
-    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
-
-
-@pytest.mark.parametrize("edited", [False, True])
-def test_hidden_states_in_validation(assert_parity, edited):
-    class Module(Regression):
-        def on_validation_epoch_start(self):
-            self.state = torch.zeros(1, 3, dtype=torch.float64, device=self.device)
-
-        def on_validation_batch_start(self, batch, batch_idx):
-            if edited and batch_idx == 1:
-                self.state = torch.ones(1, 3, dtype=torch.float64, device=self.device)
-
-        def validation_step(self, batch, batch_idx):
-            self.state = self.net(batch[0]) + 0.5 * self.state
-            self.log("error", F.mse_loss(self.state, batch[1]))
-
-    assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24), val=True)
 
 
 def test_what_the_first_replica_sets_stays(train):
@@ -152,44 +107,39 @@ def test_what_the_first_replica_sets_stays(train):
     assert seen == [8, 8, 8, 1] * 2 + [4, 4, 4, 1] * 2
 
 
-def test_made_in_a_step_and_deleted_by_a_hook(assert_parity):
+def test_swapped_for_validation_and_put_back(assert_parity):
     class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            if not hasattr(self, "scale"):
-                self.scale = torch.tensor(1.0 + self.current_epoch, dtype=torch.float64, device=self.device)
-            return self.scale * self.loss(batch)
-
-        def on_train_epoch_end(self):
-            del self.scale
-
-    assert_parity(Module, max_epochs=3)
-
-
-@pytest.mark.parametrize("inference_mode", [False, True])
-def test_swapped_for_validation_and_put_back(assert_parity, inference_mode):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64)
-
         def on_fit_start(self):
-            self.weights = self.weights.to(self.device)
+            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64, device=self.device)
 
         def on_validation_start(self):
-            self.kept = self.weights, self.scale
-            self.weights, self.scale = None, torch.zeros_like(self.scale)
+            self.kept, self.weights = self.weights, None
 
         def validation_step(self, batch, batch_idx):
-            assert self.weights is None and not self.scale.any()
+            assert self.weights is None
 
         def on_validation_end(self):
-            self.weights, self.scale = self.kept
+            self.weights = self.kept
 
         def training_step(self, batch, batch_idx):
-            return ((self.net(batch[0]) - batch[1]).square() * self.weights * self.scale).mean()
+            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean()
 
-    assert_parity(Module, val=True, inference_mode=inference_mode)
+    assert_parity(Module, val=True)
+
+
+def test_what_a_test_step_keeps(trainer_on):
+    """A tensor of inference mode, which knows no versions."""
+
+    class Module(Regression):
+        last = None
+
+        def test_step(self, batch, batch_idx):
+            self.last = batch[0] if self.last is None else self.last + batch[0]
+            self.log("sum", self.last.mean())
+
+    loader = a_loader(8, 24)
+    results = [trainer_on(k).test(Module(), loader, verbose=False)[0] for k in (1, 2)]
+    assert_close(results[1], results[0], 1e-6)
 
 
 def test_python_objects_get_one_call_a_replica(train):
@@ -242,26 +192,6 @@ def test_buffers_that_a_step_updates(assert_parity, base):
     assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
 
 
-def test_buffers_that_follow_the_data(train):
-    """All replicas begin a step with the first one's, as in `DistributedDataParallel`: replicas do not drift."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
-
-        def training_step(self, batch, batch_idx):
-            loss = F.mse_loss(self.net(batch[0]) - self.center, batch[1])
-            self.center.lerp_(batch[1].mean(0), 0.5)
-            return loss
-
-    module = train(Module, 2)
-    center = torch.zeros(3, dtype=torch.float64)
-    for _, y in [*a_loader(), *a_loader()]:
-        center.lerp_(y[: 4 if len(y) == 8 else 1].mean(0), 0.5)
-    assert_close(module.center, center)
-
-
 class Features:
     """Keeps what a layer has answered."""
 
@@ -271,33 +201,15 @@ class Features:
         self.value = output
 
 
-FORWARD_HOOKS = {
-    "object": lambda module: module.features,
-    "method": lambda module: module.features.__call__,
-    "partial": lambda module: partial(Features.__call__, module.features),
-    "function": lambda module: lambda layer, args, output: setattr(module.features, "value", output),
-}
-
-
-@pytest.mark.parametrize("place", ["__init__", "on_train_epoch_start"])
-@pytest.mark.parametrize("kind", FORWARD_HOOKS)
-def test_forward_hooks_that_keep_features(assert_parity, kind, place):
+def test_a_forward_hook_that_keeps_features(assert_parity):
     class Module(Regression):
         def __init__(self):
             super().__init__()
-            self.features, self.handle = Features(), None
-            self.register("__init__")
-
-        def register(self, here):
-            if here == place:
-                self.handle = self.net[0].register_forward_hook(FORWARD_HOOKS[kind](self))
-
-        def on_train_epoch_start(self):
-            self.register("on_train_epoch_start")
+            self.features = Features()
+            self.net[0].register_forward_hook(self.features)
 
         def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            return loss + self.features.value.square().mean()
+            return self.loss(batch) + self.features.value.square().mean()
 
         def on_train_end(self):
             self.features.value = None
@@ -305,27 +217,9 @@ def test_forward_hooks_that_keep_features(assert_parity, kind, place):
     assert_parity(Module)
 
 
-@pytest.mark.parametrize("pre", [False, True])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
-def test_backward_hooks_of_layers(assert_parity, hook, pre):
-    class Module(Regression):
-        def register(self):
-            if pre:
-                self.net[1].register_full_backward_pre_hook(lambda layer, gradients: (gradients[0] * 0.5,))
-            else:
-                self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
+def test_backward_hooks_of_layers(assert_parity, hook):
+    def register(self):
+        self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
 
-    setattr(Module, hook, Module.register)
-    assert_parity(Module)
-
-
-def test_a_layers_forward_on_the_instance(assert_parity):
-    """As accelerate, timm and quantization tools put it there."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            layer, inner = self.net[0], self.net[0].forward
-            layer.forward = lambda X: 2 * inner(X) + F.linear(X, layer.weight)
-
-    assert_parity(Module)
+    assert_parity(type("Module", (Regression,), {hook: register}))

@@ -4,60 +4,39 @@ import threading
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from tiny_runs import MANUAL, Manual, Regression, a_loader, is_second_shard, make_strategy, one_line, ordered_loader
-from torch import nn, optim
+from tiny_runs import MANUAL, Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 WRONG_OPTIONS = [  # given for two devices; what the one line says
-    *(({"split": split}, "one positive share for each of the 2 devices") for split in ([1.0], [1.0, 0.0], [])),
-    *(({"split": [1.0, share]}, "one positive share") for share in (-1.0, float("nan"), float("inf"))),
+    *(({"split": split}, "one positive share for each of the 2 devices") for split in ([1.0], [1.0, 0.0])),
+    *(({"split": [1.0, share]}, "one positive share") for share in (float("nan"), float("inf"))),
+    ({"split": "even"}, "give one share a device, [0.9, 0.1] say, or 'auto'"),
     ({"replicas": 3}, "replicas=3: choose a multiple of the 2 device"),
     ({"replicas": 0}, "replicas=0: choose a multiple"),
-    ({"replicas": 4, "split": [0.5, 0.5]}, "leave `split` out"),
     ({"replicas": 4, "split": "auto"}, "leave `split` out"),
+    ({"allreduce": "nonsense"}, "allreduce=nonsense: give a function"),
+    ({"parallel_devices": ["cpu"] * 99}, "99 devices are too many"),
+    *(({"parallel_devices": ["cpu", name]}, f"{name!r} is no device; 'cpu'") for name in ("gpu:0", "cuda:x")),
 ]
 
 
 @pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS, ids=str)
-def test_options_that_do_not_fit_the_devices(trainer_on, options, said):
-    with pytest.raises(MisconfigurationException) as raised:
+def test_options_that_do_not_fit(trainer_on, options, said):
+    with refused(said):
         trainer_on(strategy=ManualAllreduceStrategy(**options)).fit(Regression(), a_loader())
-    assert said in one_line(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"split": "even"}, ["split='even'", "auto"]),
-        ({"allreduce": "nonsense"}, ["allreduce=nonsense", "function"]),
-        *(({"parallel_devices": ["cpu", name]}, [repr(name), "cuda:0"]) for name in ("gpu:0", "cuda:x", "sum", "")),
-    ],
-    ids=str,
-)
-def test_options_that_are_none(options, said):
-    with pytest.raises((MisconfigurationException, ValueError)) as raised:
-        ManualAllreduceStrategy(**options)
-    assert all(part in one_line(raised.value) for part in said)
 
 
 def test_cuda_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
     assert strategy.devices == [torch.device("cuda:0")] * 3  # torch takes none without a number for the current one
-    with pytest.raises(MisconfigurationException) as raised:
+    with refused("no 'cuda:1'; torch sees 1 CUDA device(s)"):
         ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
-    assert "no 'cuda:1'; torch sees 1 CUDA device(s)" in one_line(raised.value)
-
-
-def test_too_many_devices(trainer_on, engine):
-    with pytest.raises(MisconfigurationException) as raised:
-        trainer_on(1, strategy=make_strategy(engine, parallel_devices=["cpu"] * 99)).fit(Regression(), a_loader())
-    assert "99 devices are too many" in one_line(raised.value)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "GROUP_RANK": "0"}
@@ -72,9 +51,8 @@ def test_launchers(trainer_on, variables, world_size, monkeypatch):
     """Several processes are refused. A single one is rank 0 of 1."""
     for name, value in {**variables, world_size: "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MisconfigurationException) as raised:
+    with refused("2 were launched (torchrun, SLURM): use --trainer.strategy=ddp"):
         trainer_on().fit(Regression(), a_loader())
-    assert "2 were launched" in one_line(raised.value) and "--trainer.strategy=ddp" in str(raised.value)
     monkeypatch.setenv(world_size, "1")
     trainer = trainer_on(3)
     trainer.fit(Regression(), a_loader())
@@ -88,9 +66,8 @@ def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on, envir
 
 
 def test_several_nodes_are_refused(trainer_on):
-    with pytest.raises(MisconfigurationException) as raised:
+    with refused("but num_nodes=2: use --trainer.strategy=ddp"):
         trainer_on(num_nodes=2).fit(Regression(), a_loader())
-    assert "num_nodes=2" in one_line(raised.value) and "ddp" in str(raised.value)
 
 
 class BadBackward(torch.autograd.Function):
@@ -153,18 +130,16 @@ def test_a_failure_in_one_replica(trainer_on, where, base):
     assert_clean_and_usable(trainer_on)
 
 
-WRONG_ALLREDUCES = {
-    "nothing": lambda tensors: None,
-    "on the first alone": lambda tensors: tensors[0].add_(tensors[1].to(tensors[0].device)),
-    "list slots": lambda tensors: tensors.__setitem__(slice(None), [sum(tensors)] * len(tensors)),
-}
+def averages(tensors):
+    textbook_allreduce(tensors)
+    for tensor in tensors:
+        tensor.div_(len(tensors))
 
 
-@pytest.mark.parametrize("name", WRONG_ALLREDUCES)
-def test_a_wrong_allreduce_is_refused_on_start(trainer_on, name):
-    with pytest.raises(ValueError, match="allreduce") as raised:
-        trainer_on(strategy=ManualAllreduceStrategy(WRONG_ALLREDUCES[name])).fit(Regression(), a_loader())
-    assert str(raised.value).count("\n") < 6
+def test_a_wrong_allreduce_is_refused_on_start(trainer_on):
+    """The same in all replicas, but no sum."""
+    with pytest.raises(ValueError, match="averages"):
+        trainer_on(strategy=ManualAllreduceStrategy(averages)).fit(Regression(), a_loader())
 
 
 class StopsAfter:
@@ -188,19 +163,9 @@ def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, 
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
     with pytest.raises(LookupError if error else ValueError) as raised:
         train(base, 2, strategy=ManualAllreduceStrategy(StopsAfter(10, error)), check=False, max_epochs=8)
-    said = "cable" if error else f"allreduce {StopsAfter.__name__}"
-    assert said in one_line(raised.value) or "left replica 1 (" in str(raised.value)
+    said = "cable" if error else "left replica 1 ("
+    assert said in str(raised.value)
     assert_clean_and_usable(trainer_on)
-
-
-def test_a_strategy_that_leaves_replicas_with_other_sums(train):
-    class Uneven(ManualAllreduceStrategy):
-        def reduce_gradients(self, gradients):
-            for tensors in gradients.values():
-                tensors[0].add_(tensors[1].to(tensors[0].device))
-
-    with pytest.raises(ValueError, match=r"^Uneven\.reduce_gradients left replica 1 \(.*\) with another sum than rep"):
-        train(Regression, 2, strategy=Uneven(), check=False)
 
 
 def books(data):
@@ -211,18 +176,8 @@ def books(data):
         data[i][:] = data[0].to(data[i].device)
 
 
-def popping(data):
-    """Leaves nothing in its list."""
-    everyone = list(data)
-    while len(data) > 1:
-        data[0].add_(data.pop().to(data[0].device))
-    for tensor in everyone[1:]:
-        tensor.copy_(data[0])
-
-
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-@pytest.mark.parametrize("allreduce", [books, popping])
-def test_an_allreduce_of_ones_own(assert_parity, allreduce):
+def test_an_allreduce_of_ones_own(assert_parity):
     """It trains parameters without dimensions, too."""
 
     class Scaled(Regression):
@@ -233,39 +188,31 @@ def test_an_allreduce_of_ones_own(assert_parity, allreduce):
         def loss(self, batch):
             return super().loss(batch) * self.scale.exp()
 
-    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(allreduce), own_updates=True)
-
-
-REFUSED = {  # modules that several devices would train wrongly, and what is said
-    "max_norm": (lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))), "max_norm"),
-    "no torch optimizer": (lambda: Regression(optimizer=lambda m: Stepper(m)), "Stepper is no torch.optim.Optimizer"),
-}
+    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)
 
 
 class Stepper:
     """What Lightning takes for an optimizer."""
 
     def __init__(self, module):
-        self.inner = optim.SGD(module.parameters(), 0.1)
-        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, {}
+        self.param_groups, self.state, self.defaults = [{"params": [*module.parameters()], "lr": 0.1}], {}, {}
 
     def step(self, closure=None):
-        return self.inner.step(closure)
+        return closure()
 
     def zero_grad(self, *_):
-        self.inner.zero_grad()
+        pass
 
     state_dict = load_state_dict = zero_grad
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(train, name):
-    make, said = REFUSED[name]
-    with pytest.raises(MisconfigurationException) as raised:
-        train(make, 2)
-    assert said in one_line(raised.value)
+REFUSED = {  # what is said of modules that several devices would train wrongly
+    "(max_norm=...) edits its weights": lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))),
+    "Stepper is no torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
+}
 
 
-def test_a_compiled_module_is_refused(trainer_on):
-    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
-        trainer_on().fit(torch.compile(Regression()), a_loader())
+@pytest.mark.parametrize("said", REFUSED)
+def test_refused_in_one_line(train, said):
+    with refused(said):
+        train(REFUSED[said], 2)

@@ -35,24 +35,9 @@ class Activated(nn.BatchNorm2d):
         return F.batch_norm(X, *args, training=is_training, momentum=0.2).tanh()
 
 
-class EvalNowAndThen(Regression):
-    def on_train_epoch_start(self):
-        self.net[1].train(self.current_epoch != 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "kwargs"),
-    [
-        (Regression, {"accumulate_grad_batches": 2}),
-        (Regression, {"gradient_clip_val": 0.1}),
-        (Regression, {"precision": "64-true"}),
-        (EvalNowAndThen, {"max_epochs": 3}),
-        (lambda net: Regression(net2d(Activated)), {"val": True}),
-        (lambda net: Regression(net2d(nn.InstanceNorm2d, affine=True)), {}),
-    ],
-)
-def test_synchronised_with(assert_parity, make, kwargs):
-    assert_parity(lambda: make(net2d()), **IMAGES, **kwargs)
+def test_a_layer_of_ones_own_synchronised(assert_parity):
+    """In accumulation windows, too."""
+    assert_parity(lambda: Regression(net2d(Activated)), val=True, accumulate_grad_batches=2, **IMAGES)
 
 
 def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
@@ -143,45 +128,6 @@ def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
     assert_close(looks[1].means, looks[0].means)
     assert all((own != expected).all() for own, expected in zip(looks[1].variances, looks[0].variances))
     assert torch.equal(two.net.num_batches_tracked.cpu(), one.net.num_batches_tracked.cpu())
-
-
-def test_statistics_set_by_others(train):
-    """Reset at the start of an epoch, replaced for validation: in every replica."""
-
-    class Resets(Fixed):
-        def on_train_epoch_start(self):
-            self.net.reset_running_stats()
-
-    class Replace(Callback):
-        def on_validation_start(self, trainer, module):
-            module.net.running_mean.fill_(0.3)
-
-    one, two = (train(Resets, k, limit_train_batches=3) for k in (1, 2))
-    assert_close(two.net.running_mean, one.net.running_mean)
-    two = train(Fixed, 2, limit_train_batches=3, val=True, callbacks=lambda: [Replace()])
-    assert (two.net.running_mean == 0.3).all()
-
-
-def test_statistics_count_with_the_samples_of_a_replica(train):
-    """Of batches of eight each replica has four; of those of two the first has one, which BatchNorm of images takes."""
-
-    def make():
-        return Regression(net2d(), lambda m: torch.optim.SGD(m.parameters(), 0.0))
-
-    module = train(make, 2, loader=lambda: a_loader(8, 11, (2, 3, 2)), max_epochs=1).cpu()
-    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-    for X, _ in a_loader(8, 11, (2, 3, 2)):
-        layers = [nn.BatchNorm2d(4).double() for _ in range(2)]
-        shards = X.tensor_split(2)
-        for layer, shard in zip(layers, shards):
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_(var)
-            layer(module.net[0](shard))
-        mean, var = (
-            sum(getattr(layer, name) * len(shard) for layer, shard in zip(layers, shards)) / len(X)
-            for name in ("running_mean", "running_var")
-        )
-    assert_close([module.net[1].running_mean, module.net[1].running_var], [mean, var])
 
 
 def test_a_shard_of_one_sample(train):

@@ -1,66 +1,36 @@
 """What steps return is put together again; every sample is evaluated once; predictions come in the dataset's order."""
 
 import copy
-from collections import namedtuple
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BasePredictionWriter
-from tiny_runs import MANUAL, Regression, a_loader, assert_close
-from torch import Tensor
+from tiny_runs import MANUAL, Pair, Regression, Sample, a_loader, assert_close
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
-Pair = namedtuple("Pair", "X y")
-
-
-@dataclass
-class Sample:
-    X: Tensor
-    name: Any
-
-
 PREDICTIONS = {
     "tensor": lambda Z, names: Z,
     "dict": lambda Z, names: {"Z": Z, "names": names, "none": None},
     "list of dicts": lambda Z, names: [{"Z": z} for z in Z],
-    "names": lambda Z, names: names,
     "tuple of names": lambda Z, names: tuple(names),
     "named tuple": lambda Z, names: Pair(Z, names),
     "dataclass": lambda Z, names: Sample(Z, names),
     "array": lambda Z, names: Z.cpu().numpy(),
     "nothing": lambda Z, names: None,
-    "rows": lambda Z, names: list(Z),
     "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
     "tokens": lambda Z, names: Z.reshape(-1),
 }
 
 
-class Writer(BasePredictionWriter):
-    """Keeps what it is to write."""
-
-    def __init__(self):
-        super().__init__("batch_and_epoch")
-        self.written = []
-
-    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *at):
-        self.written.append([prediction, indices, batch, *at])
-
-    def write_on_epoch_end(self, trainer, module, predictions, indices):
-        self.written.append([predictions, indices])
-
-
 @pytest.mark.parametrize("kind", PREDICTIONS)
 def test_predictions(trainer_on, kind):
-    """From two loaders, returned and given to a writer."""
+    """From two loaders."""
 
     class Predicts(Regression):
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
@@ -68,21 +38,11 @@ def test_predictions(trainer_on, kind):
 
     def predicted(k):
         torch.manual_seed(1)
-        writer = Writer()
-        returned = trainer_on(k, callbacks=[writer]).predict(Predicts(), [a_loader(), a_loader(4, 7)])
-        return [returned, writer.written]
+        return trainer_on(k).predict(Predicts(), [a_loader(), a_loader(4, 7)])
 
     expected = predicted(1)
     for k in (2, 3):
         assert_close(predicted(k), expected)
-
-
-def test_predictions_need_not_be_returned(trainer_on):
-    class Predicts(Regression):
-        def predict_step(self, batch, batch_idx):
-            return batch[1]
-
-    assert trainer_on(2).predict(Predicts(), a_loader(), return_predictions=False) is None
 
 
 def test_every_sample_counts_once(trainer_on):
@@ -132,11 +92,10 @@ class Talkative(Regression):
         return self.outputs(batch)
 
 
-@pytest.mark.parametrize("make", [Regression, Talkative])
-def test_callbacks_see_whole_batches_and_outputs(train, make):
+def test_callbacks_see_whole_batches_and_outputs(train):
     watches = {k: Watch() for k in (1, 2, 3)}
     for k, watch in watches.items():
-        train(make, k, callbacks=lambda watch=watch: [watch], val=True)
+        train(Talkative, k, callbacks=lambda watch=watch: [watch], val=True)
     assert len(watches[1].seen) == 2 * 8
     for k in (2, 3):
         assert_close(watches[k].seen, watches[1].seen)
@@ -151,6 +110,11 @@ JOINED = {  # what a step returns of rows (N, 2), and what two shards of two sam
     "the same name": (lambda X: "same", lambda X: "same"),
     "squeezed": (lambda X: X[:, 0].squeeze(), lambda X: X[:, 0]),
     "another mapping": (lambda X: MappingProxyType({"a": X}), lambda X: {"a": X}),
+    "flags": (lambda X: len(X) == 1, lambda X: True),
+    "flags in tensors": (lambda X: torch.tensor(len(X) == 1), lambda X: torch.tensor(True)),
+    "one shard has the key": (lambda X: {"a": 1} if len(X) == 1 else {}, lambda X: {"a": 1}),
+    "of another length": (lambda X: X[:, : len(X)], lambda X: [*X[:2], X[2, :1]]),
+    "anything": (lambda X: "x" * len(X), lambda X: ["xx", "x"]),
     "arrays": (lambda X: X.cpu().numpy()[:, 0], lambda X: np.array(X[:, 0])),
 }
 

@@ -1,6 +1,5 @@
 """Training on two and three devices is training on one: models, steps and what a Trainer can be told."""
 
-import copy
 import warnings
 
 import pytest
@@ -9,7 +8,7 @@ from lightning.pytorch import LightningModule
 from tiny_runs import Manual, Regression, a_loader, make_strategy, same_bits
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
 
 def net(*layers):
@@ -22,15 +21,14 @@ def step(training_step, base=Regression, **methods):
 
 
 class Scaled(nn.Module):
-    """Has a 0-d parameter, as CLIP's temperature is one, and a list of them."""
+    """Has a 0-d parameter, as CLIP's temperature is one."""
 
     def __init__(self):
         super().__init__()
         self.net, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
-        self.more = nn.ParameterList([torch.ones(()) for _ in range(2)])
 
     def forward(self, X):
-        return self.net(X) * self.scale.exp() * self.more[0] * self.more[1]
+        return self.net(X) * self.scale.exp()
 
 
 class Sometimes(Regression):
@@ -48,55 +46,28 @@ class Sometimes(Regression):
         return loss + (X[large, :3] * self.sometimes).sum() / len(X) if large.any() else loss
 
 
-class Symmetric(nn.Module):
-    def forward(self, W):
-        return W.triu() + W.triu(1).mT
-
-
 def tied():
     module = Regression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
     module.net[2].weight = module.net[0].weight
     return module
 
 
-def parametrized():
-    module = Regression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)))
-    parametrize.register_parametrization(module.net[0], "weight", Symmetric())
-    return module.double()
-
-
-def with_gaps():
-    """A weight that is not contiguous."""
-    module = Regression()
-    module.net[0].weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64)[:, ::2].t())
-    return module
-
-
-class Embedded(Regression):
-    def __init__(self, layer, optimizer=lambda m: optim.SGD(m.parameters(), 0.5, momentum=0.9)):
-        super().__init__(layer, optimizer)
+class SparselyEmbedded(Regression):
+    def __init__(self):
+        super().__init__(nn.Embedding(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05))
 
     def loss(self, batch):
         X, y = batch
-        rows = self.net((X.abs() * 4).long().clamp(max=11))
-        return F.mse_loss(rows if isinstance(self.net, nn.EmbeddingBag) else rows.sum(1), y)
+        return F.mse_loss(self.net((X.abs() * 4).long().clamp(max=11)).sum(1), y)
 
 
 class Recurrent(Regression):
-    def __init__(self, kind, **options):
-        super().__init__(kind(2, 5, batch_first=True, **options))
-        self.head = nn.Linear(self.net.hidden_size * (2 if options else 1), 3, dtype=torch.float64)
+    def __init__(self):
+        super().__init__(nn.LSTM(2, 5, batch_first=True))
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
 
     def loss(self, batch):
         return F.mse_loss(self.head(self.net(batch[0].view(-1, 3, 2))[0][:, -1]), batch[1])
-
-
-class Attention(Regression):
-    def __init__(self):
-        super().__init__(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True))
-
-    def loss(self, batch):
-        return F.mse_loss(self.net(batch[0][:, None])[:, 0, :3], batch[1])
 
 
 class Inner(LightningModule):
@@ -104,34 +75,11 @@ class Inner(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(6, 6)
+        self.net = nn.Linear(6, 3)
 
     def forward(self, X):
-        assert self.trainer.training
+        assert self.trainer.training and X.device == self.device
         return self.net(X)
-
-
-class Outer(Regression):
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner().double()
-
-    def training_step(self, batch, batch_idx):
-        return self.loss([self.inner(batch[0]), batch[1]])
-
-
-class Teacher(Regression):
-    """A copy of the net that a hook makes, which no optimizer has."""
-
-    def on_fit_start(self):
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch, batch_idx):
-        distance = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
-        return self.loss(batch) + distance
-
-    def on_train_end(self):
-        del self.teacher
 
 
 def scripted():
@@ -141,39 +89,27 @@ def scripted():
     return Regression(nn.Sequential(layers, nn.Linear(6, 3)))
 
 
-def compiled(in_place):
+def compiled():
     module = Regression()
-    if in_place:
-        module.net.compile(backend="eager")
-    else:
-        module.net = torch.compile(module.net, backend="aot_eager")
+    module.net = torch.compile(module.net, backend="aot_eager")
     return module
 
 
-def instance_norm(**options):
-    return net(lambda: nn.Conv2d(2, 4, 2), lambda: nn.InstanceNorm2d(4, **options), nn.Flatten, lambda: nn.Linear(8, 3))
+def instance_norm():
+    return nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
 
 
 MODELS = {
     "0-d parameters": lambda: Regression(Scaled()),
     "frozen, unused and sometimes used": Sometimes,
     "tied": tied,
-    "parametrized": parametrized,
-    "spectral norm": net(lambda: parametrizations.spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
-    "weight norm": net(lambda: parametrizations.weight_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
-    "a weight with gaps": with_gaps,
-    "sparse embedding": lambda: Embedded(nn.Embedding(12, 3, sparse=True)),
-    "sparse bag, SparseAdam": lambda: Embedded(
-        nn.EmbeddingBag(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05)
-    ),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "bidirectional gru": lambda: Recurrent(nn.GRU, bidirectional=True),
-    "attention": Attention,
-    "another LightningModule inside": Outer,
-    "a teacher": Teacher,
+    "spectral norm": net(lambda: spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
+    "instance norm": net(lambda: nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten, lambda: nn.Linear(6, 3)),
+    "sparse embedding": SparselyEmbedded,
+    "lstm": Recurrent,
+    "another LightningModule inside": lambda: Regression(Inner()),
     "scripted layers": scripted,
-    "layers compiled in place": lambda: compiled(True),
-    "compiled layers": lambda: compiled(False),
+    "compiled layers": compiled,
 }
 
 
@@ -182,11 +118,6 @@ def test_models(assert_parity, name):
     modules = assert_parity(MODELS[name])
     if name == "tied":
         assert all(module.net[2].weight is module.net[0].weight for module in modules)
-
-
-@pytest.mark.parametrize("make", [instance_norm(affine=True), instance_norm(track_running_stats=True)])
-def test_instance_norm(assert_parity, make):
-    assert_parity(make, shape=(2, 3, 2), val=True)
 
 
 def second_order(self, batch, batch_idx):
@@ -208,25 +139,11 @@ def clamps_weights(self, batch, batch_idx):
     return self.loss(batch)
 
 
-def two_calls_of_one_layer(self, batch, batch_idx):
-    hidden = self.net(batch[0])
-    return F.mse_loss(self.net(torch.cat([hidden, hidden], 1)), batch[1]) + self.loss(batch)
-
-
-def many_losses(self, batch, batch_idx):
-    """A dict, whose further items may be anything."""
-    loss = self.loss(batch)
-    return {"loss": loss, "prediction": self.net(batch[0]).detach(), "name": "x"}
-
-
 STEPS = {
-    "a loss in a dict": step(many_losses),
     "no loss in batch 2": step(lambda self, batch, batch_idx: None if batch_idx == 2 else self.loss(batch)),
     "second-order gradients": step(second_order),
-    "norms of all weights": step(lambda self, batch, _: self.loss(batch) + sum(p.norm() for p in self.parameters())),
     "looks at the trainer": step(looks_at_the_trainer),
     "clamps weights": step(clamps_weights),
-    "two calls of one layer": step(two_calls_of_one_layer),
     "a shape of one element": step(lambda self, batch, _: self.loss(batch).view(1)),
 }
 
@@ -238,64 +155,37 @@ def test_steps(assert_parity, name, accumulate):
     assert_parity(STEPS[name], accumulate_grad_batches=accumulate)
 
 
-def weights_in_a_list(module):
-    module.kept = [parameter for parameter in module.parameters() if parameter.ndim > 1]
-    return lambda X: sum(parameter.norm() for parameter in module.kept)
-
-
-def layers_in_a_list(module):
-    module.kept = [copy.deepcopy(module.net).requires_grad_(False)]
-    return lambda X: (module.net(X) - module.kept[0](X)).square().mean()
-
-
-def weights_of_a_function(module):
-    return lambda X: 0.1 * sum(p.square().sum() for p in module.net.parameters())
-
-
-@pytest.mark.parametrize("keep", [weights_in_a_list, layers_in_a_list, weights_of_a_function])
-def test_kept_elsewhere(right_or_refused, keep):
+def test_weights_kept_elsewhere(right_or_refused):
     """On devices that differ, a list holds what is on the first one, which torch refuses to mix."""
 
     class Module(Regression):
         def on_fit_start(self):
-            self.term = keep(self)
+            self.weights = [parameter for parameter in self.parameters() if parameter.ndim > 1]
 
         def training_step(self, batch, batch_idx):
-            return self.loss(batch) + self.term(batch[0])
+            return self.loss(batch) + sum(weight.norm() for weight in self.weights)
 
     right_or_refused(Module)
 
 
 SETTINGS = [
-    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.05, "own_updates": True},
     {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
-    {"accumulate_grad_batches": 3},
     {"accumulate_grad_batches": 2, "max_steps": 3},
-    {"fast_dev_run": 2},
     {"overfit_batches": 2},
-    {"limit_train_batches": 0.5},
-    {"max_steps": 5, "max_epochs": -1},
-    {"num_sanity_val_steps": 2, "val": True},
-    {"val_check_interval": 2, "val": True},
-    {"reload_dataloaders_every_n_epochs": 1},
+    {"val_check_interval": 2, "num_sanity_val_steps": 2, "val": True},
     {"detect_anomaly": True},
-    {"profiler": "simple", "logger": True},
     {"inference_mode": False, "val": True},
-    {"deterministic": True},
-    {"precision": "64-true"},
 ]
 
 
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_settings(assert_parity, kwargs):
-    try:
-        assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), **kwargs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Regression, Manual])
-@pytest.mark.parametrize("batch_size", [1, 2, 7])
+@pytest.mark.parametrize("batch_size", [1, 7])
 def test_sizes_of_batches(assert_parity, kind, batch_size):
     """Fewer samples than devices, and shards that are uneven."""
     assert_parity(kind, (2, 4), loader=lambda: a_loader(batch_size, 15))

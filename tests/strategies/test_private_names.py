@@ -7,7 +7,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core import optimizer as lightning_optimizer
 from tiny_runs import Regression
 from torch import nn
 
@@ -17,7 +16,6 @@ FOLDER = Path(strategies.__file__).parent
 WEIGHT, LINEAR = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
 SGD = torch.optim.SGD([WEIGHT], 0.1)
 F1 = torchmetrics.classification.BinaryF1Score()
-WRAPPER = lightning_optimizer.LightningOptimizer(SGD)
 
 NAMES = {  # who has it, outside of a run
     "_parameters": LINEAR,
@@ -41,10 +39,6 @@ NAMES = {  # who has it, outside of a run
     "_optimizer_step_post_hooks": SGD,
     "_device": LightningModule(),
     "_LightningModule__to_tensor": LightningModule,
-    "_MockOptimizer": lightning_optimizer,
-    "_optimizer": WRAPPER,
-    "_on_before_step": WRAPPER,
-    "_on_after_step": WRAPPER,
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),
     "_forward_cache": F1,
 }

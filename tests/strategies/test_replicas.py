@@ -84,29 +84,3 @@ def test_the_training_is_one_devices(replicated, train, k, base):
     make = lambda: base(optimizer=lambda m: optim.Adam(m.parameters(), 0.01))  # noqa: E731
     one, many = train(make, loader=lambda: a_loader(16, 58), max_epochs=3), replicated(make, k)
     assert relative_error(many, one) < 1e-10
-
-
-def test_edits_reach_all_replicas(replicated, train):
-    """Of `.data`, by a hook; a new tensor as `.data`, too."""
-
-    class Module(Regression):
-        def on_train_batch_start(self, batch, batch_idx):
-            if batch_idx == 1:
-                self.net[0].weight.data = self.net[0].weight.data * 0.9
-            self.net[2].weight.data.clamp_(-0.2, 0.2)
-
-    one, *others = (replicated(Module, k) for k in (1, 2, 4))
-    assert all(same_bits(one, other) for other in others)
-    assert relative_error(one, train(Module, loader=lambda: a_loader(16, 58), max_epochs=3)) < 1e-10
-
-
-def test_a_failure_names_its_replica(replicated):
-    class Fails(Regression):
-        def loss(self, batch):
-            if self.trainer.strategy.replicas.current == 3:
-                raise LookupError("here")
-            return super().loss(batch)
-
-    with pytest.raises(LookupError) as raised:
-        replicated(Fails, 2)
-    assert "raised in replica 3" in " ".join(getattr(raised.value, "__notes__", map(str, raised.value.args)))

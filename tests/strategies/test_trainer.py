@@ -1,4 +1,4 @@
-"""What else the Trainer offers: tuning, profilers, several runs on one Trainer, Lightning's own demos, lockstep."""
+"""What else the Trainer offers: profilers, several runs on one Trainer, lockstep."""
 
 import copy
 import gc
@@ -8,17 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
-from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.profilers import PyTorchProfiler
 from tiny_runs import (
     IS_SIMULATED,
-    MANUAL,
-    EqualReplicas,
     Manual,
     Regression,
-    Written,
     a_loader,
     assert_close,
     batch_norm_net,
@@ -26,82 +20,7 @@ from tiny_runs import (
     relative_error,
     same_bits,
 )
-from torch import optim
 from torchmetrics import MeanSquaredError
-
-
-@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
-def test_lightnings_own_modules(trainer_on, kind):
-    results = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, data = kind(), BoringDataModule()
-        trainer = trainer_on(k, limit_train_batches=5, num_sanity_val_steps=2)
-        trainer.fit(module, datamodule=data)
-        trainer.validate(module, datamodule=data, verbose=False)
-        trainer.test(module, datamodule=data, verbose=False)
-        results.append([*module.parameters(), *trainer.predict(module, datamodule=data)])
-    assert_close(results[1], results[0], 1e-5, 1e-6)  # float32
-
-
-def test_callbacks_that_watch(train, tmp_path):
-    """Early stopping, the best checkpoints, and rates."""
-
-    def configure(module):
-        optimizer = optim.SGD(module.parameters(), 0.1, momentum=0.9)
-        return [optimizer], [{"scheduler": optim.lr_scheduler.CosineAnnealingLR(optimizer, 20), "interval": "step"}]
-
-    def run(k):
-        best = ModelCheckpoint(tmp_path / str(k), monitor="val_loss", save_top_k=2, save_last=True)
-        callbacks = [EarlyStopping("val_loss", patience=1, min_delta=0.05), best, LearningRateMonitor("step", True)]
-        kwargs = {"val": True, "max_epochs": 8, "logger": (logger := Written()), "enable_checkpointing": True}
-        module = train(lambda: Regression(optimizer=configure), k, callbacks=lambda: callbacks, **kwargs)
-        files = sorted(path.name for path in (tmp_path / str(k)).glob("*.ckpt"))
-        return [module.trainer.current_epoch, files, float(best.best_model_score), logger.rows]
-
-    one, two = run(1), run(2)
-    assert one[0] < 8  # stopped
-    assert_close(two, one, 1e-6)
-
-
-def test_learning_rate_finder(trainer_on, engine):
-    class Module(Regression):
-        lr = 0.1
-
-        def configure_optimizers(self):
-            return optim.SGD(self.parameters(), self.lr, momentum=0.9)
-
-    found = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, trainer = Module(), trainer_on(k, max_epochs=2)
-        finder = Tuner(trainer).lr_find(module, a_loader(), num_training=20, early_stop_threshold=None)
-        trainer.callbacks.extend([EqualReplicas()] if k > 1 and engine == MANUAL else [])
-        losses, rate = finder.results["loss"], finder.suggestion(skip_begin=2, skip_end=1)
-        trainer.fit(module, a_loader())
-        found.append([losses, rate, module.lr, list(module.parameters())])
-    assert_close(found[1], found[0], 1e-9, 1e-12)
-
-
-def test_batch_size_finder(trainer_on):
-    """It finds the global batch."""
-
-    class Module(Regression):
-        batch_size = 2
-
-        def train_dataloader(self):
-            return a_loader(self.batch_size)
-
-        val_dataloader = train_dataloader
-
-    found = []
-    for k in (1, 2):
-        seed_everything(1, verbose=False)
-        module, trainer = Module(), trainer_on(k, limit_val_batches=0)
-        size = Tuner(trainer).scale_batch_size(module, mode="power", max_trials=2, steps_per_trial=2)
-        trainer.fit(module)
-        found.append([size, list(module.parameters())])
-    assert_close(found[1], found[0])
 
 
 def test_several_runs_on_one_trainer(trainer_on):
@@ -146,20 +65,6 @@ def test_after_a_run(train, tmp_path):
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
-def test_actions_profiled_in_a_step(train, base):
-    """By the Trainer's profiler and by the module's own. One call a replica, of which none stays open at a meeting."""
-    profiler = SimpleProfiler()
-
-    class Profiled(base):
-        def loss(self, batch):
-            with self.trainer.profiler.profile("mine"):
-                return super().loss(batch)
-
-    train(Profiled, 2, loader=lambda: a_loader(num_samples=16), profiler=profiler)
-    assert len(profiler.recorded_durations["mine"]) == 2 * 2 * 2
-
-
-@pytest.mark.parametrize("base", [Regression, Manual])
 def test_pytorch_profiler(train, tmp_path, base):
     """In lockstep, with synchronised BatchNorm, too."""
     kwargs = {"limit_train_batches": 3, "max_epochs": 1, "sync_batchnorm": True}
@@ -167,16 +72,6 @@ def test_pytorch_profiler(train, tmp_path, base):
     profiled, plain = (train(lambda: base(batch_norm_net()), 2, profiler=p, **kwargs) for p in (profiler, None))
     assert same_bits(profiled, plain)
     assert "run_training_batch" in next(tmp_path.glob("*.txt")).read_text()
-
-
-def test_a_step_prints_once(train, capsys):
-    class Prints(Regression):
-        def training_step(self, batch, batch_idx):
-            self.print("batch", batch_idx)
-            return self.loss(batch)
-
-    train(Prints, 2, loader=lambda: a_loader(num_samples=16), max_epochs=1)
-    assert {line for line in capsys.readouterr().out.splitlines() if "batch" in line} == {"batch 0", "batch 1"}
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])

@@ -1,9 +1,14 @@
 """A small module in float64, its data, and how two trained modules are compared. The fixtures of conftest.py use it."""
 
 import math
-from collections.abc import Callable
+import re
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -21,6 +26,13 @@ HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first dev
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
 
 Make = Callable[[], LightningModule]
+Pair = namedtuple("Pair", "X y")
+
+
+@dataclass
+class Sample:
+    X: Any
+    y: Any
 
 
 def make_strategy(engine: str, **options: Any) -> Any:
@@ -57,6 +69,13 @@ def is_second_shard(batch: Any) -> bool:
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+
+
+def one_cycle(module: nn.Module) -> dict[str, Any]:
+    """Twelve steps of a rate and a momentum that change."""
+    optimizer = sgd(module)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Regression(LightningModule):
@@ -170,6 +189,14 @@ def one_line(error: BaseException) -> str:
     text = str(error)
     assert text and "\n" not in text and len(text) <= 250, text
     return text
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """The block ends in an error of one line, which says so."""
+    with pytest.raises(Exception, match=re.escape(said)) as raised:
+        yield
+    one_line(raised.value)
 
 
 class Written(DummyLogger):

@@ -22,56 +22,42 @@ SHORT |= {f"trainer.limit_{part}_batches": 1 for part in ("train", "val", "test"
 ARGS = {"model.optimizer.lr": 0.0625, "run_dir": "run", "wandb.mode": "offline", **SHORT}
 
 
-class Server(ThreadingHTTPServer):
-    """Of W&B's GraphQL the calls an agent makes; every agent is given one run."""
+class Agents(BaseHTTPRequestHandler):
+    """Of W&B's GraphQL the calls an agent makes; the first heartbeat is answered with a run."""
 
-    seen: tuple[str, ...] = ()
-
-    def answer(self, query: str) -> dict[str, Any]:
-        self.seen += (query,)
-        if "query SweepWithRuns" in query:
-            return {"project": {"sweep": {"id": "1", "name": SWEEP_ID, "config": SWEEP, "runs": {"edges": []}}}}
-        if "mutation CreateAgent" in query:
-            return {"createAgent": {"agent": {"id": "agent"}}}
-        if "mutation Heartbeat" in query:
-            given = {name: {"value": value} for name, value in ARGS.items()}
-            run = {"type": "run", "run_id": RUN_ID, "program": "lightning_mgpu", "args": given}
-            first = sum("mutation Heartbeat" in each for each in self.seen) == 1
-            return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps([run] if first else [])}}
-        return {"viewer": {"id": "1", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
+    num_heartbeats = 0
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path != "/graphql":  # W&B's reports on itself
-            return self.send_error(404)
-        query = json.loads(body)["query"]
-        content = json.dumps({"data": self.server.answer(query)}).encode()
+        query = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        answer: dict[str, Any] = {"viewer": {"id": "1", "username": "me", "entity": "me", "flags": "{}"}}
+        if "query SweepWithRuns" in query:
+            answer = {"project": {"sweep": {"id": "1", "name": SWEEP_ID, "config": SWEEP, "runs": {"edges": []}}}}
+        elif "mutation CreateAgent" in query:
+            answer = {"createAgent": {"agent": {"id": "agent"}}}
+        elif "mutation Heartbeat" in query:
+            given = {name: {"value": value} for name, value in ARGS.items()}
+            run = {"type": "run", "run_id": RUN_ID, "program": "lightning_mgpu", "args": given}
+            commands = [] if Agents.num_heartbeats else [run]
+            Agents.num_heartbeats += 1
+            answer = {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(json.dumps({"data": answer}).encode())
 
     def log_message(self, *args: object) -> None:
         """Nothing to the console."""
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+def server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Agents) as server:
+        threading.Thread(target=server.serve_forever).start()
         yield server
         server.shutdown()
-        thread.join()
 
 
 @pytest.mark.slow
-def test_agent_runs_fit(server: Server, tmp_path: Path) -> None:
+def test_agent_runs_fit(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "PL_GLOBAL_SEED"))}
     env |= {

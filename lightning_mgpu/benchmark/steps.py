@@ -1,10 +1,10 @@
-"""Measures one configuration, in a process of its own: `python -m lightning_mgpu.benchmark.worker JSON`.
+"""Measures the steps of one configuration, in a process of its own: `python -m lightning_mgpu.benchmark.steps JSON`.
 
 After a warm-up, one stretch of steps is timed as it is, and another one with a clock at every part of a step.
+The images are synthetic: a step takes as long as with real ones.
 """
 
 import copy
-import functools
 import json
 import resource
 import sys
@@ -17,40 +17,35 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mgpu.benchmark.parts import Parts
-from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, find_option, find_strategy, make_model
-from lightning_mgpu.benchmark.references import book_step, loop_step
-from lightning_mgpu.benchmark.timing import Timer
+from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, find_strategy, make_model
+from lightning_mgpu.benchmark.references import train_batch
 from lightning_mgpu.data import FashionMNIST
 
-RESULT = "result: "
 WARM_UP = 3  # steps; the first one allocates and compiles, the others tell how long a step takes
 SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
 
 
 class Stretches(Callback):
-    """Counts steps and times the two stretches.
-
-    Args:
-        num_steps: Of a stretch; left out, about two seconds.
-    """
+    """Counts steps and times two stretches of `num_steps`; left out, a stretch is about two seconds."""
 
     def __init__(self, parts: Parts, num_steps: int | None = None) -> None:
         self.parts, self.num_steps = parts, num_steps
-        self.count, self.seconds = 0, list[float]()
-        self.timer = Timer(parts.clock)
+        self.count, self.start, self.seconds = 0, 0.0, list[float]()
 
     def step_done(self, agree: Callable[[int], int] = lambda num_steps: num_steps) -> bool:
         """Count a step; whether it was the last one. `agree` has all processes take the same number of steps."""
         self.count += 1
-        if self.count == WARM_UP:
-            step = self.timer.stop() / (WARM_UP - 1)
-            self.num_steps = agree(self.num_steps or max(LEAST, min(MOST, round(SECONDS / step))))
-        elif self.count > WARM_UP and (self.count - WARM_UP) % (self.num_steps or 1) == 0:
-            self.seconds.append(self.timer.stop())
-            self.parts.is_on = len(self.seconds) == 1
-        elif self.count > 1:
+        ends_stretch = self.count > WARM_UP and (self.count - WARM_UP) % (self.num_steps or 1) == 0
+        if self.count not in (1, WARM_UP) and not ends_stretch:
             return False
-        self.timer.start()
+        now = self.parts.clock()
+        if self.count == WARM_UP:
+            step = (now - self.start) / (WARM_UP - 1)
+            self.num_steps = agree(self.num_steps or max(LEAST, min(MOST, round(SECONDS / step))))
+        elif ends_stretch:
+            self.seconds.append(now - self.start)
+            self.parts.is_on = len(self.seconds) == 1
+        self.start = self.parts.clock()
         return len(self.seconds) == 2
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -61,8 +56,7 @@ class Stretches(Callback):
         assert self.num_steps is not None
         plain, watched = self.seconds
         parts = self.parts.of_step(watched, self.num_steps)
-        about = {"samples": batch_size, "memory": memory, "threads": torch.get_num_threads()}
-        return {"step": plain / self.num_steps, "parts": parts, **about}
+        return {"step": plain / self.num_steps, "parts": parts, "samples": batch_size, "memory": memory}
 
 
 def train(configuration: Configuration, data: FashionMNIST, num_steps: int | None) -> dict[str, Any] | None:
@@ -86,39 +80,31 @@ def train(configuration: Configuration, data: FashionMNIST, num_steps: int | Non
 
 
 def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
-    """The configuration's strategy, which has its allreduce timed if it takes one as an option."""
+    """The configuration's strategy; where it has a `reduce_gradients`, that is timed as the allreduce."""
     if configuration.engine == "auto":
         return "auto"
-    strategy, options = find_strategy(configuration.engine)
-    if option := find_option(strategy, "allreduce"):
-        options["allreduce"] = _timed(options.get("allreduce", option.default), parts)
+    strategy_class, options = find_strategy(configuration.engine)
     if configuration.replicas:
         options["replicas"] = configuration.replicas
-    return strategy(**options)
+    strategy: Any = strategy_class(**options)
+    if reduce_gradients := getattr(strategy, "reduce_gradients", None):
 
+        def timed(gradients: Any) -> None:
+            with parts.profile("allreduce"):
+                reduce_gradients(gradients)
 
-def _timed(function: Any, parts: Parts) -> Any:
-    @functools.wraps(function)
-    def timed(tensors: Any) -> None:
-        with parts.profile("allreduce"):
-            function(tensors)
-
-    if hasattr(function, "many"):
-        timed.many = _timed(function.many, parts)  # type: ignore[attr-defined]
-    return timed
+        strategy.reduce_gradients = timed
+    return strategy  # type: ignore[no-any-return]
 
 
 def train_by_hand(configuration: Configuration, data: FashionMNIST, num_steps: int | None) -> dict[str, Any]:
-    """Measure a loop of `references.py`."""
+    """Measure the loop of `references.py`."""
     data.prepare_data()
     data.setup("fit")
     kind, num_devices = "cuda" if configuration.accelerator == "gpu" else "cpu", configuration.devices
     devices = [torch.device(kind, i % num_devices) for i in range(configuration.replicas or num_devices)]
     model, parts = make_model(configuration.model), Parts()
-    if configuration.engine == "loop":
-        step = loop_step(model, devices[0], parts)
-    else:
-        step = book_step([copy.deepcopy(model).to(device).train() for device in devices], parts)
+    step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
     stretches, batches = Stretches(parts, num_steps), (b for _ in count() for b in data.train_dataloader())
     while True:
         with parts.profile("data"):
@@ -139,9 +125,9 @@ def main() -> None:
     configuration = Configuration(**order["configuration"])
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
-    data = FashionMNIST(batch_size=configuration.batch_size, **order["images"])
+    data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")
     if result := measure(configuration, data, order["num_steps"]):
-        print(RESULT + json.dumps(result), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,153 @@
+"""`new` makes a copy with another name, without the rooms that can go, that trains and tests itself."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_mgpu.cli import new
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+TRAIN = [
+    "fit",
+    "--trainer.fast_dev_run=true",
+    "--data.source=synthetic",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+]
+HELP_AND_TRAIN = f"""
+import sys
+from my_project.__main__ import main
+for sys.argv[1:] in ["--help"], {TRAIN}:
+    main()
+"""
+
+
+def python(copy: Path, *args: str, timeout: float) -> str:
+    """What Python says in the copy, which alone is on the path."""
+    env = {**os.environ, "PYTHONPATH": str(copy), "WANDB_MODE": "disabled"}
+    for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR"):
+        env.pop(name, None)
+    line = [sys.executable, *args]
+    done = subprocess.run(line, cwd=copy, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project without all that can go."""
+    target = tmp_path_factory.mktemp("projects") / "my_project"
+    new.main([str(target), "--drop", *new.ROOMS])
+    return target
+
+
+def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
+    files = {str(path.relative_to(copy)): path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert {"pyproject.toml", "my_project/cli/main.py", "configs/default.yaml", "docs/curve.png"} < {*files}
+    authors = b"The lightning_mgpu authors"
+    assert authors in files["LICENSE"]
+    found = [
+        name for name, content in files.items() if b"mgpu" in content.replace(authors, b"").lower() or "mgpu" in name
+    ]
+    assert not found
+    rooms = "|".join((*new.ROOMS, "new"))
+    assert not [name for name in files if re.search(rf"(^|[/_])({rooms})(/|\.py$)", name)]
+    said = re.compile(rf"room: ({rooms})\b|python -m my_project[ .]({rooms})\b".encode())
+    assert not [name for name, content in files.items() if said.search(content)]
+    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {*files}  # whole files with a mark
+    assert b"optuna" not in files["pyproject.toml"] and b'name = "my-project"' in files["pyproject.toml"]
+    assert b'PROJECT = "my-project"' in files["my_project/runs/wandb_run.py"]  # W&B's
+    assert (copy / ".ci" / "run").stat().st_mode & 0o111
+
+
+@pytest.mark.slow
+def test_the_copy_trains(copy: Path) -> None:
+    out = python(copy, "-c", HELP_AND_TRAIN, timeout=100)
+    [offered] = re.findall("^subcommands: (.*)$", out, flags=re.MULTILINE)
+    assert offered == "fit, validate, test, predict, export"
+    assert "model:    LeNet" in out
+
+
+@pytest.mark.slow
+def test_the_copys_tests_are_found(copy: Path) -> None:
+    out = python(copy, "-m", "pytest", "-q", "--collect-only", timeout=100)
+    assert int(re.findall(r"^(\d+)(?:/\d+)? tests collected", out, flags=re.MULTILINE)[0]) > 500
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(3600)
+def test_the_copys_tests_pass(copy: Path) -> None:
+    python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", timeout=3500)
+
+
+def test_one_room_goes_alone(tmp_path: Path) -> None:
+    new.main([str(tmp_path / "mine"), "--drop", "sweep"])
+    names = {path.name for path in (tmp_path / "mine" / "mine").iterdir()}
+    assert {"benchmark", "testing", "book.py"} < names and "sweep" not in names
+    assert "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()  # it can go later
+
+
+def test_what_belongs_to_a_room() -> None:
+    block, command = "<!-- room: x -->\nb\n<!-- /room -->\n", "#   python -m lightning_mgpu x --option\n"
+    text = f"a\nb # room: x\nc # room: y\n{block}{command}d\n# room: x\nto the end\n"
+    assert new.without(text, {"x"}) == "a\nc # room: y\nd\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "drop", "said"),
+    [
+        ("there", (), "it exists"),
+        ("my-project", (), "my-project is no name for a package"),
+        ("class", (), "class is no name for a package"),
+        ("torch", (), "a package torch is installed already"),
+        (
+            "mine",
+            ("sweep", "runs", "cli"),
+            "--drop runs cli: what can be dropped is benchmark, testing, sweep, book, simulated",
+        ),
+    ],
+)
+def test_refused(
+    target: str,
+    drop: tuple[str, ...],
+    said: str,
+    main: Callable[..., int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "there").mkdir()
+    assert main("new", target, *(("--drop", *drop) if drop else ())) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_an_installed_package_is_no_clone(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(new, "CLONE", tmp_path)
+    assert main("new", "mine") == 2
+    assert "installed without its repository" in capfd.readouterr().err
+
+
+def test_without_git_ignored_files_stay_behind(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("# made by running it\n__pycache__/\n*.egg-info/\n/data/\n")
+    kept = {"README.md", ".ci/run", "package/data/a.py", "package/b.py"}
+    for name in (*kept, "data/c", "package/__pycache__/b.pyc", "package.egg-info/d", ".git/HEAD"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".git" / "HEAD").write_text("no repository")
+    assert {*map(str, new.files_of(tmp_path))} == {*kept, ".gitignore"}
+
+
+def test_the_readme_makes_such_a_copy() -> None:
+    [block] = re.findall("<!-- run: own -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+    name, rooms = re.findall(r"^python -m lightning_mgpu new \.\./(\w+) --drop (.*)$", block, flags=re.MULTILINE)[0]
+    assert {*rooms.split()} <= {*new.ROOMS}
+    assert re.search(rf"^python -m {name} fit ", block, flags=re.MULTILINE)

@@ -1,0 +1,221 @@
+"""The files: found, fetched, checked; what is damaged, half written or altered is named, replaced and never used."""
+
+import gzip
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchvision.datasets import FashionMNIST
+
+from lightning_mgpu.data import sources
+from lightning_mgpu.data.sources import FILES, DataSourceError, IdxFile, ensure_fashion_mnist
+
+NAMES = [file.name for file in FILES]
+IMAGES = NAMES[0]
+CONTENT = {name: bytes(100 + i) for i, name in enumerate(NAMES)}
+TINY = tuple(IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, data in CONTENT.items())
+NOWHERE = Path("/nonexistent")
+ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_dir=NOWHERE)
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "only 50 bytes": lambda data: data[:50],
+    "only 0 bytes": lambda data: b"",
+    "more bytes": lambda data: data + b"\0",
+    "MD5": lambda data: data[:-1] + b"\1",
+}
+
+
+def put(directory: Path, zipped: bool = False) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in CONTENT.items():
+        (directory / f"{name}.gz" if zipped else directory / name).write_bytes(gzip.compress(data) if zipped else data)
+    return directory
+
+
+def assert_complete(raw: Path) -> None:
+    """All files are there, and nothing that is half written."""
+    assert {name: (raw / name).read_bytes() for name in NAMES} == CONTENT
+    assert not [path for path in raw.iterdir() if path.suffix == ".part" or path.name == ".work"]
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    return tmp_path / "FashionMNIST" / "raw"
+
+
+@pytest.fixture
+def system_dir(tmp_path: Path) -> Path:
+    return put(tmp_path / "system", zipped=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    def refuse(*_: object) -> Path:
+        raise sources._Unavailable("no network in tests")
+
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(sources, "_unpack_package", refuse)
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # the discard port: refuses at once
+
+
+def test_a_fresh_root_is_filled_once_and_read_from_then_on(
+    tmp_path: Path, raw: Path, system_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ensure(tmp_path, system_dir=system_dir) == f"Debian package dataset-fashion-mnist ({system_dir})"
+    assert_complete(raw)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in raw.iterdir())
+    assert ensure(tmp_path) == f"files under {raw}"  # wherever one works
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in raw.iterdir()) == before
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    ensure("~/data", system_dir=system_dir)
+    assert_complete(tmp_path / "home/data/FashionMNIST/raw")
+
+
+def test_gz_files_beside_are_unpacked(tmp_path: Path, raw: Path) -> None:
+    put(raw, zipped=True)
+    assert ensure(tmp_path, "local") == f"files under {raw}"
+    assert_complete(raw)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_replaced_or_refused(
+    damage: str, tmp_path: Path, raw: Path, system_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (put(raw) / IMAGES).write_bytes(DAMAGE[damage](CONTENT[IMAGES]))
+    with pytest.raises(DataSourceError, match=rf"local: {raw}: {IMAGES} has {damage}.*, not "):
+        ensure(tmp_path, "local")
+    assert "Debian package" in ensure(tmp_path, system_dir=system_dir)
+    assert_complete(raw)
+    assert all(str(raw / IMAGES) in record.getMessage() for record in caplog.records) and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda zipped: zipped[:-20], lambda zipped: b"<html>", DAMAGE["MD5"]])
+def test_a_damaged_package_is_refused(damage: Callable, tmp_path: Path, raw: Path, system_dir: Path) -> None:
+    path = system_dir / f"{IMAGES}.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz cannot be read"):
+        ensure(tmp_path, "system", system_dir=system_dir)
+    path.write_bytes(gzip.compress(DAMAGE["MD5"](CONTENT[IMAGES])))
+    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz has MD5 \w+, not \w+"):
+        ensure(tmp_path, "system", system_dir=system_dir)
+    assert not (raw / IMAGES).exists()
+
+
+@contextmanager
+def serving(handler: Callable[..., SimpleHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.block_on_close = False
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with server:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+def test_torchvisions_download_and_an_interrupted_one(
+    tmp_path: Path, raw: Path, system_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (system_dir / f"{IMAGES}.gz").read_bytes()
+    with serving(partial(SimpleHTTPRequestHandler, directory=str(system_dir))) as url:
+        monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/", url])  # the second one answers
+        (system_dir / f"{IMAGES}.gz").write_bytes(whole[:-10])
+        with pytest.raises(DataSourceError, match=rf"torchvision: .*{IMAGES}.gz cannot be read"):
+            ensure(tmp_path, "torchvision")
+        assert not (raw / IMAGES).exists()
+        (system_dir / f"{IMAGES}.gz").write_bytes(whole)
+        assert ensure(tmp_path) == "torchvision download"
+    assert_complete(raw)
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_silent_mirror_is_given_up_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
+        monkeypatch.setattr(FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        with pytest.raises(DataSourceError, match=r"torchvision: .*timed out"):
+            ensure(tmp_path, "torchvision")
+
+
+@pytest.mark.slow
+def test_package_through_apt_get(tmp_path: Path, raw: Path) -> None:
+    work = tmp_path / "a work directory"
+    work.mkdir()
+    try:
+        unpacked = sources._unpack_package(work)
+    except sources._Unavailable as error:
+        pytest.skip(f"the distribution's archive cannot be had: {error}")
+    ensure_fashion_mnist(tmp_path, "system", system_dir=unpacked)  # wrong bytes fail here
+    assert all((raw / file.name).stat().st_size == file.num_bytes for file in FILES)
+
+
+def test_where_nothing_is_found_the_fix_stands_first(tmp_path: Path, raw: Path) -> None:
+    with pytest.raises(DataSourceError) as caught:
+        ensure(tmp_path)
+    fix, *tried = str(caught.value).splitlines()
+    for part in ("apt-get install dataset-fashion-mnist", str(raw), "--data.source=synthetic"):
+        assert part in fix
+    assert [line.split(":")[0] for line in tried] == ["local", "system", "torchvision", "package"]
+    with pytest.raises(DataSourceError, match=r"'kaggle'.*auto, local, system, torchvision, package"):
+        ensure(tmp_path, "kaggle")
+
+
+CHILD = """
+import sys, time; from pathlib import Path
+sys.path.append(sys.argv[1]); import sources
+files = tuple(sources.IdxFile(n, int(s), m) for n, s, m in zip(*[iter(sys.argv[5:])] * 3))
+def stop(*_):
+    print("stopped", flush=True); time.sleep(60)
+if sys.argv[4] == "stop": sources.os.replace = stop
+print(sources.ensure_fashion_mnist(sys.argv[2], "system", files=files, system_dir=Path(sys.argv[3])), flush=True)
+"""  # one module, not the package with Lightning
+
+
+def child(root: Path, system_dir: Path, patch: str = "") -> subprocess.Popen[str]:
+    table = [str(value) for file in TINY for value in (file.name, file.num_bytes, file.md5)]
+    arguments: list[Any] = [Path(sources.__file__).parent, root, system_dir, patch, *table]
+    return subprocess.Popen([sys.executable, "-c", CHILD, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_while_writing_then_several_at_once(tmp_path: Path, raw: Path, system_dir: Path) -> None:
+    process = child(tmp_path, system_dir, "stop")
+    assert process.stdout is not None and process.stdout.readline() == "stopped\n"
+    others = [child(tmp_path, system_dir) for _ in range(2)]  # which wait for the lock
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    said = sorted(other.communicate(timeout=60)[0].strip() for other in others)
+    assert said == [f"Debian package dataset-fashion-mnist ({system_dir})", f"files under {raw}"]
+    assert_complete(raw)
+
+
+@contextmanager
+def as_ordinary_user() -> Iterator[None]:
+    """Root may write anywhere, so step down for a moment."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_root_that_cannot_be_written(system_dir: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's tmp_path cannot be entered by another user
+        root = Path(directory)
+        root.chmod(0o555)
+        with as_ordinary_user(), pytest.raises(DataSourceError, match=f"cannot write under {root}.*Permission denied"):
+            ensure(root, system_dir=system_dir)
+        raw = put(root / "FashionMNIST" / "raw")
+        raw.chmod(0o555)
+        with as_ordinary_user():
+            assert ensure(root) == f"files under {raw}"  # good files need no writing
+        raw.chmod(0o755)
