@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
     "fit --trainer.max_epochs": ("--trainer.max_epochs: expected one argument",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
-    "fit --data.batch_size=0": ("data.batch_size=0: the global batch needs at least one sample",),
+    "fit --data.batch_size=0": ("data.batch_size=0: it must be at least 1",),
     "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
     f"fit {MANUAL} --trainer.strategy.replicas=-1": ("replicas=-1",),
     "fit --config nope.yaml": ("--config=nope.yaml: no such file",),
