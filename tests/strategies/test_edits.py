@@ -44,8 +44,8 @@ def test_edited_by_a_callback(assert_parity, hook, edit):
 @pytest.mark.parametrize(
     ("base", "hook"),
     [
-        *((base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_zero_grad")),
-        (Regression, "on_before_backward"),
+        *((base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")),
+        (Regression, "on_before_zero_grad"),
     ],
 )
 def test_edited_by_the_module(assert_parity, hook, base):
