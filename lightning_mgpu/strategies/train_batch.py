@@ -302,9 +302,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         self._num_evaluations = 0
-        self.replicas.is_stale |= bool(
-            getattr(optimizer, "_optimizer_step_pre_hooks", ())
-        )  # they run before the closure
+        edits = getattr(optimizer, "_optimizer_step_pre_hooks", {})  # private: they run before the closure
+        self.replicas.is_stale |= len(edits) > 0
         result = step(closure, **kwargs)
         self.update_replicas(optimizer)
         return result
