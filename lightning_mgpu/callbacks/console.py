@@ -21,13 +21,11 @@ from lightning_mgpu.runs.directory import run_directory
 class RunHeader(Callback):
     """Prints model, strategy, devices, batch, data and run directory at the start of the first stage, once.
 
-    `notes` are further lines by their label, which others may add until then. `scaled` is what `--scale_by_devices`
-    multiplied, by name.
+    `notes` are further lines by their label, which others may add until then.
     """
 
-    def __init__(self, scaled: dict[str, Any] | None = None) -> None:
-        self.scaled = scaled or {}
-        self.notes: dict[str, str] = {"scaled": scaled_line(self.scaled)} if self.scaled else {}
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
         self.is_global = True  # the data module's batch size
         self._printed = False
 
@@ -157,13 +155,6 @@ def has_global_batches(trainer: Trainer, stage: str) -> bool:
     with isolate_rng():  # the loader that trains comes later, and draws the same
         loaders = CombinedLoader(getattr(data, name)()).flattened
     return all(isinstance(getattr(loader, "sampler", None), GlobalBatches) for loader in loaders)
-
-
-def scaled_line(scaled: dict[str, Any]) -> str:
-    """'x 2, the number of devices: batch_size 256 -> 512, lr 0.2 -> 0.4'."""
-    k = scaled["scaled_by"]
-    values = [f"{name} {value / k:g} -> {value:g}" for name, value in scaled.items() if name != "scaled_by"]
-    return f"x {k}, the number of devices: {', '.join(values)}"
 
 
 def per_device(batch_size: int, shares: Sequence[float]) -> str:
