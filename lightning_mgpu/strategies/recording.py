@@ -55,7 +55,8 @@ class Recorder:
         self._calls: dict[Key, dict[int, Call]] = {}  # by replica
         self._logged: dict[tuple[str, str, int], dict[int, tuple[Any, ...]]] = {}  # by hook, name, number; by replica
         self._counts: dict[Any, int] = defaultdict(int)
-        self._sources: dict[int, tuple[Key, Any, Tensor]] = {}  # by id: the call that has returned a tensor
+        # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned, the call and its place
+        self._sources: dict[int, tuple[Key, Any, Tensor]] = {}
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
 
     @contextmanager
@@ -169,7 +170,11 @@ class Recorder:
             self._log(fx, name, value, **kwargs)
 
     def _batch_size(self, name: str, given: list[int], sizes: list[int]) -> tuple[list[int], int]:
-        """The weights of the shards, and the whole batch's `batch_size`: a count adds up, a constant stays."""
+        """The weights of the shards, and the whole batch's `batch_size`.
+
+        `batch_size=len(X)` is a count, which adds up. `batch_size=1` is a constant, which stays. They look alike where
+        shards are equally long, so the last answer for this name counts.
+        """
         total = sum(self.sizes.values())  # of those, too, that have not logged
         if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total:
             was_count = self._is_constant.get(name) is False  # counts may be equal by chance
