@@ -81,7 +81,7 @@ def test_replicas_are_compared_with_as_many_in_the_books_loop() -> None:
 
 def test_a_report_of_before_makes_the_same_table() -> None:
     old = json.loads((Path(__file__).parents[2] / "docs" / "benchmark" / "lenet.json").read_text())
-    row = cells(old["results"], "manual_allreduce")
+    row = cells(old["results"], "manual_allreduce (2 devices)")
     page = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
     assert f"| {' | '.join(['manual_allreduce (2 devices)', *list(row.values())[1:]])} |" in page
 
