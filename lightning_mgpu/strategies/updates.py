@@ -41,18 +41,21 @@ class Updates:
         self._unequal: set[Optimizer] = set()  # the same, and it differed
 
     def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
-        """A training step begins. Replicas that will step an optimizer themselves have copies of its state."""
+        """A training step begins. Replicas have copies of the optimizers' states: a step may edit them.
+
+        Those that step an optimizer themselves keep their copies up to date.
+        """
         self.optimizers = optimizers
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
                 own = type(optimizer).__name__
                 raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
-            if not (can_repeat and self._is_repeatable(optimizer)):
-                self._repeated.discard(optimizer)
-                self._states[optimizer] = self._states_of(optimizer, are_copied=False)
-            elif optimizer not in self._repeated:
+            if optimizer not in self._repeated:
+                self._states[optimizer] = self._copies_of_state(optimizer)
+            if can_repeat and self._is_repeatable(optimizer):
                 self._repeated.add(optimizer)
-                self._states[optimizer] = self._states_of(optimizer, are_copied=True)
+            else:
+                self._repeated.discard(optimizer)
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -77,21 +80,16 @@ class Updates:
             for optimizer, state in zip(optimizers, states):
                 self._states[optimizer][i], optimizer.state = optimizer.state, state
 
-    def _states_of(self, optimizer: Optimizer, are_copied: bool) -> list[Any]:
-        """The optimizer's state for every replica: copies, or a dict for what a step puts there."""
-        states: list[Any] = []
+    def _copies_of_state(self, optimizer: Optimizer) -> list[Any]:
+        """The optimizer's state for every replica, by its parameters. A counter on the CPU stays there."""
+        home, states = self.replicas.devices[0], []
         for i, device in enumerate(self.replicas.devices):
-            of_replica: defaultdict[Any, Any] = defaultdict(dict)
+            copied: defaultdict[Any, Any] = defaultdict(dict)
+            move = lambda t, to=device: t.to(to if t.device == home else t.device, copy=True)  # noqa: E731
             for param, state in list(optimizer.state.items()) if i else ():
-                copied = self._copied(state, device) if are_copied else dict(state)
-                of_replica[self.replicas.copy_of(param, i)] = copied
-            states.append(of_replica)
+                copied[self.replicas.copy_of(param, i)] = apply_to_collection(state, Tensor, move)
+            states.append(copied)
         return states
-
-    def _copied(self, state: Any, device: Any) -> Any:
-        home = self.replicas.devices[0]  # a counter on the CPU stays there
-        move = lambda tensor: tensor.to(device if tensor.device == home else tensor.device, copy=True)  # noqa: E731
-        return apply_to_collection(state, Tensor, move)
 
     # Who makes the update
 

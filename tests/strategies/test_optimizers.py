@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from tiny_runs import MANUAL, Regression, a_loader, one_cycle, sgd
+from tiny_runs import MANUAL, Manual, Regression, a_loader, one_cycle, sgd
 from torch import nn, optim
 
 
@@ -158,3 +158,18 @@ def test_a_layer_that_is_not_registered(right_or_refused):
             self.found.copy_(self.loose[0].bias.detach())  # what is compared
 
     right_or_refused(Module)
+
+
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_states_that_a_step_keeps_in_an_optimizer(assert_parity, base):
+    """It edits them in place, in every replica once."""
+
+    class Module(base):
+        def training_step(self, batch, batch_idx):
+            for p in self.parameters():
+                mean = self.optimizers().state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.detach(), 0.5)
+                p.data.sub_(mean, alpha=0.01)
+            return super().training_step(batch, batch_idx)
+
+    assert_parity(Module)
