@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -54,6 +55,32 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
     for i in by_remainder[: num_samples - sum(sizes)]:
         sizes[i] += 1
     return sizes
+
+
+def share_out(batch: Any, shares: Sequence[float], device: torch.device) -> list[int]:
+    """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
+    num_samples = find_batch_size(batch)
+    if num_samples is None:
+        data = [leaf for leaf in leaves(batch) if isinstance(leaf, Array) or hasattr(leaf, "to")]
+        if any(getattr(leaf, "ndim", 1) for leaf in data):
+            rank_zero_warn(
+                "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not "
+                f"split: {device} computes it alone."
+            )
+        return [1] + [0] * (len(shares) - 1)
+    sizes = shard_sizes(num_samples, shares)
+    if sizes[0] == 0:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
+    return sizes
+
+
+def send(shard: Any, home: torch.device, device: torch.device) -> Any:
+    """A shard on a replica's device. What the user has put elsewhere stays there."""
+    if home == device:
+        return shard
+    is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
+    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
 
 
 def find_batch_size(batch: Any) -> int | None:

@@ -14,8 +14,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -182,7 +180,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
         module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
-        all_sizes = self._sizes(batch)
+        all_sizes = batches.share_out(batch, self.shares, self.devices[0])
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
         is_alone = len(self.sizes) == 1
         gradients.is_manual = trains and not module.automatic_optimization
@@ -195,7 +193,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
-            return getattr(module, name)(_sent(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
+            return getattr(module, name)(batches.send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         with ExitStack() as stack:
             if not is_alone:
@@ -248,23 +246,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def _synchronized(self) -> AbstractContextManager:
         return nullcontext() if self._layer_sync is None else synchronized_batch_norm(self.lockstep)
-
-    def _sizes(self, batch: Any) -> list[int]:
-        """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
-        num_samples = batches.find_batch_size(batch)
-        if num_samples is None:
-            data = [leaf for leaf in batches.leaves(batch) if isinstance(leaf, batches.Array) or hasattr(leaf, "to")]
-            if any(getattr(leaf, "ndim", 1) for leaf in data):
-                rank_zero_warn(
-                    "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not "
-                    f"split: {self.devices[0]} computes it alone."
-                )
-            return [1] + [0] * (len(self.devices) - 1)
-        sizes = batches.shard_sizes(num_samples, self.shares)
-        if sizes[0] == 0:
-            sizes[sizes.index(max(sizes))] -= 1
-            sizes[0] = 1
-        return sizes
 
     # From losses to updates
 
@@ -338,11 +319,3 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._start_anew()  # `on_save_checkpoint` may edit
         return super().lightning_module_state_dict()
-
-
-def _sent(shard: Any, home: torch.device, device: torch.device) -> Any:
-    """A shard on a replica's device. What the user has put elsewhere stays there."""
-    if home == device:
-        return shard
-    is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
-    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
