@@ -28,30 +28,28 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         ValueError: With `are_rows`, if tensors do not fit together.
     """
     present = [(output, size) for output, size in zip(outputs, sizes) if output is not None]
-    if not present:
-        return None
     outputs, sizes = [output for output, _ in present], [size for _, size in present]
+    if len(outputs) < 2:
+        return bring_home(outputs[0], device) if outputs else None
     first = outputs[0]
-    if len(outputs) == 1:
-        return bring_home(first, device)
     if all(isinstance(output, Tensor) for output in outputs):
         tensors = [output if all(each.is_cpu for each in outputs) else output.to(device) for output in outputs]
         return _gather_tensors(tensors, sizes, are_rows)
-    if all(isinstance(output, np.ndarray) and output.ndim for output in outputs):
+    if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(outputs)
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
     if isinstance(first, (int, float, np.number)):
         is_mean = any(isinstance(output, (float, np.inexact)) for output in outputs)
         return weighted_mean(outputs, sizes) if is_mean else sum(outputs)
-    if isinstance(first, (list, tuple)) and _are_samples(outputs, sizes, are_rows):
+    if type(first) in (list, tuple) and _are_samples(outputs, sizes):
         return type(first)(item for output in outputs for item in bring_home(output, device))
     if isinstance(first, Mapping) and any(output.keys() != first.keys() for output in outputs):
         names = dict.fromkeys(name for output in outputs for name in output)
         return {name: gather([output.get(name) for output in outputs], sizes, device, are_rows) for name in names}
-    if items_of(first) is not None:
-        items = zip(*(items_of(output) or [] for output in outputs))
-        return like(first, [gather(parts, sizes, device, are_rows) for parts in items])
+    if (items := items_of(first)) is not None and all(len(items_of(output) or []) == len(items) for output in outputs):
+        parts = zip(*(items_of(output) or [] for output in outputs))
+        return like(first, [gather(part, sizes, device, are_rows) for part in parts])
     if isinstance(first, str) and set(outputs) == {first}:
         return first
     return [bring_home(output, device) for output in outputs]
@@ -86,15 +84,11 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
     return torch.stack(tensors).any(0) if first.dtype == torch.bool else torch.stack(tensors).sum(0)
 
 
-def _are_samples(outputs: Sequence[Any], sizes: Sequence[int], are_rows: bool) -> bool:
-    """Whether lists hold one item a sample, not a few results for the whole shard."""
-    if hasattr(outputs[0], "_fields"):
+def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists hold one item a sample, or as many as were found in each shard, and not a few results for all."""
+    if isinstance(outputs[0], tuple) and not all(isinstance(leaf, str) for leaf in leaves(list(outputs))):
         return False
     if any(len(output) != size for output, size in zip(outputs, sizes)):
-        return len({len(output) for output in outputs}) > 1  # as many as were found in each shard
-    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
-    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
-        return False  # [logits, features], as many as there are samples by chance
-    if are_rows and all(isinstance(leaf, Tensor) for leaf in leaves(list(outputs))):
-        return isinstance(outputs[0], list)
-    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
+        return len({len(output) for output in outputs}) > 1
+    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]  # [logits, features]: as many
+    return not all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items)  # by chance

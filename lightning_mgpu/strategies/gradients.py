@@ -94,18 +94,18 @@ class Gradients:
         """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
         gradients: dict[str, list[Tensor]] = {}
         for name, copies in self.replicas.copies.items():
-            parts = [param.grad for param in copies.tensors if param.grad is not None]
+            parts = [param.grad for param in copies if param.grad is not None]
             if any(part.is_sparse for part in parts):
                 home = [part.to(self.replicas.devices[0]) for part in parts]
                 total = reduce(torch.add, home)
-                for param in copies.tensors:
+                for param in copies:
                     param.grad = total.to(param.device, copy=True)
             elif parts:
-                for param in copies.tensors:
+                for param in copies:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                every: list[Any] = [param.grad for param in copies.tensors]
+                every: list[Any] = [param.grad for param in copies]
                 gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
         self.reduce_gradients(gradients)
         if self.sums_everywhere and not self.is_checked:

@@ -26,6 +26,7 @@ SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # on
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
 PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
+Copies = tuple[Tensor, ...]  # of a parameter or a buffer, one a replica; the first is the user's own
 
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -33,26 +34,6 @@ def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         copies = [(param, param.detach().to(device, copy=True)) for param in params]
     return [nn.Parameter(own, p.requires_grad) if isinstance(p, nn.Parameter) else own for p, own in copies]
-
-
-class Copies:
-    """A parameter or buffer and its copies, one a replica; the first is the user's own."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
-        self._versions: list[tuple[int, int]] = []
-
-    def remember(self) -> None:
-        """Remember that the copies are equal now."""
-        self._versions = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
-
-    def is_moved(self) -> bool:
-        """Whether somebody has set the first one's `.data`."""
-        return bool(self._versions) and self._versions[0][1] != self.tensors[0].data_ptr()
-
-    def are_edited(self) -> bool:
-        """Whether somebody has edited one of them since. Torch does not count edits of `.data`."""
-        return self._versions != [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
 
 
 class Replicas:
@@ -63,8 +44,8 @@ class Replicas:
         self.current = 0  # whose turn it is
         self.is_stale = True  # somebody may have edited the original in ways that torch does not count
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
-        self._buffers: dict[str, Copies] = {}
-        self.copies_of: dict[int, tuple[Tensor, ...]] = {}  # of parameters and buffers, by the original's id
+        self.copies_of: dict[int, Copies] = {}  # of parameters and buffers, by the original's id
+        self._marks: dict[int, list[tuple[int, int]]] = {}  # of parameters' copies when they were equal
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
@@ -73,9 +54,9 @@ class Replicas:
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
-    def parameters(self) -> list[tuple[Tensor, ...]]:
+    def parameters(self) -> list[Copies]:
         """For every parameter its copies, one a replica."""
-        return [copies.tensors for copies in self.copies.values()]
+        return list(self.copies.values())
 
     def begin(self, *number: int, meet: bool = False) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
@@ -85,11 +66,10 @@ class Replicas:
         self.streams.begin(*number)
         named = list(_walk(self.module))
         self._owners = [owner for _, owner in named]
-        self.copies = self._find_copies(named, "_parameters", self.copies)
-        self._buffers = self._find_copies(named, "_buffers", self._buffers)
+        self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
+        self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
         self.copy_edited()
-        copy_tensors(self._buffers.values())
-        self.copies_of = {id(c.tensors[0]): c.tensors for c in (*self.copies.values(), *self._buffers.values())}
+        copy_tensors(buffers.values())
         self._meet, self._lists = meet, []
         self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [[]]
         for i in range(1, len(self.devices)):
@@ -100,22 +80,16 @@ class Replicas:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
         return self.copies_of[id(tensor)][i] if id(tensor) in self.copies_of else tensor
 
-    def _find_copies(
-        self, named: list[tuple[str, nn.Module]], kind: str, before: dict[str, Copies]
-    ) -> dict[str, Copies]:
-        """The copies of all parameters or buffers, of which some are new."""
-        known = {id(copies.tensors[0]): copies for copies in before.values()}
+    def _find_copies(self, named: list[tuple[str, nn.Module]], kind: str) -> dict[str, Copies]:
+        """The copies of all parameters or buffers by their names. Some are new."""
         found: dict[int, tuple[str, Tensor]] = {}
         for prefix, owner in named:
             for name, tensor in owner.__dict__[kind].items():
-                if tensor is not None and id(tensor) not in found:
-                    found[id(tensor)] = prefix + name, tensor
-                    if (copies := known.get(id(tensor))) is not None and copies.tensors[-1].dtype != tensor.dtype:
-                        del known[id(tensor)]
-        new = [tensor for key, (_, tensor) in found.items() if key not in known]
+                if tensor is not None:
+                    found.setdefault(id(tensor), (prefix + name, tensor))
+        new = [tensor for key, (_, tensor) in found.items() if key not in self.copies_of]
         sets = [new, *(get_params(new, device) for device in self.devices[1:])]
-        for tensor, copies_of_it in zip(new, zip(*sets)):
-            known[id(tensor)] = Copies(copies_of_it)
+        known = {**self.copies_of, **{id(copies[0]): copies for copies in zip(*sets)}}
         return {name: known[key] for key, (name, _) in found.items()}
 
     def copy_edited(self) -> None:
@@ -126,11 +100,14 @@ class Replicas:
                     vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
-        edited = [copies for copies in self.copies.values() if self.is_stale or copies.are_edited()]
+        edited = [c for c in self.parameters if self.is_stale or self._marks.get(id(c[0])) != _marks(c)]
         copy_tensors(edited)
-        for copies in edited:
-            copies.remember()
+        self.remember(edited)
         self.is_stale = False
+
+    def remember(self, equal: Iterable[Copies]) -> None:
+        """Remember that these copies are equal now."""
+        self._marks.update({id(copies[0]): _marks(copies) for copies in equal})
 
     def copy_parameters(self) -> None:
         """Copy all of the first replica's parameters to the others."""
@@ -149,13 +126,12 @@ class Replicas:
             own["_device"] = self.devices[i]
         if self.devices[i] != self.devices[0]:
             own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
-        if _may_keep_state(owner):
-            for name, value in owner.__dict__.items():
-                if type(value) in (list, dict) and name not in TENSORS:
-                    if self._meet:
-                        own[name] = copy.copy(value)
-                    if type(value) is list:
-                        self._lists.append((value, len(value), own[name]))
+        for name, value in owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ():
+            if type(value) in (list, dict) and name not in TENSORS:
+                if self._meet:
+                    own[name] = copy.copy(value)
+                if type(value) is list:
+                    self._lists.append((value, len(value), own[name]))
         kept = self._kept[i].get(owner, {})
         for name, (value, base, versions) in kept.items():
             if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
@@ -225,13 +201,19 @@ class Replicas:
 @torch.no_grad()
 def copy_tensors(all_copies: Iterable[Copies]) -> None:
     """Give the first tensor's values to its copies."""
-    all_copies = list(all_copies)
-    for i in range(1, len(all_copies[0].tensors) if all_copies else 1):
-        for copies in all_copies:
-            if copies.is_moved():
-                copies.tensors[i].data = torch.empty_like(copies.tensors[0], device=copies.tensors[i].device)
+    for original, *others in (all_copies := list(all_copies)):
+        for other in others:
+            if (other.shape, other.dtype) != (original.shape, original.dtype):  # somebody has set `.data`
+                other.data = torch.empty_like(original, device=other.device)
+    firsts, *sets = zip(*all_copies) if all_copies else [()]
+    for others in sets:
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
-        torch._foreach_copy_([c.tensors[i].data for c in all_copies], [c.tensors[0] for c in all_copies])
+        torch._foreach_copy_([other.data for other in others], firsts)
+
+
+def _marks(copies: Copies) -> list[tuple[int, int]]:
+    """What changes with an edit: torch counts edits in place, but not those of `.data`; setting `.data` moves it."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in copies]
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -257,8 +239,3 @@ def _versions(value: Any) -> list[int]:
     """How often a tensor, or each in a tuple, was edited in place."""
     tensors = value if isinstance(value, tuple) else (value,)
     return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
-
-
-def _may_keep_state(owner: nn.Module) -> bool:
-    """Whether a layer's class is the user's, who may keep a state in attributes."""
-    return not type(owner).__module__.startswith("torch.")

@@ -2,7 +2,7 @@
 
 Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, say). Tensors of length 1,
 0-d tensors, numbers and strings belong to all samples. What nobody knows how to cut is not split: parts of different
-lengths (a graph's nodes and edges), and objects that move to a device as a whole.
+lengths (a graph's nodes and edges, lists of images), and objects that move to a device as a whole.
 """
 
 import copy
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
     Tensors are cut without copying them.
     """
-    total, start, shards = sum(sizes), 0, []
-    in_lists = _length_of_lists(batch) is not None
-    for size in sizes:
-        rows = slice(start, start + size)
-        items = items_of(batch)
-        if items is None or _is_texts(batch):
-            shards.append(_cut(batch, total, rows))
-        else:
-            shards.append(like(batch, [item[rows] if in_lists else _cut(item, total, rows) for item in items]))
-        start += size
-    return shards
+    return [_cut(batch, sum(sizes), slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes))]
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
@@ -61,12 +52,10 @@ def share_out(batch: Any, shares: Sequence[float], device: torch.device) -> list
     """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
     num_samples = find_batch_size(batch)
     if num_samples is None:
-        data = [leaf for leaf in leaves(batch) if isinstance(leaf, Array) or hasattr(leaf, "to")]
-        if any(getattr(leaf, "ndim", 1) for leaf in data):
-            rank_zero_warn(
-                "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not "
-                f"split: {device} computes it alone."
-            )
+        rank_zero_warn(
+            "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not split: "
+            f"{device} computes it alone."
+        )
         return [1] + [0] * (len(shares) - 1)
     sizes = shard_sizes(num_samples, shares)
     if sizes[0] == 0:
@@ -87,8 +76,6 @@ def find_batch_size(batch: Any) -> int | None:
     """The number of samples in a batch; `None` if it cannot be split."""
     if any(_is_opaque(leaf) for leaf in leaves(batch)):
         return None
-    if (length := _length_of_lists(batch)) is not None:
-        return length
     lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Array) and leaf.ndim}
     sizes = lengths - {1} or lengths
     if len(sizes) != 1 or 0 in sizes or any(_is_ambiguous(item, *sizes) for item in items_of(batch) or []):
@@ -113,16 +100,13 @@ def like(part: Any, items: list[Any]) -> Any:
     """The same list, tuple, dict or dataclass with other items in it."""
     if isinstance(part, (list, tuple)):
         return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    changed: Any = copy.copy(part)
     if isinstance(part, Mapping):
-        if not hasattr(part, "__setitem__"):
-            return dict(zip(part.keys(), items))
-        changed: Any = copy.copy(part)
-        for name, item in zip(part.keys(), items):
+        for name, item in zip(part, items):
             changed[name] = item
-        return changed
-    changed = copy.copy(part)
-    for field, item in zip(fields(part), items):
-        object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
+    else:
+        for field, item in zip(fields(part), items):
+            object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
     return changed
 
 
@@ -145,16 +129,13 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
     items = items_of(part)
     if items is None:
         return part
-    holds_samples = _is_list(part) and len(part) == total
-    return part[rows] if holds_samples else like(part, [_cut(item, total, rows) for item in items])
+    if _is_list(part) and len(part) == total and not any(isinstance(leaf, Array) for leaf in leaves(part)):
+        return part[rows]  # names, say
+    return like(part, [_cut(item, total, rows) for item in items])
 
 
 def _is_list(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and not hasattr(part, "_fields")  # not a named tuple
-
-
-def _is_texts(batch: Any) -> bool:
-    return _is_list(batch) and len(batch) > 0 and all(isinstance(item, str) for item in batch)
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -166,22 +147,10 @@ def _is_opaque(leaf: Any) -> bool:
 
 def _is_ambiguous(part: Any, size: int) -> bool:
     """Whether a list holds as many tensors as these have rows: one for each sample, or all samples in each?"""
-    if not _is_list(part) or not part or not all(isinstance(item, Array) and item.ndim for item in part):
+    if not _is_list(part) or not all(isinstance(item, Array) and item.ndim for item in part):
         return False
     is_of_images = len(part) > 1 and size == 3 and all(item.ndim == 3 for item in part)  # or of three samples
-    return all(len(item) == size for item in part) and (len(part) == size or is_of_images)
-
-
-def _length_of_lists(batch: Any) -> int | None:
-    """The common length of a batch of nothing but lists with an item a sample, as detection models take it."""
-    if _is_texts(batch):
-        return len(batch)
-    parts = items_of(batch) or []
-    if not parts or not all(_is_list(part) and part and len(part) == len(parts[0]) for part in parts):
-        return None
-    lengths = [{len(item) for item in part if isinstance(item, Array) and item.ndim} for part in parts]
-    are_alike = all(len({type(item) for item in part}) == 1 for part in parts)
-    return len(parts[0]) if are_alike and any(len(varied) != 1 for varied in lengths) else None
+    return (len(part) == size or is_of_images) and all(len(item) == size for item in part)
 
 
 class AutoSplit:

@@ -44,7 +44,7 @@ BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "mapping of one's own": (lambda X, y: Named({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
     "names, arrays and numbers": (with_leaves, checked),
     "two views": (lambda X, y: [[X, X + 1], y], lambda b: (b[0][0] + b[0][1], b[1])),
-    "images": (images, lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([t["y"] for t in b[1]]))),
+    "two dicts": (lambda X, y: ({"X": X}, {"y": y, "names": [*map(str, X)]}), lambda b: (b[0]["X"], b[1]["y"])),
 }
 
 
@@ -93,6 +93,7 @@ class Graph:
 
 UNSPLITTABLE = {
     "a graph and a tensor": (lambda X, y: (Graph(X, y), y), lambda b: (b[0].X, b[1])),
+    "images of many sizes": (images, lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([t["y"] for t in b[1]]))),
     "images in one list": (
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
         lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
