@@ -36,17 +36,16 @@ def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[No
 
 
 @contextmanager
-def only_own_parameters(strategy: Strategy) -> Iterator[None]:
+def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
     """Refuse an optimizer that is not among those of `configure_optimizers`: every replica would step the first one.
 
     Raises:
         RuntimeError: When it steps.
     """
-    first = {id(tensors[0]) for tensors in strategy.replicas.parameters}
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if strategy.replicas.current and any(id(param) in first for param in params):
+        if strategy.replicas.current and any(id(param) in strategy.replicas.copies_of for param in params):
             own = type(optimizer).__name__
             raise RuntimeError(f"{own} steps in training_step, but configure_optimizers has not returned it: let it.")
 

@@ -22,7 +22,7 @@ from lightning_mgpu.strategies import split_batch as batches
 from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meetings, only_own_parameters
+from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
 from lightning_mgpu.strategies.replicas import Replicas
@@ -156,22 +156,17 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self._num_evaluations += 1
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
-        sizes, device = list(self.sizes.values()), self.devices[0]
-        if self.gradients.is_manual:
-            return gather(outputs, sizes, device)
-        losses, rest = {}, []
-        for i, output in zip(self.sizes, outputs):
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if output is not None and not isinstance(loss, Tensor):
-                return output  # Lightning says what is wrong with it
-            if loss is not None:
-                losses[i] = loss
-            is_dict = isinstance(output, Mapping)
-            rest.append({name: value for name, value in output.items() if name != "loss"} if is_dict else None)
-        if not losses:  # the batch is skipped
-            return None
-        whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
-        return {"loss": whole, **gather(rest, sizes, device)} if any(rest) else whole
+        losses: dict[int, Tensor] = {}
+        for i, output in zip(self.sizes, outputs) if not self.gradients.is_manual else ():
+            if output is not None:
+                losses[i] = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(losses[i], Tensor):
+                    return output  # Lightning says what is wrong with it
+        whole = gather(outputs, list(self.sizes.values()), self.devices[0])
+        if not losses:
+            return whole
+        loss = self.gradients.join(losses, self.sizes, self._is_one_graph)
+        return {**whole, "loss": loss} if isinstance(whole, Mapping) else loss
 
     validation_step = _evaluation("validation_step", "val_step_context")
     test_step = _evaluation("test_step", "test_step_context")
@@ -182,24 +177,20 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
         all_sizes = batches.share_out(batch, self.shares, self.devices[0])
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
-        is_alone = len(self.sizes) == 1
+        shards = dict(zip(self.sizes, batches.split_batch(batch, list(self.sizes.values()))))
         gradients.is_manual = trains and not module.automatic_optimization
         gradients.may_be_edited = self.updates.may_edit()
         replicas.is_stale |= gradients.may_be_edited
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
-        waits = not is_alone and (self.is_locked or gradients.is_manual or self._layer_sync is not None)
-        shards = [batch] if is_alone else batches.split_batch(batch, all_sizes)
+        waits = self.is_locked or gradients.is_manual or self._layer_sync is not None
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
             return getattr(module, name)(batches.send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         with ExitStack() as stack:
-            if not is_alone:
-                stack.enter_context(
-                    self.recorder.recording(self.sizes)
-                )  # puts attributes on the module: `begin` follows
+            stack.enter_context(self.recorder.recording(self.sizes))  # puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
             self.updates.optimizers = ()
             if trains:
@@ -207,7 +198,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 is_by_trainer = module.automatic_optimization and not is_scaled and not gradients.may_be_edited
                 self.updates.begin(self.optimizers, can_repeat=self.sums_everywhere and is_by_trainer)
                 gradients.copy_changed()  # a step may look at them
-                stack.enter_context(only_own_parameters(self))
+                stack.enter_context(only_known_optimizers(self))
             outputs = self._take_turns(step, waits)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
@@ -237,11 +228,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
-            note = f"raised in replica {i} on {self.devices[i]}"
-            if hasattr(error, "add_note"):
-                error.add_note(note)
-            elif len(error.args) == 1:  # Python 3.10
-                error.args = (f"{error.args[0]} ({note})",)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"raised in replica {i} on {self.devices[i]}")
             raise
 
     def _synchronized(self) -> AbstractContextManager:
@@ -254,12 +242,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self.lockstep.running:
-            meet = self.lockstep.meet
-            return meet(("manual_backward", None), (closure_loss, args, kwargs), self._backward_together)  # type: ignore[no-any-return]
-        if self.gradients.is_manual:  # one replica has the whole batch
-            return self._backward_together({0: (closure_loss, args, kwargs)})
-        return self._backward(closure_loss, optimizer, *args, **kwargs)
+        if not self.lockstep.running:
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
+        meeting, given = ("manual_backward", None), (closure_loss, args, kwargs)
+        return self.lockstep.meet(meeting, given, self._backward_together)  # type: ignore[no-any-return]
 
     def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         """What replicas wait for in `manual_backward`."""
