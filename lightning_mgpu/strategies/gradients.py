@@ -73,7 +73,7 @@ class Gradients:
         if self.may_be_edited:
             self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
-        hooks = [[_take_hooks(param) for param in copies] for copies in parameters]
+        hooks = [_take_hooks(copies) for copies in parameters]
         before = [copies[0].grad for copies in parameters]
         try:
             for copies in parameters:
@@ -81,13 +81,12 @@ class Gradients:
                     param.grad = None
             backward(gradient, keep_graph)
         finally:
-            for copies, taken in zip(parameters, hooks):
-                for param, its_hooks in zip(copies, taken):
-                    _put_hooks(param, its_hooks)
+            for copies, its_hooks in zip(parameters, hooks):
+                _put_hooks(copies[0], its_hooks)
         with torch.no_grad():
             self._reduce()
-            for copies, old, taken in zip(parameters, before, hooks):
-                self._accumulate(copies, old, taken)
+            for copies, old, its_hooks in zip(parameters, before, hooks):
+                self._accumulate(copies, old, any(its_hooks))
         self.are_reduced = True
 
     def _reduce(self) -> None:
@@ -122,27 +121,20 @@ class Gradients:
                         f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
                     )
 
-    def _accumulate(self, copies: Sequence[Tensor], before: Tensor | None, hooks: list[Any]) -> None:
+    def _accumulate(self, copies: Sequence[Tensor], before: Tensor | None, has_hooks: bool) -> None:
         """Run the user's hooks on the reduced gradient, and add it to the one of the batches before."""
         original, *others = copies
-        on_gradient, after_accumulation = hooks[0]
-        if any(any(its_hooks) for its_hooks in hooks[1:]):
-            raise RuntimeError(
-                "A step has put a hook on a weight: it would see one shard's gradient. Register it before training."
-            )
-        for hook in on_gradient.values() if original.grad is not None else ():
-            changed = hook(original.grad)
-            original.grad = original.grad if changed is None else changed
-        if before is not None:
-            original.grad = before if original.grad is None else before.add_(original.grad)
+        is_as_reduced = original.grad is None or not (has_hooks or before is not None)
+        if not is_as_reduced:
+            reduced, original.grad = original.grad, before
+            torch.autograd.backward(original, reduced)  # calls the hooks, and adds
+        elif before is not None:
+            original.grad = before
         if not (self.sums_everywhere or self.is_manual):
             for other in others:
                 other.grad = None  # nobody needs it
-        elif not self.sums_everywhere or before is not None or on_gradient:
+        elif not self.sums_everywhere or not is_as_reduced or before is not None:
             self._copy(copies)
-        if original.grad is not None:
-            for post_hook in after_accumulation.values():
-                post_hook(original)
         self._remember(copies)
 
     def _copy(self, copies: Sequence[Tensor]) -> None:
@@ -218,17 +210,25 @@ def are_equal(tensor: Tensor, other: Tensor) -> bool:
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _take_hooks(param: Tensor) -> tuple[dict, dict]:
-    """Take off what `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
-    both = param._backward_hooks, param._post_accumulate_grad_hooks  # private names of torch
-    taken = tuple({} if hooks is None else dict(hooks) for hooks in both)
-    for hooks in both:
+def _take_hooks(copies: Sequence[Tensor]) -> list[dict]:
+    """Take off what `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter.
+
+    Raises:
+        RuntimeError: If the copies have hooks, too.
+    """
+    original, *others = ((param._backward_hooks, param._post_accumulate_grad_hooks) for param in copies)  # private
+    if any(any(hooks) for hooks in others):
+        raise RuntimeError(
+            "A step has put a hook on a weight: it would see one shard's gradient. Register it before training."
+        )
+    taken = [dict(hooks or {}) for hooks in original]
+    for hooks in original:
         if hooks is not None:
             hooks.clear()  # autograd goes on with the dict that it knows
-    return taken  # type: ignore[return-value]
+    return taken
 
 
-def _put_hooks(param: Tensor, taken: tuple[dict, dict]) -> None:
+def _put_hooks(param: Tensor, taken: list[dict]) -> None:
     for hooks, its_hooks in zip((param._backward_hooks, param._post_accumulate_grad_hooks), taken):
         if hooks is not None:
             hooks.update(its_hooks)
