@@ -94,9 +94,6 @@ class OneProcess:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
     def state_dict(self) -> dict[str, Any]:
         """What a strategy of one's own keeps from step to step: tensors and plain values. Checkpoints have it."""
         return {}
