@@ -73,9 +73,12 @@ class Recorder:
         self.sizes, self.is_recording = sizes, True
         look_up = lambda metric, name: self._look_up(metric, name)  # noqa: E731 - a function becomes a method
         try:
-            with attributes(own), patch.object(Metric, "__getattribute__", look_up):
-                with patch.object(MetricCollection, "__getattribute__", look_up):
-                    yield
+            with (
+                attributes(own),
+                patch.object(Metric, "__getattribute__", look_up),
+                patch.object(MetricCollection, "__getattribute__", look_up),
+            ):
+                yield
             self.is_recording = False
             self._replay()
         finally:
@@ -245,7 +248,8 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
         if not isinstance(metric, MeanMetric):
             join = lambda numbers: torch.stack([torch.as_tensor(each, device=device) for each in numbers])  # noqa: E731
     args, kwargs = zip(*(call[2:] for call in calls))
-    return [join(parts) for parts in zip(*args, strict=True)], {n: join([each[n] for each in kwargs]) for n in kwargs[0]}
+    joined = [join(parts) for parts in zip(*args, strict=True)]
+    return joined, {name: join([each[name] for each in kwargs]) for name in kwargs[0]}
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

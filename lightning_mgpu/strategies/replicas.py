@@ -205,7 +205,7 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
         for other in others:
             if (other.shape, other.dtype) != (original.shape, original.dtype):  # somebody has set `.data`
                 other.data = torch.empty_like(original, device=other.device)
-    firsts, *sets = zip(*all_copies) if all_copies else [()]
+    firsts, *sets = list(zip(*all_copies)) or [()]
     for others in sets:
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
         torch._foreach_copy_([other.data for other in others], firsts)

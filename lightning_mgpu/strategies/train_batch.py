@@ -159,9 +159,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         losses: dict[int, Tensor] = {}
         for i, output in zip(self.sizes, outputs) if not self.gradients.is_manual else ():
             if output is not None:
-                losses[i] = output.get("loss") if isinstance(output, Mapping) else output
-                if not isinstance(losses[i], Tensor):
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, Tensor):
                     return output  # Lightning says what is wrong with it
+                losses[i] = loss
         whole = gather(outputs, list(self.sizes.values()), self.devices[0])
         if not losses:
             return whole
@@ -228,8 +229,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"raised in replica {i} on {self.devices[i]}")
+            error.add_note(f"raised in replica {i} on {self.devices[i]}")
             raise
 
     def _synchronized(self) -> AbstractContextManager:

@@ -66,7 +66,7 @@ class Updates:
             group.update(settings)
             group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
         for optimizer in optimizers:
-            optimizer.state = self._states[optimizer][i] if steps else _NoState()
+            optimizer.state = self._states[optimizer][i] if steps else _NoState()  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -62,6 +62,14 @@ def test_kinds_of_batches(assert_parity, name):
     assert_parity(unpacking(unpack), loader=lambda: collated(make), val=True)
 
 
+@pytest.mark.filterwarnings("ignore:A batch")
+@pytest.mark.parametrize("name", ["nested", "two dicts", "two views"])
+def test_as_many_samples_as_parts(assert_parity, name):
+    """A batch of two things is no list of two samples."""
+    make, unpack = BATCHES[name]
+    assert_parity(unpacking(unpack), (2,), loader=lambda: collated(make, 2, 8))
+
+
 def sizes_in(trainer, loader):
     """The sizes of the shards of the first batch, in order."""
 
@@ -93,7 +101,10 @@ class Graph:
 
 UNSPLITTABLE = {
     "a graph and a tensor": (lambda X, y: (Graph(X, y), y), lambda b: (b[0].X, b[1])),
-    "images of many sizes": (images, lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([t["y"] for t in b[1]]))),
+    "images of many sizes": (
+        images,
+        lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([target["y"] for target in b[1]])),
+    ),
     "images in one list": (
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
         lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
