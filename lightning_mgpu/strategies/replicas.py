@@ -201,14 +201,13 @@ class Replicas:
 @torch.no_grad()
 def copy_tensors(all_copies: Iterable[Copies]) -> None:
     """Give the first tensor's values to its copies."""
-    for original, *others in (all_copies := list(all_copies)):
-        for other in others:
-            if (other.shape, other.dtype) != (original.shape, original.dtype):  # somebody has set `.data`
-                other.data = torch.empty_like(original, device=other.device)
-    firsts, *sets = list(zip(*all_copies)) or [()]
-    for others in sets:
+    sets = list(zip(*all_copies))  # one a replica
+    for others in sets[1:]:
+        for first, other in zip(sets[0], others):
+            if (other.shape, other.dtype) != (first.shape, first.dtype):  # somebody has set `.data`
+                other.data = torch.empty_like(first, device=other.device)
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
-        torch._foreach_copy_([other.data for other in others], firsts)
+        torch._foreach_copy_([other.data for other in others], sets[0])
 
 
 def _marks(copies: Copies) -> list[tuple[int, int]]:
