@@ -188,7 +188,8 @@ class Recorder:
         shards are equally long, so the last answer for this name counts.
         """
         total = sum(self.sizes.values())  # of those, too, that have not logged
-        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total:
+        tells = len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total
+        if tells and len(given) > 1:
             was_count = self._is_constant.get(name) is False  # counts may be equal by chance
             self._is_constant[name] = len({*given}) == 1 and not was_count  # else either: shards of one size
         is_constant = self._is_constant.get(name, False)
@@ -244,12 +245,20 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
         metric = getattr(calls[0].metric, "base_metric", calls[0].metric)
         if not isinstance(metric, BaseAggregator):
             raise ValueError("numbers")
-        join = partial(gather, sizes=sizes, device=device)  # floats are means, integers are counts
-        if not isinstance(metric, MeanMetric):
-            join = lambda numbers: torch.stack([torch.as_tensor(each, device=device) for each in numbers])  # noqa: E731
+        weights = [call.kwargs.get("weight", [*call.args, 1.0, 1.0][1]) for call in calls]
+        weighs_alike = len({*weights}) == 1 and isinstance(weights[0], float)  # every batch
+        is_mean = isinstance(metric, MeanMetric) and weighs_alike
+        join = partial(gather, sizes=sizes, device=device) if is_mean else partial(_stacked, device=device)
     args, kwargs = zip(*(call[2:] for call in calls))
     joined = [join(parts) for parts in zip(*args, strict=True)]
     return joined, {name: join([each[name] for each in kwargs]) for name in kwargs[0]}
+
+
+def _stacked(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    tensors = [torch.as_tensor(number, device=device) for number in numbers]
+    if any(tensor.ndim for tensor in tensors):
+        raise ValueError("a number beside rows")
+    return torch.stack(tensors)
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

@@ -35,27 +35,27 @@ class Updates:
         self.replicas = replicas
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
-        self._states: dict[Optimizer, list[Any]] = {}  # of those that every replica steps: their states, one a replica
+        self._states: dict[Optimizer, list[Any]] = {}  # by replica
+        self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
     def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
-        """A training step begins."""
+        """A training step begins. Replicas have copies of the optimizers' states: a step may edit them."""
         self.optimizers = optimizers
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
                 own = type(optimizer).__name__
                 raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
-            if not (can_repeat and self._is_repeatable(optimizer)):
-                self._states.pop(optimizer, None)
-            elif optimizer not in self._states:
+            if optimizer not in self._repeated:
                 self._states[optimizer] = self._copies_of_state(optimizer)
+            if can_repeat and self._is_repeatable(optimizer):
+                self._repeated.add(optimizer)
+            else:
+                self._repeated.discard(optimizer)
 
     @contextmanager
-    def turn(self, i: int, optimizers: Sequence[Optimizer], steps: bool = False) -> Iterator[None]:
-        """Let optimizers have replica i's parameters inside the block, and its states where it `steps` them.
-
-        Replicas begin with like settings.
-        """
+    def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Let optimizers have replica i's parameters and states inside the block. Replicas begin with like settings."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if i == 0:
             self._settings = [dict(group) for group in groups]
@@ -66,7 +66,7 @@ class Updates:
             group.update(settings)
             group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
         for optimizer in optimizers:
-            optimizer.state = self._states[optimizer][i] if steps else _NoState()  # type: ignore[assignment]
+            optimizer.state = self._states[optimizer][i]
         try:
             yield
         finally:
@@ -74,7 +74,7 @@ class Updates:
                 group.clear()
                 group.update(settings)
             for optimizer, state in zip(optimizers, states):
-                optimizer.state = state
+                self._states[optimizer][i], optimizer.state = optimizer.state, state
 
     def _copies_of_state(self, optimizer: Optimizer) -> list[Any]:
         """The optimizer's state for every replica, by its parameters. A counter on the CPU stays there."""
@@ -112,7 +112,7 @@ class Updates:
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare the next update."""
-        self._states.clear()
+        self._repeated.clear()
         self._are_equal.clear()
 
     def repeat(self, optimizer: Optimizer) -> bool:
@@ -121,12 +121,12 @@ class Updates:
         Returns:
             Whether they made it. The first one in an epoch is compared.
         """
-        if optimizer not in self._states or not self._is_repeatable(optimizer) or self.may_edit():
-            self._states.pop(optimizer, None)  # they lag behind from now on
+        if optimizer not in self._repeated or not self._is_repeatable(optimizer) or self.may_edit():
+            self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
-            with self.turn(i, [optimizer], steps=True), current_device(device):
+            with self.turn(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
         if optimizer not in self._are_equal:
             parameters = self.replicas.parameters
@@ -134,18 +134,6 @@ class Updates:
         if self._are_equal[optimizer]:
             self.replicas.remember(self.replicas.parameters)
         return self._are_equal[optimizer]
-
-
-class _NoState:
-    """Stands for an optimizer's state in another replica's step."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            "A step looks at an optimizer's state, which only the first replica has: look at it in a hook, "
-            "on_train_batch_start say."
-        )
-
-    __getattr__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = _refuse
 
 
 def _is_users(hook: str, owner: Any) -> bool:

@@ -62,11 +62,12 @@ def test_constant_batch_sizes_where_shards_are_even(assert_parity):
     class Module(Regression):
         def training_step(self, batch, batch_idx):
             loss = self.loss(batch)
-            for batch_size in (3, 6):
-                self.log(f"loss_{batch_size}", loss, batch_size=batch_size, on_step=False, on_epoch=True)
+            for name, batch_size in (("three", 3), ("six", 6), ("count", len(batch[0]))):
+                self.log(f"loss_{name}", loss, batch_size=batch_size, on_step=False, on_epoch=True)
             return loss
 
     assert_parity(Module, loader=lambda: a_loader(6, 20))
+    assert_parity(Module, loader=lambda: a_loader(6, 19))  # the last one has a sample, and one replica alone
 
 
 def test_counts_that_are_equal_by_chance(assert_logs_alike):

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from tiny_runs import MANUAL, Manual, Regression, a_loader, one_cycle, refused, sgd
+from tiny_runs import MANUAL, Manual, Regression, a_loader, one_cycle, sgd
 from torch import nn, optim
 
 
@@ -109,8 +109,17 @@ class RatesInTheStep(Regression):
         return self.loss(batch)
 
 
-def test_rates_set_in_a_step(assert_parity):
-    assert_parity(RatesInTheStep)
+class LooksAtStates(Regression):
+    def training_step(self, batch, batch_idx):
+        state = self.optimizers().optimizer.state
+        norms = [buffers["momentum_buffer"].norm().to(self.device) for buffers in state.values()]
+        assert len(norms) == (0 if self.global_step == 0 else 4)
+        return self.loss(batch) * (1 + sum(norms))
+
+
+@pytest.mark.parametrize("make", [RatesInTheStep, LooksAtStates])
+def test_rates_and_states_in_steps(assert_parity, make):
+    assert_parity(make)
 
 
 STATES = {
@@ -152,14 +161,15 @@ def test_a_layer_that_is_not_registered(right_or_refused):
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
-def test_states_in_a_step_are_refused(train, base):
-    """To edit them there would edit the first replica's k times."""
+def test_states_that_a_step_keeps_in_an_optimizer(assert_parity, base):
+    """It edits them in place, in every replica once."""
 
     class Module(base):
         def training_step(self, batch, batch_idx):
-            for parameter in self.parameters():
-                self.optimizers().state[parameter]["mean"] = parameter.detach().clone()
+            for p in self.parameters():
+                mean = self.optimizers().state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.detach(), 0.5)
+                p.data.sub_(mean, alpha=0.01)
             return super().training_step(batch, batch_idx)
 
-    with refused("A step looks at an optimizer's state"):
-        train(Module, 2)
+    assert_parity(Module)
