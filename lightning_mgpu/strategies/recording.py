@@ -112,12 +112,8 @@ class Recorder:
         self._calls.setdefault(key, {})[i] = apply_to_collection(call, Tensor, lambda t: t.detach().clone())
         if method != "forward":
             return None
-        value: Any = None
-        with self._not_recording(), suppress(Exception):  # too few samples in the shard, but not in the batch
+        with self._not_recording():
             value = self._copy_of(metric)(*args, **kwargs)
-        if value is None:
-            names = metric.keys() if isinstance(metric, MetricCollection) else ()
-            value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
             self._sources[id(part)] = key, name, part
         return value

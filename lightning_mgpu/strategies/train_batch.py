@@ -182,9 +182,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         gradients.is_manual = trains and not module.automatic_optimization
         gradients.may_be_edited = self.updates.may_edit()
         replicas.is_stale |= gradients.may_be_edited
+        waits = self.is_locked or gradients.is_manual or self._layer_sync is not None
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
-        waits = self.is_locked or gradients.is_manual or self._layer_sync is not None
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
