@@ -284,12 +284,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             self.updates.start_anew()
 
     @override
-    def on_train_start(self) -> None:
-        self._start_anew()
-        if self.is_split:
-            self.replicas.begin()  # everything is restored by now: the first update copies the optimizers' states
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._num_evaluations = 0
         if batch_idx == 0:
