@@ -47,29 +47,25 @@ class Gradients:
         A replica's loss is the mean over its shard, which has so many samples. Where the replicas' graphs are one, by
         synchronised BatchNorm, one pass runs for all.
         """
-        weights = [sizes[i] for i in losses]
-        value = weighted_mean([loss.detach().to(self.replicas.devices[0]) for loss in losses.values()], weights)
-        connected = {i: loss for i, loss in losses.items() if loss.requires_grad}
+        total = sum(sizes[i] for i in losses)
+        home = [loss.detach().to(self.replicas.devices[0]) for loss in losses.values()]
+        value = weighted_mean(home, [sizes[i] for i in losses])
+        connected = {i: (loss, sizes[i] / total) for i, loss in losses.items() if loss.requires_grad}
         if not connected:
             return value
-
-        def backward(gradient: Tensor, keep_graph: bool) -> None:
-            parts = {i: (gradient * (sizes[i] / sum(weights))).to(loss.device) for i, loss in connected.items()}
-            if is_one_graph:
-                torch.autograd.backward(list(connected.values()), list(parts.values()), keep_graph)
-                return
-            for i, loss in connected.items():
-                with self.turn(i):
-                    torch.autograd.backward(loss, parts[i], keep_graph)
-
-        anchor = torch.zeros_like(value, requires_grad=True)  # autograd calls a function that has such an input
-        run = lambda *args: self._backward_and_reduce(backward, *args)  # noqa: E731
-        return _Junction.apply(anchor, value, run)  # type: ignore[no-any-return]
+        anchor = torch.zeros_like(value, requires_grad=True)
+        anchor.register_hook(lambda gradient: self._backward_and_reduce(gradient, connected, is_one_graph))
+        return value + anchor  # whose backward pass comes to the anchor
 
     def _backward_and_reduce(
-        self, backward: Callable[[Tensor, bool], None], gradient: Tensor, keep_graph: bool
+        self, gradient: Tensor, losses: Mapping[int, tuple[Tensor, float]], is_one_graph: bool
     ) -> None:
         """Compute the replicas' gradients, reduce them, and add them to what was there before."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
+                "in training_step by torch.autograd.grad, or use one device."
+            )
         if self.may_be_edited:
             self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
@@ -79,7 +75,7 @@ class Gradients:
             for copies in parameters:
                 for param in copies:
                     param.grad = None
-            backward(gradient, keep_graph)
+            self._backward(gradient, losses, is_one_graph)
         finally:
             for copies, its_hooks in zip(parameters, hooks):
                 _put_hooks(copies[0], its_hooks)
@@ -88,6 +84,16 @@ class Gradients:
             for copies, old, its_hooks in zip(parameters, before, hooks):
                 self._accumulate(copies, old, any(its_hooks))
         self.are_reduced = True
+
+    def _backward(self, gradient: Tensor, losses: Mapping[int, tuple[Tensor, float]], is_one_graph: bool) -> None:
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private: whether retain_graph=True
+        parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
+        if is_one_graph:
+            torch.autograd.backward([loss for loss, _ in losses.values()], list(parts.values()), keep_graph)
+            return
+        for i, (loss, _) in losses.items():
+            with self.turn(i):
+                torch.autograd.backward(loss, parts[i], keep_graph)
 
     def _reduce(self) -> None:
         """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
@@ -181,25 +187,6 @@ class Gradients:
         if param.grad is None or known is None:
             return param.grad is not None
         return known[0] is not param.grad or known[1] != param.grad._version
-
-
-class _Junction(torch.autograd.Function):
-    """The whole batch's loss; its backward pass calls a function with the gradient, and whether to keep the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, run: Callable[[Tensor, bool], None]) -> Tensor:
-        ctx.run = run
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
-                "in training_step by torch.autograd.grad, or use one device."
-            )
-        ctx.run(gradient, torch._C._autograd._get_current_graph_task_keep_graph())  # whether retain_graph=True
-        return torch.zeros_like(gradient), None, None
 
 
 def are_equal(tensor: Tensor, other: Tensor) -> bool:
