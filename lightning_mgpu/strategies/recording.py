@@ -8,7 +8,7 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.replicas import MISSING, Replicas
+from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.split_batch import leaves
 
 METHODS = ("update", "forward", "compute", "reset")
@@ -66,18 +66,15 @@ class Recorder:
         """Write down instead of do, and do it when the block has ended. `sizes` are the samples of the shards."""
         module = self.replicas.module
         results: Any = module.trainer._results  # private: where `self.log` puts values; None in `predict`
-        own: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
+        look_up = lambda metric, name: self._look_up(metric, name)  # noqa: E731 - a function becomes a method
+        new: list[tuple[Any, str, Any]] = [(cls, "__getattribute__", look_up) for cls in (Metric, MetricCollection)]
+        new.append((module, TO_TENSOR, self._to_tensor))
         if results is not None:
             self._log = results.log
-            own.append((results, "log", self._record_log))
+            new.append((results, "log", self._record_log))
         self.sizes, self.is_recording = sizes, True
-        look_up = lambda metric, name: self._look_up(metric, name)  # noqa: E731 - a function becomes a method
         try:
-            with (
-                attributes(own),
-                patch.object(Metric, "__getattribute__", look_up),
-                patch.object(MetricCollection, "__getattribute__", look_up),
-            ):
+            with replaced(new):
                 yield
             self.is_recording = False
             self._replay()
@@ -216,18 +213,12 @@ class Recorder:
 
 
 @contextmanager
-def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give objects attributes of their own inside the block."""
-    before = [(vars(owner), name, vars(owner).get(name, MISSING)) for owner, name, _ in new]
-    for owner, name, value in new:
-        vars(owner)[name] = value
-    try:
+def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give objects other attributes inside the block."""
+    with ExitStack() as stack:
+        for owner, name, value in attributes:
+            stack.enter_context(patch.object(owner, name, value))
         yield
-    finally:
-        for own, name, value in before:
-            own.pop(name, None)
-            if value is not MISSING:
-                own[name] = value
 
 
 def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
