@@ -120,7 +120,7 @@ class Recorder:
         return self._counts[what] - 1
 
     def _copy_of(self, metric: Any) -> Any:
-        """A copy without states, on the device of the replica."""
+        """A copy without states, on the device of the replica. What the user keeps on the CPU stays there."""
         if id(metric) not in self._copies:
             copied = self._copies[id(metric)] = copy.deepcopy(metric)
             weakref.finalize(metric, self._copies.pop, id(metric), None)
@@ -128,8 +128,8 @@ class Recorder:
                 copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
         copied = self._copies[id(metric)]
         copied.reset()
-        on_cpu = all(part.device.type == "cpu" for part in metric.modules() if isinstance(part, Metric))
-        return copied if on_cpu else copied.to(self.replicas.module.device)
+        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
+        return copied if home not in kinds else copied.to(self.replicas.module.device)
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
