@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_mgpu.strategies.split_batch import Array, items_of, leaves, like
+from lightning_mgpu.strategies.split_batch import Array, items_of, like
 
 
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, are_rows: bool = False) -> Any:
@@ -36,13 +36,13 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         tensors = [output if all(each.is_cpu for each in outputs) else output.to(device) for output in outputs]
         return _gather_tensors(tensors, sizes, are_rows)
     if isinstance(first, np.ndarray) and first.ndim:
-        return np.concatenate(outputs)
+        return np.concatenate([np.atleast_1d(output) for output in outputs])  # squeezed from a shard of one
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
     if isinstance(first, (int, float, np.number)):
         is_mean = any(isinstance(output, (float, np.inexact)) for output in outputs)
         return weighted_mean(outputs, sizes) if is_mean else sum(outputs)
-    if type(first) in (list, tuple) and _are_samples(outputs, sizes):
+    if isinstance(first, (list, tuple)) and not hasattr(first, "_fields") and _are_samples(outputs, sizes):
         return type(first)(item for output in outputs for item in bring_home(output, device))
     if isinstance(first, Mapping) and any(output.keys() != first.keys() for output in outputs):
         names = dict.fromkeys(name for output in outputs for name in output)
@@ -86,9 +86,9 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
 
 def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Whether lists hold one item a sample, or as many as were found in each shard, and not a few results for all."""
-    if isinstance(outputs[0], tuple) and not all(isinstance(leaf, str) for leaf in leaves(list(outputs))):
-        return False
     if any(len(output) != size for output, size in zip(outputs, sizes)):
         return len({len(output) for output in outputs}) > 1
-    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]  # [logits, features]: as many
-    return not all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items)  # by chance
+    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
+    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
+        return False  # [logits, features], as many as there are samples by chance
+    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)

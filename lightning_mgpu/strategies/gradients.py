@@ -69,10 +69,10 @@ class Gradients:
         if self.may_be_edited:
             self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
-        hooks = [_take_hooks(copies) for copies in parameters]
-        before = [copies[0].grad for copies in parameters]
+        before, hooks = [copies[0].grad for copies in parameters], list[list[dict]]()
         try:
             for copies in parameters:
+                hooks.append(_take_hooks(copies))
                 for param in copies:
                     param.grad = None
             self._backward(gradient, losses, is_one_graph)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mgpu.strategies.gather import gather
-from lightning_mgpu.strategies.recording import replaced
+from lightning_mgpu.strategies.recording import attributes
 
 Strategy = Any  # a TrainBatchStrategy, which imports this file
 
@@ -31,7 +31,7 @@ def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[No
         own.append((wrapper, "step", _met_step(strategy, wrapper, wrapper.step)))
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
         own.append((scheduler, "step", _met_schedule(strategy, scheduler)))
-    with replaced(own):
+    with attributes(own):
         yield
 
 

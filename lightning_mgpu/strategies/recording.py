@@ -5,30 +5,28 @@ logged values joined with the shards' sizes as weights, metrics updated with the
 """
 
 import copy
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas import MISSING, Replicas
 from lightning_mgpu.strategies.split_batch import leaves
 
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
+BUILT_IN = frozenset(vars(LightningModule()))
 Key = tuple[int, str, int]  # a metric's id, its method, and how many such calls the replica had made before
 
 
@@ -49,7 +47,7 @@ class Recorder:
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep, self.is_recording = replicas, lockstep, False
-        self._copies: dict[int, Any] = {}  # by a metric's id: a copy of it for single shards
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
         self._is_constant: dict[str, bool] = {}  # by name: whether `batch_size` is one number for all shards
         self._forget()
 
@@ -66,20 +64,20 @@ class Recorder:
         """Write down instead of do, and do it when the block has ended. `sizes` are the samples of the shards."""
         module = self.replicas.module
         results: Any = module.trainer._results  # private: where `self.log` puts values; None in `predict`
-        look_up = lambda metric, name: self._look_up(metric, name)  # noqa: E731 - a function becomes a method
-        new: list[tuple[Any, str, Any]] = [(cls, "__getattribute__", look_up) for cls in (Metric, MetricCollection)]
-        new.append((module, TO_TENSOR, self._to_tensor))
+        patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
+        for metric in find_metrics(module):
+            if id(metric) not in self._copies:
+                self._copies[id(metric)] = metric, _blank_copy(metric)
+            patches += [(metric, method, self._recorded(metric, method)) for method in METHODS]
         if results is not None:
             self._log = results.log
-            new.append((results, "log", self._record_log))
+            patches.append((results, "log", self._record_log))
         self.sizes, self.is_recording = sizes, True
         try:
-            with replaced(new):
+            with attributes(patches):
                 yield
-            self.is_recording = False
             self._replay()
         finally:
-            self.is_recording = False
             self._forget()
 
     # Written down
@@ -95,22 +93,30 @@ class Recorder:
             self._sources[id(made)] = *source[:2], made
         return made
 
-    def _look_up(self, metric: Any, name: str) -> Any:
-        """An attribute of a metric. While replicas run, its methods are these."""
-        if name not in METHODS or not self.is_recording:
-            return object.__getattribute__(metric, name)
-        return partial(self._compute, metric) if name == "compute" else partial(self._record, metric, name)
+    def _recorded(self, metric: Any, method: str) -> Callable[..., Any]:
+        """What stands in for a method of a metric."""
+        itself = getattr(metric, method)
 
-    def _record(self, metric: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
+                return itself(*args, **kwargs)
+            return self._compute(metric) if method == "compute" else self._record(Call(metric, method, args, kwargs))
+
+        return call
+
+    def _record(self, call: Call) -> Any:
         """What `forward` answers a replica is the value for its shard."""
         i = self.replicas.current
-        key = id(metric), method, self._count(i, id(metric), method)
-        call = Call(metric, method, args, kwargs)
+        key = id(call.metric), call.method, self._count(i, id(call.metric), call.method)
         self._calls.setdefault(key, {})[i] = apply_to_collection(call, Tensor, lambda t: t.detach().clone())
-        if method != "forward":
+        if call.method != "forward":
             return None
-        with self._not_recording():
-            value = self._copy_of(metric)(*args, **kwargs)
+        value: Any = None
+        with suppress(Exception):  # too few samples in the shard, but not in the batch
+            value = self._copy_of(call.metric)(*call.args, **call.kwargs)
+        if value is None:
+            names = call.metric.keys() if isinstance(call.metric, MetricCollection) else ()
+            value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
             self._sources[id(part)] = key, name, part
         return value
@@ -120,16 +126,10 @@ class Recorder:
         return self._counts[what] - 1
 
     def _copy_of(self, metric: Any) -> Any:
-        """A copy without states, on the device of the replica. What the user keeps on the CPU stays there."""
-        if id(metric) not in self._copies:
-            copied = self._copies[id(metric)] = copy.deepcopy(metric)
-            weakref.finalize(metric, self._copies.pop, id(metric), None)
-            if isinstance(copied, MetricCollection):
-                copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
-        copied = self._copies[id(metric)]
+        copied = self._copies[id(metric)][1]
         copied.reset()
         home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
-        return copied if home not in kinds else copied.to(self.replicas.module.device)
+        return copied.to(self.replicas.module.device) if home in kinds else copied  # on the CPU, by the user
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
@@ -140,20 +140,15 @@ class Recorder:
             )
 
         def compute(_: Any) -> Any:
-            with self._not_recording():
+            self.is_recording = False
+            try:
                 self._replay_calls()
                 return metric.compute()
+            finally:
+                self.is_recording = True
 
         value = self.lockstep.meet(("compute()", id(metric)), None, compute)
         return move_data_to_device(value, self.replicas.module.device)
-
-    @contextmanager
-    def _not_recording(self) -> Iterator[None]:
-        self.is_recording = False
-        try:
-            yield
-        finally:
-            self.is_recording = True
 
     # Done
 
@@ -166,7 +161,7 @@ class Recorder:
                 given = [kwargs["batch_size"] for _, kwargs, _ in entries]
                 weights, batch_size = self._batch_size(name, given, sizes)
                 kwargs = {**kwargs, "batch_size": batch_size}
-            if source is not None and all(other and other[:2] == source[:2] for *_, other in entries):
+            if source is not None:
                 key, part, _ = source
                 value = self._values[key] if part is None else self._values[key][part]
             elif isinstance(value, Tensor):
@@ -181,8 +176,7 @@ class Recorder:
         shards are equally long, so the last answer for this name counts.
         """
         total = sum(self.sizes.values())  # of those, too, that have not logged
-        tells = len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total
-        if tells and len(given) > 1:
+        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total:
             was_count = self._is_constant.get(name) is False  # counts may be equal by chance
             self._is_constant[name] = len({*given}) == 1 and not was_count  # else either: shards of one size
         is_constant = self._is_constant.get(name, False)
@@ -194,58 +188,96 @@ class Recorder:
         self._calls.clear()
 
     def _do(self, calls: Sequence[Call], sizes: Sequence[int]) -> Any:
-        """One call with the shards' arguments put together."""
+        """One call with the shards' arguments put together. Numbers, which a metric may add up, come one by one."""
         metric, method, *_ = calls[0]
         if method == "reset":
             return metric.reset()
         device = self.replicas.devices[0]
+        call = metric if method == "forward" else metric.update
         with suppress(ValueError):
             args, kwargs = _joined(calls, sizes, device)
-            return metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
-        if method == "forward":
-            raise RuntimeError(
-                f"{type(metric).__name__} is given numbers, or tensors of other shapes for each shard: call its "
-                "update(), which replicas then do one after the other, and log the metric itself."
-            )
-        for call in calls:
-            metric.update(*move_data_to_device(call.args, device), **move_data_to_device(call.kwargs, device))
-        return None
+            return call(*args, **kwargs)
+        moved = [(move_data_to_device(each.args, device), move_data_to_device(each.kwargs, device)) for each in calls]
+        if method == "update" or type(metric).forward not in (Metric.forward, MetricCollection.forward):
+            return gather([call(*args, **kwargs) for args, kwargs in moved], sizes, device)
+        copied = self._copy_of(metric)  # for the value of this batch alone
+        for args, kwargs in moved:
+            copied.update(*args, **kwargs)
+            metric.update(*args, **kwargs)
+        for part, its_copy in zip(metric.modules(), copied.modules()):
+            if isinstance(part, Metric):
+                part._forward_cache = its_copy.compute()  # private: what is logged of the step
+        return copied.compute()
+
+
+def find_metrics(module: nn.Module) -> list[Any]:
+    """Every metric and collection, those in plain lists, dicts and objects, too."""
+    found: dict[int, Any] = {}
+    for owner in module.modules():
+        if isinstance(owner, (Metric, MetricCollection)):
+            found[id(owner)] = owner
+        elif not type(owner).__module__.startswith("torch."):
+            values = [value for name, value in vars(owner).items() if name not in BUILT_IN]
+            found.update({id(metric): metric for metric in _metrics_in(values)})
+    return list(found.values())
+
+
+def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        yield from (part for part in value.modules() if isinstance(part, (Metric, MetricCollection)))
+    elif depth:
+        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        items = value if isinstance(value, (list, tuple)) else mapping.values()
+        for item in list(items)[:100]:
+            yield from _metrics_in(item, depth - 1)
+
+
+def _blank_copy(metric: Any) -> Any:
+    copied = copy.deepcopy(metric)
+    if isinstance(copied, MetricCollection):
+        copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
+    return copied
 
 
 @contextmanager
-def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give objects other attributes inside the block."""
-    with ExitStack() as stack:
-        for owner, name, value in attributes:
-            stack.enter_context(patch.object(owner, name, value))
+def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give objects attributes of their own inside the block."""
+    before = [(vars(owner), name, vars(owner).get(name, MISSING)) for owner, name, _ in new]
+    for owner, name, value in new:
+        vars(owner)[name] = value
+    try:
         yield
+    finally:
+        for own, name, value in before:
+            own.pop(name, None)
+            if value is not MISSING:
+                own[name] = value
 
 
-def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for the whole batch.
-
-    Raises:
-        ValueError: If they cannot be joined, or are numbers for a metric of which nobody knows what it does with them.
-    """
-    join: Callable[[Sequence[Any]], Any] = partial(gather, sizes=sizes, device=device, are_rows=True)
+def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments for the whole batch; a ValueError if some are numbers, or cannot be joined."""
     if any(_is_number(leaf) for call in calls for leaf in leaves([call.args, call.kwargs])):
         metric = getattr(calls[0].metric, "base_metric", calls[0].metric)
-        if not isinstance(metric, BaseAggregator):
-            raise ValueError("numbers")
-        weights = [call.kwargs.get("weight", [*call.args, 1.0, 1.0][1]) for call in calls]
-        weighs_alike = len({*weights}) == 1 and isinstance(weights[0], float)  # every batch
-        is_mean = isinstance(metric, MeanMetric) and weighs_alike
-        join = partial(gather, sizes=sizes, device=device) if is_mean else partial(_stacked, device=device)
+        return _aggregated(metric, calls, sizes, device), {}
     args, kwargs = zip(*(call[2:] for call in calls))
-    joined = [join(parts) for parts in zip(*args, strict=True)]
-    return joined, {name: join([each[name] for each in kwargs]) for name in kwargs[0]}
+    joined = [gather(parts, sizes, device, are_rows=True) for parts in zip(*args, strict=True)]
+    return joined, {n: gather([each[n] for each in kwargs], sizes, device, are_rows=True) for n in kwargs[0]}
 
 
-def _stacked(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    tensors = [torch.as_tensor(number, device=device) for number in numbers]
-    if any(tensor.ndim for tensor in tensors):
+def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The numbers of the shards, and their weights where the metric is a mean."""
+    if not isinstance(metric, BaseAggregator):
+        raise ValueError("nobody knows what its numbers are")
+    given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
+    values = [torch.as_tensor(each["value"], device=device) for each in given]
+    if any(value.ndim for value in values):
         raise ValueError("a number beside rows")
-    return torch.stack(tensors)
+    if not isinstance(metric, MeanMetric):
+        return [torch.stack(values)]
+    weights = [each.get("weight", 1.0) for each in given]
+    if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
+        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
+    return [torch.stack(values), torch.as_tensor(weights, device=device)]
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

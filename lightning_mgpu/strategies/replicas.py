@@ -96,6 +96,8 @@ class Replicas:
         """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
         for original, *others in self.parameters:
             for other in others:
+                if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
+                    vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
         edited = [c for c in self.parameters if self.is_stale or self._marks.get(id(c[0])) != _marks(c)]

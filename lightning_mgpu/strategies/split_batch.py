@@ -146,11 +146,12 @@ def _is_opaque(leaf: Any) -> bool:
 
 
 def _is_ambiguous(part: Any, size: int) -> bool:
-    """Whether a list holds as many tensors as these have rows: one for each sample, or all samples in each?"""
-    if not _is_list(part) or not all(isinstance(item, Array) and item.ndim for item in part):
-        return False
-    is_of_images = len(part) > 1 and size == 3 and all(item.ndim == 3 for item in part)  # or of three samples
-    return (len(part) == size or is_of_images) and all(len(item) == size for item in part)
+    """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
+    if _is_list(part) and any(isinstance(leaf, Array) for leaf in leaves(part)):
+        is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
+        if len(part) == size or is_of_images:
+            return True
+    return any(_is_ambiguous(item, size) for item in items_of(part) or [])
 
 
 class AutoSplit:

@@ -36,7 +36,7 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
     ) -> Tensor:
         if training and torch._C._current_graph_task_id() != -1:  # private: whether a backward pass runs
             raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
-        if not training or lockstep.running is None or len(lockstep.active) == 1:
+        if not training or lockstep.running is None:
             return own_batch_norm(X, running_mean, running_var, weight, bias, training, momentum, eps)
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X

@@ -178,11 +178,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
         all_sizes = batches.share_out(batch, self.shares, self.devices[0])
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
-        shards = dict(zip(self.sizes, batches.split_batch(batch, list(self.sizes.values()))))
+        is_alone = len(self.sizes) == 1  # it has the whole batch
+        shards = [batch] if is_alone else batches.split_batch(batch, all_sizes)
         gradients.is_manual = trains and not module.automatic_optimization
         gradients.may_be_edited = self.updates.may_edit()
         replicas.is_stale |= gradients.may_be_edited
-        waits = self.is_locked or gradients.is_manual or self._layer_sync is not None
+        waits = not is_alone and (self.is_locked or gradients.is_manual or self._layer_sync is not None)
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
@@ -191,7 +192,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             return getattr(module, name)(batches.send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         with ExitStack() as stack:
-            stack.enter_context(self.recorder.recording(self.sizes))  # puts attributes on the module: `begin` follows
+            if not is_alone:
+                recording = self.recorder.recording(self.sizes)
+                stack.enter_context(recording)  # puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
             self.updates.optimizers = ()
             if trains:
@@ -242,10 +245,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if not self.lockstep.running:
-            return self._backward(closure_loss, optimizer, *args, **kwargs)
-        meeting, given = ("manual_backward", None), (closure_loss, args, kwargs)
-        return self.lockstep.meet(meeting, given, self._backward_together)  # type: ignore[no-any-return]
+        given = closure_loss, args, kwargs
+        if self.lockstep.running:
+            return self.lockstep.meet(("manual_backward", None), given, self._backward_together)  # type: ignore[no-any-return]
+        if self.gradients.is_manual:  # one replica has the whole batch
+            return self._backward_together({0: given})
+        return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         """What replicas wait for in `manual_backward`."""

@@ -105,6 +105,10 @@ UNSPLITTABLE = {
         images,
         lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([target["y"] for target in b[1]])),
     ),
+    "a box for each sample": (
+        lambda X, y: (X, [{"y": value[None]} for value in y]),
+        lambda b: (b[0], torch.cat([target["y"] for target in b[1]])),
+    ),
     "images in one list": (
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
         lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),

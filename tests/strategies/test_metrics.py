@@ -75,6 +75,17 @@ def test_a_returned_value_is_the_shards(assert_logs_alike):
     assert_logs_alike(step, METRICS["accuracy"])
 
 
+@pytest.mark.parametrize("make", [tm.R2Score, lambda: tm.MetricCollection([tm.R2Score()])])
+def test_a_metric_that_needs_more_samples_than_a_shard_has(assert_logs_alike, make):
+    """The last batch has two samples, of which three devices get one or none."""
+
+    def step(module, stage, X, y, batch_idx):
+        values = module.metric(X[:, 0], X[:, 1])
+        module.log_dict(values if isinstance(values, dict) else {"r2": values}, on_step=True, on_epoch=False)
+
+    assert_logs_alike(step, make)
+
+
 class Ratio(tm.Metric):
     """A user's own metric, fed with sums and counts."""
 

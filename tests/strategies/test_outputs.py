@@ -18,6 +18,7 @@ PREDICTIONS = {
     "dict": lambda Z, names: {"Z": Z, "names": names, "none": None},
     "list of dicts": lambda Z, names: [{"Z": z} for z in Z],
     "tuple of names": lambda Z, names: tuple(names),
+    "tuple of dicts": lambda Z, names: tuple({"mean": float(z.mean())} for z in Z),
     "named tuple": lambda Z, names: Pair(Z, names),
     "dataclass": lambda Z, names: Sample(Z, names),
     "array": lambda Z, names: Z.cpu().numpy(),
