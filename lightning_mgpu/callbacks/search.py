@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.console import RunHeader
+from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.pictures import save_picture
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.errors import UsageError
@@ -135,4 +135,4 @@ def is_search(callbacks: list[Callback]) -> bool:
 def _show_header(trainer: Trainer, pl_module: LightningModule) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunHeader):  # its turn would come after the search's
-            callback.on_fit_start(trainer, pl_module)
+            callback.on_train_start(trainer, pl_module)

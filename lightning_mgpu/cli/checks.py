@@ -1,22 +1,29 @@
-"""What can be seen to be wrong before anything starts: secrets that were left out, devices that are not here."""
+"""What can be seen to be wrong before anything starts: secrets among the options, devices that are not here."""
 
 import os
+import re
 
 import torch
 from jsonargparse import Namespace
 
+from lightning_mgpu.cli.suggest import last_part
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.redact import HIDDEN
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
+SECRET_NAME = re.compile(r"(?i).*(password|passwd|secret|api_?key|credentials?)|(.*(api|auth|access|hf)_)?token")
+SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 
 def check_secrets(config: Namespace) -> None:
-    """Refuse the `***` that stands for a secret in a saved configuration: the secret must be given again."""
+    """Refuse secrets: `config.yaml`, checkpoints and W&B have every option."""
     for key, value in flatten(config.as_dict()).items():
-        if isinstance(value, str) and HIDDEN in value and not key.startswith("wandb."):  # notes are words
-            raise UsageError(f"--{key}={value}: a secret, which is written to no file; give it on the command line")
+        is_secret = isinstance(value, str) and (SECRET_NAME.fullmatch(last_part(key)) or SECRET_URL.search(value))
+        if value and is_secret:
+            raise UsageError(
+                f"--{key}: a secret, and every option is written to config.yaml: hand it over in an environment "
+                "variable (most loggers read one), or read it in code of your own"
+            )
 
 
 def check_devices(config: Namespace) -> None:

@@ -7,7 +7,7 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +47,9 @@ from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.closing_line import closing_line, fingerprint
 from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
-from lightning_mgpu.runs.global_batch import GlobalBatchCheck
+from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
-from lightning_mgpu.runs.launchers import follow_launcher
 from lightning_mgpu.runs.record import RunRecord
-from lightning_mgpu.runs.redact import redact_values
 from lightning_mgpu.runs.resume import choose_checkpoint, how_to_resume
 from lightning_mgpu.runs.wandb_run import Tracking, upload_model
 
@@ -84,7 +82,7 @@ class CLI(LightningCLI):
                 subclass_mode_model=True,
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
-                save_config_callback=None,  # RunRecord leaves secrets out
+                save_config_callback=None,  # RunRecord's is it
                 parser_kwargs={"prog": PROG, **shared, **usage},
                 parser_class=Parser,
             )
@@ -104,8 +102,7 @@ class CLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
-            options = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
-            raise UsageError(explain(str(error), given_options(self.args[1:]), [*options, "resume"])) from error
+            raise UsageError(explain(str(error), given_options(self.args[1:]), self._options(parser))) from error
         config = self.config[self.config.subcommand]
         check_secrets(config)
         for key in ("run_dir", "ckpt_path"):  # a shell expands `~` only where a word begins with it
@@ -117,6 +114,13 @@ class CLI(LightningCLI):
             self.goes_on = path is not None
             self.ckpt_path = str(path) if path else config.ckpt_path
 
+    def _options(self, parser: LightningArgumentParser) -> list[str]:
+        """All options, those of the classes that would run included."""
+        found = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
+        with suppress(ArgumentError):  # of a class that is not there
+            found += flatten(parser.parse_args(self.args[:2])[self.args[0]].as_dict())
+        return [*found, "resume"]
+
     @override
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see arguments.py)."""
@@ -124,7 +128,6 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        follow_launcher(config.trainer)
         check_devices(config.trainer)
         if config.malloc == "keep":
             keep_freed_memory()
@@ -155,7 +158,7 @@ class CLI(LightningCLI):
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
-        saved = redact_values({key: self.config_dump.get(key) for key in SECTIONS})
+        saved = {key: self.config_dump.get(key) for key in SECTIONS}
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer
 
@@ -165,9 +168,9 @@ class CLI(LightningCLI):
         if self.ckpt_path or self.resumed:
             header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
         self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix(), GlobalBatchCheck()]
+        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.run_dir is not None:
-            saved = redact_values({**self.config_dump, "run_dir": None})  # whoever repeats the run has another
+            saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             tracking = Tracking(**{**saved["wandb"], **({"mode": "disabled"} if config.no_wandb else {})})
             told = tracking if has_logger else None
             callbacks.append(RunRecord(self.run_dir, saved, header, told, self.goes_on, self.opened))
@@ -223,4 +226,4 @@ class CLI(LightningCLI):
         run, tracking = logger.experiment, self.config_init[self.subcommand].wandb
         run.summary["fingerprint"] = trained
         if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
-            upload_model(run, path, {"monitor": self.best.monitor if best else None}, tracking.finish_timeout)
+            upload_model(run, path, tracking.finish_timeout)

@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.launchers import job_name
 
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 
@@ -25,7 +24,7 @@ def new_run_dir(config: Namespace) -> Path:
     """
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR, "runs"))
-    path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", job_name() or run_name(config)))
+    path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory, one run has one")
     return path

@@ -13,7 +13,7 @@ def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
     Args:
         sync: Wait until the disk has the file, so that it outlives a power cut, too.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".part.{path.name}")  # the suffix stays: some writers go by it
     try:
         yield part
         if sync:
