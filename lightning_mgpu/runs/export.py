@@ -102,7 +102,7 @@ def write_onnx(model: nn.Module, X: Tensor, path: Path) -> Model:
     """ONNX with the input `X` and the output `logits`."""
     try:
         import onnxruntime
-        import onnxscript  # noqa: F401
+        import onnxscript  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error}: pip install 'lightning-mgpu[export]'") from error
     names: dict[str, Any] = {"input_names": ["X"], "output_names": ["logits"]}
