@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.suggest import class_names, did_you_mean, last_part
+from lightning_mgpu.cli.suggest import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.errors import UsageError
@@ -50,11 +50,7 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
 
 
 def take_resume(subcommand: str, args: list[str]) -> tuple[list[str], Path | None]:
-    """The arguments without `--resume`, and the directory of the run it names.
-
-    Raises:
-        UsageError: For a run that is not there, or options that would make the run another one.
-    """
+    """The arguments without `--resume`, and the directory of the run it names."""
     named = [arg.partition("=")[2] for arg in args if arg.partition("=")[0] == FLAG]
     others = [arg for arg in args if arg.partition("=")[0] != FLAG]
     if not named:
@@ -100,11 +96,7 @@ def _defaults(subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_checkpoint(path: str, subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The configuration in a checkpoint.
-
-    Raises:
-        UsageError: If an option names another model, or would change one that trains on with its old optimizer.
-    """
+    """The configuration in a checkpoint; no option may name another model, or change one that trains on."""
     saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
     before = flatten({"model": saved.get("model", {})})
     stays = [key for key in before if key in given and (key == "model" or subcommand == "fit")]
@@ -123,21 +115,17 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     """The arguments with a strategy's class for its name, where options of the class are given, or the class itself.
 
     jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
-
-    Raises:
-        UsageError: If there is no such strategy, with the names there are.
     """
     name = given.get(STRATEGY.removeprefix("--"))
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.")]
     registered = ["auto", *StrategyRegistry.available_strategies()]
     if not isinstance(name, str) or (not options and name.lower() in registered):
         return args
-    names = class_names(Strategy)
-    if name.lower() not in registered and name not in names and not isinstance(pydoc.locate(name), type):
+    if name.lower() not in registered and not isinstance(pydoc.locate(name), type):
         shown = [known for known in registered if not ("find_unused" in known or "stage_" in known)]  # variants
         raise UsageError(
-            f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, [*registered, *names])}\n"
-            f"registered are {', '.join(shown)}"
+            f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, registered)}\n"
+            f"registered are {', '.join(shown)}; a class is given by its path: my_package.MyStrategy"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
     return [*others, f"{STRATEGY}={json.dumps(strategy_class(name))}", *options]

@@ -5,6 +5,7 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 """
 
 import os
+import shlex
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from contextlib import ExitStack, suppress
@@ -50,7 +51,7 @@ from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
 from lightning_mgpu.runs.record import RunRecord
-from lightning_mgpu.runs.resume import choose_checkpoint, how_to_resume
+from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
 from lightning_mgpu.runs.wandb_run import Tracking, upload_model
 
 PROG = "python -m lightning_mgpu"
@@ -198,7 +199,7 @@ class CLI(LightningCLI):
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
             if self.trainer.is_global_zero and self.run_dir:
-                print(f"stopped; go on with: {how_to_resume(self.run_dir)}", flush=True)
+                print(f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}", flush=True)
             raise
 
     def after_fit(self) -> None:

@@ -17,11 +17,7 @@ RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts wher
 
 
 def new_run_dir(config: Namespace) -> Path:
-    """Where a new run will be: `--run_dir`, or a name from time, model, strategy and devices.
-
-    Raises:
-        UsageError: If `--run_dir` holds files.
-    """
+    """Where a new run will be: `--run_dir`, which must hold no files, or a name from time, model and strategy."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR, "runs"))
     path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
@@ -42,11 +38,7 @@ def run_name(config: Namespace) -> str:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Make a run directory if it is not there, and lock it until the end of the block.
-
-    Raises:
-        UsageError: If it cannot be made, or another process writes there.
-    """
+    """Make a run directory if it is not there, and lock it until the end of the block."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

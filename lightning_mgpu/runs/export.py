@@ -55,11 +55,7 @@ def main(args: list[str]) -> None:
 
 
 def load_model(ckpt_path: str) -> LightningModule:
-    """The model of a checkpoint, with its weights, in evaluation mode.
-
-    Raises:
-        UsageError: If the checkpoint does not know its model, or the model cannot be made.
-    """
+    """The model of a checkpoint, with its weights, in evaluation mode."""
     checkpoint = read_checkpoint(ckpt_path)
     if (config := saved_config(checkpoint).get("model")) is None:
         raise UsageError(f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this command")
@@ -76,11 +72,7 @@ def load_model(ckpt_path: str) -> LightningModule:
 
 
 def export(model: LightningModule, path: Path) -> float:
-    """Write a model, read it back and compare; the file is there only if it is right.
-
-    Returns:
-        The largest absolute difference of outputs.
-    """
+    """Write a model, read it back, and return the largest difference of outputs; a wrong file is not left there."""
     X = torch.randn(max(SIZES), *model.example_input_array.shape[1:])  # type: ignore[union-attr]
     # the exporters' remarks about themselves stay out of the output
     with replacing(path) as part, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():

@@ -8,7 +8,6 @@ for how long.
 """
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,7 @@ MAY_CHANGE = (
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest.
-
-    Raises:
-        UsageError: If there is none.
-    """
+    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest."""
     if name != "last":
         run_dir = Path(os.path.expanduser(name))
         if not (run_dir / "config.yaml").is_file():
@@ -45,11 +40,7 @@ def find_run(name: str) -> Path:
 
 
 def check_given(run_dir: Path, given: dict[str, Any]) -> None:
-    """Refuse options that would make the run another one.
-
-    Raises:
-        UsageError: For the first of them.
-    """
+    """Refuse options that would make the run another one."""
     for key, value in given.items():
         if not any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE):
             raise UsageError(
@@ -59,11 +50,7 @@ def check_given(run_dir: Path, given: dict[str, Any]) -> None:
 
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | None:
-    """The newest checkpoint; none if the run was stopped before its first epoch was over.
-
-    Raises:
-        UsageError: If it is damaged, or the run has been trained for longer than `max_epochs` already.
-    """
+    """The newest checkpoint; none if the run was stopped before its first epoch was over."""
     last = run_dir / "checkpoints" / LAST
     saved = [*([last] if last.exists() else []), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
     if not saved:
@@ -74,8 +61,3 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | No
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
     return path
-
-
-def how_to_resume(run_dir: Path) -> str:
-    """The command that goes on with a run, to be pasted into a shell."""
-    return f"python -m lightning_mgpu fit {FLAG}={shlex.quote(str(run_dir))}"

@@ -62,10 +62,9 @@ class Tracking:
 
 
 def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tuple[WandbLogger | None, str]:
-    """Start the one W&B run of a job, in its first process; continue the one that `run_dir` had before, if it had one.
+    """Start the one W&B run of a job, in its first process, or continue the one that `run_dir` had before.
 
-    Returns:
-        Its logger, `None` where tracking is disabled or cannot start, and a line that says where it records and why.
+    Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """
     try:
         mode, reason = choose_mode(tracking.mode)
