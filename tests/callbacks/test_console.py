@@ -1,18 +1,22 @@
 """What the header, the lines and the progress bar show, of the usual run and of others."""
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
-from lightning_mgpu.callbacks.console import per_device
+from lightning_mgpu.callbacks.header import header, per_device
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.models import LeNet
 
 
@@ -39,30 +43,31 @@ def test_per_device_batch_says_when_it_is_uneven() -> None:
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
 
 
-class Plain(LightningDataModule):
-    """With a loader Lightning hands every process batches of its own from."""
-
-    batch_size = 4
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(16), self.batch_size)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("strategy", "plain", "expected"),
+    ("loader", "size", "is_shared"),
     [
-        ("ddp", True, "8 global, 4 per device"),
-        ("ddp", False, "64 global, 32 per device"),
-        ("manual_allreduce", True, "4 global, 2 per device"),
+        (DataLoader(range(16), 4), 8, False),  # type: ignore[arg-type]
+        (batch_loader(TensorDataset(torch.arange(16)), 4), 4, True),
+        ([torch.zeros(4)], None, False),  # which knows no size
     ],
 )
-def test_the_batch_is_the_one_trained_on(
-    strategy: str, plain: bool, expected: str, make_data: Callable, make_trainer: Callable
-) -> None:
-    trainer, header, model = make_trainer(strategy=strategy, devices=2), RunHeader(), LeNet()
-    trainer.datamodule = Plain() if plain else make_data()
-    header.setup(trainer, model, "fit")
-    assert header.lines(trainer, model)["batch"] == expected
+def test_the_batch_is_the_one_that_runs(loader: Any, size: int | None, is_shared: bool) -> None:
+    """Of a plain `DataLoader` each of two processes takes batches of its own, and a warning says so."""
+    strategy = SimpleNamespace(parallel_devices=[torch.device("cpu")] * 2)
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+    trainer: Any = SimpleNamespace(
+        **{"strategy": strategy, "_active_loop": loop, "world_size": 2, "num_nodes": 1, "precision": "32-true"},
+        **{"training": True, "sanity_checking": False, "loggers": [], "is_global_zero": False, "datamodule": None},
+        fast_dev_run=False,
+    )
+    facts = header(trainer, LeNet())[1]
+    assert facts.get("global_batch_size") == size and facts.get("per_device_batch_size") == (size and str(size // 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        RunHeader().on_train_start(trainer, LeNet())
+    assert ["batches of its own: make the loader with" in str(each.message) for each in caught] == [True] * (
+        not is_shared
+    )
 
 
 def test_epoch_lines_end_with_the_time(
