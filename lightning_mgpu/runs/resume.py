@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import LAST, OF_A_MACHINE, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 FLAG = "--resume"
@@ -21,7 +21,7 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes", "plugins")),
     *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
     *(f"trainer.{name}" for name in ("enable_progress_bar", "profiler", "limit_test_batches", "logger")),
-    *(f"data.{name}" for name in ("root", "num_workers", "pin_memory")),
+    *(f"data.{name}" for name in OF_A_MACHINE),
     *("wandb", "no-wandb", "malloc", "traceback", "print_config"),
 )
 

@@ -150,8 +150,6 @@ def test_resident_images_and_batches_are_on_the_device(make_trainer: Callable, r
         assert {t.device.type for t in (X, y, indices, loader.dataset.images)} == {"meta"}
         assert loader.dataset.images.dtype == torch.uint8 and X.dtype == torch.float32
         assert not loader.pin_memory
-    with pytest.raises(ValueError, match=r"data\.device_resident.* num_workers"):
-        FashionMNIST(root=str(root), device_resident=True, num_workers=2)
 
 
 @pytest.mark.slow
