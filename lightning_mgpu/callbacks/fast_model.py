@@ -34,9 +34,6 @@ class FastModel(Callback):
             with, in half precision above all.
         compile: Mode of `torch.compile`: `default`, or `reduce-overhead` (CUDA graphs), or
             `max-autotune-no-cudagraphs`. Every shape of batch is compiled: choose a batch size that divides the data.
-
-    Raises:
-        UsageError: Where a model or strategy cannot take one of them, or the compiler is missing.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ class PredictionWriter(BasePredictionWriter):
 
     That is a tensor with a row a sample, or a dict of such tensors. A sample that several processes have predicted has
     one row. Other returns are not written, with a warning.
-
-    Raises:
-        UsageError: In several processes, if the loader does not tell which samples are in a batch.
     """
 
     def __init__(self) -> None:

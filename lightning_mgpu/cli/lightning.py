@@ -7,12 +7,12 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 import os
 import shlex
 import sys
-from argparse import ArgumentError, RawDescriptionHelpFormatter
+from argparse import ArgumentError
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import DefaultHelpFormatter, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -55,11 +55,7 @@ from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
 from lightning_mgpu.runs.wandb_run import Tracking, upload_model
 
 PROG = "python -m lightning_mgpu"
-MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
-
-
-class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions."""
+MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 
 
 class CLI(LightningCLI):
@@ -74,7 +70,7 @@ class CLI(LightningCLI):
         self.args = args
         self.resumed = resumed  # the run directory to go on in
         self.run_dir: Path | None = resumed  # none in a fast_dev_run, which leaves nothing behind
-        shared = {"exit_on_error": False, "allow_abbrev": False, "formatter_class": HelpFormatter}
+        shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
         with ExitStack() as self.opened:
             super().__init__(
@@ -137,8 +133,7 @@ class CLI(LightningCLI):
             return
         self.run_dir = self.resumed or new_run_dir(config)
         os.environ[RUN_DIR] = str(self.run_dir.absolute())
-        given = config.trainer.logger
-        for logger in given if isinstance(given, list) else [given]:
+        for logger in as_list(config.trainer.logger):
             if isinstance(logger, Namespace) and logger.get("init_args.save_dir") == "":
                 logger.init_args.save_dir = str(self.run_dir)
 
@@ -152,7 +147,7 @@ class CLI(LightningCLI):
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
         config = self.config[self.subcommand]
         given = self.config_init[self.subcommand].trainer.logger
-        theirs = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, Logger)]
+        theirs = [each for each in as_list(given) if isinstance(each, Logger)]
         kwargs["logger"] = theirs if self.run_dir else False
         kwargs["default_root_dir"] = str(self.run_dir) if self.run_dir else None
         self.trainer_defaults["callbacks"] = self._callbacks(has_logger=given is not False)
@@ -172,15 +167,16 @@ class CLI(LightningCLI):
         callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.run_dir is not None:
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
-            tracking = Tracking(**{**saved["wandb"], **({"mode": "disabled"} if config.no_wandb else {})})
-            told = tracking if has_logger else None
-            callbacks.append(RunRecord(self.run_dir, saved, header, told, self.goes_on, self.opened))
+            if config.no_wandb:
+                self.config_init[self.subcommand].wandb.mode = "disabled"
+            tracking = self.config_init[self.subcommand].wandb if has_logger else None
+            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.goes_on, self.opened))
         if self.subcommand == "predict":
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit" and has_logger and self.run_dir is not None:
             callbacks.append(LearningRateMonitor())
-        given = objects if isinstance(objects, list) else [objects]
-        if config.trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in given):
+        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
+        if config.trainer.enable_progress_bar is not False and not has_bar:
             callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
         return callbacks
 
@@ -228,3 +224,8 @@ class CLI(LightningCLI):
         run.summary["fingerprint"] = trained
         if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
             upload_model(run, path, tracking.finish_timeout)
+
+
+def as_list(given: Any) -> list[Any]:
+    """Of one callback or logger, of several, of none."""
+    return given if isinstance(given, list) else [given]

@@ -27,12 +27,7 @@ BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a lo
 
 
 def explain(message: str, given: dict[str, Any], options: list[str]) -> str:
-    """What was given, what a parser's message says of it, and what was probably meant.
-
-    Args:
-        given: What was given, flags and files, by name.
-        options: All there are, without dashes.
-    """
+    """What was given, by name, what a parser's message says of it, and which of all options was probably meant."""
     quoted = message.replace('"', "'")
     about = [n for n in given if f"--{n}" in message or f"'{n}'" in quoted or f"'{last_part(n)}'" in quoted]
     lines = without_noise(message) or [message]
