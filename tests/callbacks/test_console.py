@@ -1,22 +1,18 @@
 """What the header, the lines and the progress bar show, of the usual run and of others."""
 
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
-from lightning_mgpu.callbacks.header import header, per_device
-from lightning_mgpu.data import batch_loader
+from lightning_mgpu.callbacks.header import per_device
 from lightning_mgpu.models import LeNet
 
 
@@ -41,33 +37,6 @@ def test_header_tells_what_runs(
 def test_per_device_batch_says_when_it_is_uneven() -> None:
     shown = (per_device(256, [1, 1]), per_device(256, [1, 1, 1]), per_device(2, [1, 1, 1]), per_device(256, [0.7, 0.3]))
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
-
-
-@pytest.mark.parametrize(
-    ("loader", "size", "is_shared"),
-    [
-        (DataLoader(range(16), 4), 8, False),  # type: ignore[arg-type]
-        (batch_loader(TensorDataset(torch.arange(16)), 4), 4, True),
-        ([torch.zeros(4)], None, False),  # which knows no size
-    ],
-)
-def test_the_batch_is_the_one_that_runs(loader: Any, size: int | None, is_shared: bool) -> None:
-    """Of a plain `DataLoader` each of two processes takes batches of its own, and a warning says so."""
-    strategy = SimpleNamespace(parallel_devices=[torch.device("cpu")] * 2)
-    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
-    trainer: Any = SimpleNamespace(
-        **{"strategy": strategy, "_active_loop": loop, "world_size": 2, "num_nodes": 1, "precision": "32-true"},
-        **{"training": True, "sanity_checking": False, "loggers": [], "is_global_zero": False, "datamodule": None},
-        fast_dev_run=False,
-    )
-    facts = header(trainer, LeNet())[1]
-    assert facts.get("global_batch_size") == size and facts.get("per_device_batch_size") == (size and str(size // 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        RunHeader().on_train_start(trainer, LeNet())
-    assert ["batches of its own: make the loader with" in str(each.message) for each in caught] == [True] * (
-        not is_shared
-    )
 
 
 def test_epoch_lines_end_with_the_time(

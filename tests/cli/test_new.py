@@ -99,32 +99,21 @@ def test_what_belongs_to_a_room() -> None:
     assert new.without(text, {"x"}) == "a\nc # room: y\nd\n"
 
 
-@pytest.mark.parametrize(
-    ("target", "drop", "said"),
-    [
-        ("there", (), "it exists"),
-        ("my-project", (), "my-project is no name for a package"),
-        ("class", (), "class is no name for a package"),
-        ("torch", (), "a package torch is installed already"),
-        (
-            "mine",
-            ("sweep", "runs", "cli"),
-            "--drop runs cli: what can be dropped is benchmark, testing, sweep, book, simulated",
-        ),
-    ],
-)
-def test_refused(
-    target: str,
-    drop: tuple[str, ...],
-    said: str,
-    main: Callable[..., int],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:
+REFUSED = {
+    "there": "it exists",
+    "my-project": "my-project is no name for a package",
+    "class": "class is no name for a package",
+    "torch": "a package torch is installed already",
+    "mine --drop sweep runs cli": "--drop runs cli: what can be dropped is benchmark, testing, sweep, book, simulated",
+}
+
+
+@pytest.mark.parametrize("args", REFUSED)
+def test_refused(args: str, main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     (tmp_path / "there").mkdir()
-    assert main("new", target, *(("--drop", *drop) if drop else ())) == 2
+    assert main("new", *args.split()) == 2
     err = capfd.readouterr().err
-    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert err.startswith("error: ") and REFUSED[args] in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
