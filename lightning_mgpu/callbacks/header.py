@@ -28,13 +28,14 @@ class RunHeader(Callback):
         if self._printed or trainer.sanity_checking:
             return
         self._printed = True
-        lines, facts = header(trainer, pl_module)
+        batch_size, is_shared = batch_of(trainer)
+        lines, facts = header(trainer, pl_module, batch_size)
         for logger in trainer.loggers:
             logger.log_hyperparams(facts)
         if trainer.is_global_zero:
             for label, text in {**lines, **self.notes}.items():
                 print(f"{label + ':':<10}{text}", flush=True)
-        if trainer.training and trainer.world_size > 1 and not has_global_batches(trainer):
+        if trainer.training and not is_shared:
             rank_zero_warn(
                 f"each of the {trainer.world_size} processes takes batches of its own: make the loader with "
                 "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True), which deals one "
@@ -44,7 +45,9 @@ class RunHeader(Callback):
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
 
-def header(trainer: Trainer, pl_module: LightningModule) -> tuple[dict[str, str], dict[str, Any]]:
+def header(
+    trainer: Trainer, pl_module: LightningModule, batch_size: int | None
+) -> tuple[dict[str, str], dict[str, Any]]:
     """What runs: the header's lines by label, and the same as columns of a table."""
     num_parameters = sum(p.numel() for p in pl_module.parameters() if not is_lazy(p))
     names = {"model_class": type(pl_module).__name__, "strategy": type(trainer.strategy).__name__}
@@ -53,7 +56,7 @@ def header(trainer: Trainer, pl_module: LightningModule) -> tuple[dict[str, str]
         "model": f"{names['model_class']}, {num_parameters:,} parameters, precision {trainer.precision}",
         "strategy": f"{names['strategy']} on {facts['devices']}",
     }
-    if (batch_size := global_batch_size(trainer)) is not None:
+    if batch_size is not None:
         shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
         facts |= {"global_batch_size": batch_size, "per_device_batch_size": per_device(batch_size, shares)}
         lines["batch"] = f"{batch_size} global, {facts['per_device_batch_size']} per device"
@@ -66,25 +69,16 @@ def header(trainer: Trainer, pl_module: LightningModule) -> tuple[dict[str, str]
     return lines, facts
 
 
-def loaders(trainer: Trainer) -> list[Any]:
-    """The loaders of the stage that runs; none before it begins."""
+def batch_of(trainer: Trainer) -> tuple[int | None, bool]:
+    """The samples of a batch in all processes, where the loader knows them, and whether the processes share it."""
     combined = trainer._active_loop._combined_loader  # type: ignore[union-attr]
-    return combined.flattened if combined is not None else []
-
-
-def has_global_batches(trainer: Trainer) -> bool:
-    """Whether processes share the batches; of a plain `DataLoader` everyone gets batches of its own."""
-    return all(isinstance(getattr(loader, "sampler", None), GlobalBatches) for loader in loaders(trainer))
-
-
-def global_batch_size(trainer: Trainer) -> int | None:
-    """The samples of a batch, those of all processes together, where the loader knows them."""
-    if not (found := loaders(trainer)):  # a search prints the header before there is a loader
-        return getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
-    sampler, own = getattr(found[0], "sampler", None), getattr(found[0], "batch_size", None)
-    if isinstance(sampler, GlobalBatches):
-        return sampler.batch_size
-    return own * trainer.world_size if own else None
+    if combined is None:  # a search prints the header before there is a loader
+        return getattr(trainer.datamodule, "batch_size", None), True  # type: ignore[attr-defined]
+    samplers: list[Any] = [getattr(loader, "sampler", None) for loader in combined.flattened]
+    if all(isinstance(sampler, GlobalBatches) for sampler in samplers):
+        return samplers[0].batch_size, True
+    own = getattr(combined.flattened[0], "batch_size", None)
+    return own and own * trainer.world_size, trainer.world_size == 1
 
 
 def per_device(batch_size: int, shares: Sequence[float]) -> str:
