@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_mgpu.cli.suggest import did_you_mean, last_part
+from lightning_mgpu.cli.suggest import class_names, did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.errors import UsageError
@@ -121,10 +121,11 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     registered = ["auto", *StrategyRegistry.available_strategies()]
     if not isinstance(name, str) or (not options and name.lower() in registered):
         return args
-    if name.lower() not in registered and not isinstance(pydoc.locate(name), type):
+    names = class_names(Strategy)
+    if name.lower() not in registered and name not in names and not isinstance(pydoc.locate(name), type):
         shown = [known for known in registered if not ("find_unused" in known or "stage_" in known)]  # variants
         raise UsageError(
-            f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, registered)}\n"
+            f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, [*registered, *names])}\n"
             f"registered are {', '.join(shown)}; a class is given by its path: my_package.MyStrategy"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
