@@ -11,10 +11,9 @@ from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
+SECRETS = "password|passwd|secret|token|api_?key|credentials?"
 # `pad_token` and its like are words of a language model
-SECRET_NAME = re.compile(
-    r"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*(password|passwd|secret|token|api_?key|credentials?)"
-)
+SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 

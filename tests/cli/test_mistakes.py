@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import Namespace
+
+from lightning_mgpu.cli.checks import check_secrets
+from lightning_mgpu.runs.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 MANUAL = "--trainer.strategy=manual_allreduce"
@@ -94,6 +98,15 @@ def test_mistake_ends_in_a_few_lines(args: str, here: Path, main: Callable, capf
     for part in MISTAKES[args]:
         assert part in err
     assert sorted(here.rglob("*")) == before
+
+
+def test_what_is_a_secret() -> None:
+    check_secrets(
+        Namespace(pad_token="<|end|>", key="a", num_tokens=3, token=None, mail="me@host", git="ssh://git@host")
+    )
+    for secret in ({"hf_token": "a"}, {"logger": [{"init_args": {"api_key": "a"}}]}, {"uri": "http://me:b@host"}):
+        with pytest.raises(UsageError, match="a secret"):
+            check_secrets(Namespace(secret))
 
 
 def test_traceback_shows_where(main: Callable) -> None:
