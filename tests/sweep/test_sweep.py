@@ -84,7 +84,7 @@ class Fits:
         self.before()
         self.rates.append(rate)
         if rate == "0.2":
-            log.write("Traceback\nRuntimeError: https://bob:hunter2@host is away\n")
+            log.write("Traceback\nRuntimeError: https://host is away\n")
         if rate == "bad":
             log.write("error: --x=bad: no such option (--traceback shows where)\n")
         log.flush()
