@@ -142,14 +142,12 @@ def _read(path: Path, file: IdxFile) -> bytes:
     """The checked, uncompressed bytes; raises `_Unavailable` for any others."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            data = stream.read(file.num_bytes + 1)  # one more than there should be, and no more
+            data = stream.read()
     except (OSError, EOFError, zlib.error) as error:
         raise _Unavailable(f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if len(data) != file.num_bytes:
-        size = f"only {len(data)}" if len(data) < file.num_bytes else "more"
-        raise _Unavailable(f"has {size} bytes, not {file.num_bytes}")
-    if (md5 := hashlib.md5(data, usedforsecurity=False).hexdigest()) != file.md5:
-        raise _Unavailable(f"has MD5 {md5}, not {file.md5}")
+    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if (len(data), md5) != (file.num_bytes, file.md5):
+        raise _Unavailable(f"has {len(data)} bytes with MD5 {md5}, not {file.num_bytes} with {file.md5}")
     return data
 
 

@@ -27,10 +27,10 @@ TINY = tuple(IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, d
 NOWHERE = Path("/nonexistent")
 ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_dir=NOWHERE)
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "only 50 bytes": lambda data: data[:50],
-    "only 0 bytes": lambda data: b"",
-    "more bytes": lambda data: data + b"\0",
-    "MD5": lambda data: data[:-1] + b"\1",
+    "50 bytes": lambda data: data[:50],
+    "0 bytes": lambda data: b"",
+    "101 bytes": lambda data: data + b"\0",
+    "100 bytes with MD5": lambda data: data[:-1] + b"\1",
 }
 
 
@@ -98,14 +98,16 @@ def test_a_damaged_file_is_named_and_replaced_or_refused(
     assert all(str(raw / IMAGES) in record.getMessage() for record in caplog.records) and len(caplog.records) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda zipped: zipped[:-20], lambda zipped: b"<html>", DAMAGE["MD5"]])
+@pytest.mark.parametrize(
+    "damage", [lambda zipped: zipped[:-20], lambda zipped: b"<html>", DAMAGE["100 bytes with MD5"]]
+)
 def test_a_damaged_package_is_refused(damage: Callable, tmp_path: Path, raw: Path, system_dir: Path) -> None:
     path = system_dir / f"{IMAGES}.gz"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz cannot be read"):
         ensure(tmp_path, "system", system_dir=system_dir)
-    path.write_bytes(gzip.compress(DAMAGE["MD5"](CONTENT[IMAGES])))
-    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz has MD5 \w+, not \w+"):
+    path.write_bytes(gzip.compress(DAMAGE["100 bytes with MD5"](CONTENT[IMAGES])))
+    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz has 100 bytes with MD5 \w+, not 100 with \w+"):
         ensure(tmp_path, "system", system_dir=system_dir)
     assert not (raw / IMAGES).exists()
 
