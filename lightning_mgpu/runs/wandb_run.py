@@ -148,6 +148,7 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    wandb.setup(wandb.Settings(silent=True))  # else W&B warns of an argument that Lightning's logger has
     environment = os.environ.get  # W&B's own variables, which `wandb agent` sets too, where nothing else is said
     saved = run_dir / RUN_ID
     logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
