@@ -22,7 +22,6 @@ from typing import Any
 from lightning_mgpu.benchmark.processes import machine, new_directory
 from lightning_mgpu.cli.errors import ToolParser, UsageError
 from lightning_mgpu.runs.processes import process_group
-from lightning_mgpu.runs.redact import redact_arguments
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
     args, of_fit = parse(arguments)
     run_dir = new_directory(args.run_dir, "time_to_accuracy")
-    about = {"command": shlex.join([*PROG.split(), *redact_arguments(arguments)]), "machine": machine("as given")}
+    about = {"command": shlex.join([*PROG.split(), *arguments]), "machine": machine("as given")}
     report: dict[str, Any] = {**about, "target": args.target, "runs": []}
     for seed in args.seeds:
         report["runs"].append({"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")})

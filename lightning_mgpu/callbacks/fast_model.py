@@ -1,12 +1,11 @@
-"""Makes any model faster without its knowledge: memory format of weights and images, torch.compile, of updates too.
+"""Makes any model faster without its knowledge: memory format of weights and images, and torch.compile.
 
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
     python -m lightning_mgpu fit --fast.compile=default
     python -m lightning_mgpu fit --fast.compile=reduce-overhead       # CUDA graphs
-    python -m lightning_mgpu fit --fast.compile_optimizer=true
 
-The first three apply to the networks a LightningModule holds, its children; losses and metrics stay as they are, and so
-do the keys of checkpoints.
+They apply to the networks a LightningModule holds, its children. Losses and metrics stay as they are, and so do the
+keys of checkpoints.
 """
 
 import os
@@ -21,7 +20,6 @@ from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.compiled_step import compile_step
 from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
@@ -36,22 +34,15 @@ class FastModel(Callback):
             with, in half precision above all.
         compile: Mode of `torch.compile`: `default`, or `reduce-overhead` (CUDA graphs), or
             `max-autotune-no-cudagraphs`. Every shape of batch is compiled: choose a batch size that divides the data.
-        compile_optimizer: Compile the optimizers' updates too, those of optimizers that have no `fused`: fewer kernels
-            to launch on a GPU.
-
-    Raises:
-        UsageError: Where a model or strategy cannot take one of them, or the compiler is missing.
     """
 
     def __init__(
         self,
         memory_format: Literal["channels_last"] | None = None,
         compile: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] | None = None,
-        compile_optimizer: bool = False,
     ) -> None:
         self.memory_format = memory_format
         self.compile = compile
-        self.compile_optimizer = compile_optimizer
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -62,16 +53,10 @@ class FastModel(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.compile is None and not self.compile_optimizer:
+        if self.compile is None:
             return
         if not any(map(shutil.which, COMPILERS)):
-            raise UsageError("--fast.compile and --fast.compile_optimizer need a C++ compiler: install g++")
-        for optimizer in trainer.strategy.optimizers if self.compile_optimizer else []:
-            compile_step(optimizer)
-        if self.compile is not None:
-            self._compile_networks(trainer, pl_module)
-
-    def _compile_networks(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++")
         num_devices = len(own_devices(trainer))
         if self.compile == "reduce-overhead" and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
             raise UsageError(

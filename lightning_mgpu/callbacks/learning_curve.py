@@ -49,9 +49,7 @@ class LearningCurve(Callback):
             save_picture(trainer, self._draw(trainer), self.filename)
 
     def _draw(self, trainer: Trainer) -> Figure:
-        panels: dict[
-            str, list[tuple[str, bool]]
-        ] = {}  # a metric's name, and whether of validation, by what it measures
+        panels: dict[str, list[tuple[str, bool]]] = {}  # names, and whether of validation, by what they measure
         for name in self.points:
             if found := quantity(name):
                 panels.setdefault(found[0], []).append((name, found[1]))
@@ -66,9 +64,7 @@ class LearningCurve(Callback):
             axes.grid(alpha=0.4)
             for name, of_validation in panels[what]:
                 epochs, values = zip(*self.points[name])
-                marker = "." if len(epochs) == 1 else None
-                axes.plot(
-                    epochs, values, "C1-." if of_validation else "C0-", marker=marker, label=labels[of_validation]
-                )
+                style, marker = "C1-." if of_validation else "C0-", "." if len(epochs) == 1 else None
+                axes.plot(epochs, values, style, marker=marker, label=labels[of_validation])
             axes.legend()
         return figure

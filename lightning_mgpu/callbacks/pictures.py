@@ -17,13 +17,10 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
         return
     path = directory / filename
     with replacing(path) as part:
-        figure.savefig(part, dpi=110, format=path.suffix[1:])
-    for logger in wandb_loggers(trainer) if upload else []:
-        logger.log_image(path.stem, [str(path)])
-
-
-def wandb_loggers(trainer: Trainer) -> list[WandbLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        figure.savefig(part, dpi=110)
+    for logger in trainer.loggers if upload else []:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(path.stem, [str(path)])
 
 
 def logits_and_labels(outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:

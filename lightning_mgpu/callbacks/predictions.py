@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_mgpu.callbacks.pictures import class_names
 from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.runs.directory import run_directory
-from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
 
 Table = dict[str, Tensor]
@@ -27,9 +26,6 @@ class PredictionWriter(BasePredictionWriter):
 
     That is a tensor with a row a sample, or a dict of such tensors. A sample that several processes have predicted has
     one row. Other returns are not written, with a warning.
-
-    Raises:
-        UsageError: In several processes, if the loader does not tell which samples are in a batch.
     """
 
     def __init__(self) -> None:
@@ -39,17 +35,12 @@ class PredictionWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        own = [table_of(predictions, sample_indices(trainer))] if predictions else []
-        if trainer.world_size > 1 and own and own[0] is not None and not sample_indices(trainer):
-            raise UsageError(
-                f"predict in {trainer.world_size} processes must know which samples are in a batch, and this loader "
-                "does not say (an IterableDataset, or no batch_size): predict with --trainer.devices=1"
-            )
-        tables = gather_lists(own)
+        tables = gather_lists([table_of(predictions, sample_indices(trainer))] if predictions else [])
         if not tables or None in tables:
             rank_zero_warn(
-                f"predictions.csv is not written: it needs one loader, and a {type(pl_module).__name__}.predict_step "
-                "that returns a tensor, or a dict of tensors, with a row for every sample."
+                f"predictions.csv is not written: it needs one loader that says which samples are in a batch, as a "
+                f"DataLoader with a batch_size does, and a {type(pl_module).__name__}.predict_step that returns a "
+                "tensor, or a dict of tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
             write(path := directory / "predictions.csv", tables, trainer)
@@ -57,13 +48,13 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def table_of(batches: Sequence[Any], indices: list[list[Any]]) -> Table | None:
-    """All batches as one, with every row's `index`, counted where it is not known; `None` if they are no tables."""
+    """All batches as one, with every row's `index`; `None` if they are no tables, or the indices are not known."""
     tables = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in batches]
     is_column = all(isinstance(x, Tensor) and x.ndim in (1, 2) for table in tables for x in table.values())
     if not is_column or any(table.keys() != tables[0].keys() for table in tables):
         return None
     columns = {key: torch.cat([table[key] for table in tables]).cpu() for key in tables[0]}
-    rows = [int(i) for batch in indices[: len(tables)] for i in batch] or list(range(len(next(iter(columns.values())))))
+    rows = [int(i) for batch in indices[: len(tables)] for i in batch]
     if {len(column) for column in columns.values()} != {len(rows)}:
         return None
     return {"index": torch.tensor(rows), **columns}

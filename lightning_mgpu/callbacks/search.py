@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.console import RunHeader
+from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.pictures import save_picture
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.errors import UsageError
@@ -46,9 +46,8 @@ class LearningRateSearch(LearningRateFinder):
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
             lr = suggestion(rates, losses)
             save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
-            if lr is None:
-                found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
-            else:
+            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
                 print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
@@ -80,11 +79,10 @@ def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
     axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
     axes.plot(rates, losses)
     axes.grid(alpha=0.4)
-    if finite := [loss for loss in losses if math.isfinite(loss)]:
-        margin = 0.05 * abs(finite[0])
-        axes.set_ylim(min(finite) - margin, min(max(finite), SANE * finite[0]) + margin)
+    if math.isfinite(losses[0]):
+        axes.set_ylim(top=SANE * losses[0])
     if lr is not None:
-        axes.plot([lr], [losses[rates.index(lr)]], "o", color="C1", markersize=10, label=f"{lr:.3g}")
+        axes.plot([lr], [losses[rates.index(lr)]], "o", label=f"{lr:.3g}")
         axes.legend()
     return figure
 
@@ -95,9 +93,6 @@ class BatchSizeSearch(BatchSizeFinder):
     Args:
         init_val: The first global batch.
         max_trials: Sizes that are tried.
-
-    Raises:
-        UsageError: Under strategies with several processes, which Lightning's search cannot drive.
     """
 
     def __init__(self, init_val: int = 256, max_trials: int = 6) -> None:
@@ -135,4 +130,4 @@ def is_search(callbacks: list[Callback]) -> bool:
 def _show_header(trainer: Trainer, pl_module: LightningModule) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunHeader):  # its turn would come after the search's
-            callback.on_fit_start(trainer, pl_module)
+            callback.on_train_start(trainer, pl_module)

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_mgpu.cli.suggest import class_names, did_you_mean
-from lightning_mgpu.cli.yaml_files import CONFIGS, Loader, find_config, read_config
+from lightning_mgpu.cli.suggest import class_names, did_you_mean, last_part
+from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.launchers import requeued_run
 from lightning_mgpu.runs.resume import FLAG, check_given, find_run
 
 HAVE_NO_VALUE = ("-h", "--help", "--help.all", "--print_config", "--traceback", "--no-wandb")
@@ -52,23 +50,16 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
 
 
 def take_resume(subcommand: str, args: list[str]) -> tuple[list[str], Path | None]:
-    """The arguments without `--resume`, and the directory of the run it names.
-
-    Raises:
-        UsageError: For a run that is not there, or options that would make the run another one.
-    """
+    """The arguments without `--resume`, and the directory of the run it names."""
     named = [arg.partition("=")[2] for arg in args if arg.partition("=")[0] == FLAG]
     others = [arg for arg in args if arg.partition("=")[0] != FLAG]
-    given = given_options(others)
-    if named and subcommand != "fit":
+    if not named:
+        return others, None
+    if subcommand != "fit":
         raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
-    if named:
-        run_dir = find_run(named[-1])
-        check_given(run_dir, given)
-        return others, run_dir
-    if subcommand == "fit" and (requeued := requeued_run(given.get("run_dir"))):
-        return [], requeued  # its configuration has what is given again
-    return others, None
+    run_dir = find_run(named[-1])
+    check_given(run_dir, given_options(others))
+    return others, run_dir
 
 
 def prepare(subcommand: str, args: list[str], run_dir: Path | None) -> list[str]:
@@ -99,45 +90,31 @@ def _defaults(subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
         defaults |= _of_checkpoint(path, subcommand, given)
     for key in ("model", "data"):
         named = given.get(key)
-        if isinstance(named, str) and _name(named) != _name(defaults[key]["class_path"]):
+        if isinstance(named, str) and last_part(named) != last_part(defaults[key]["class_path"]):
             defaults[key] = {"class_path": named}
     return defaults
 
 
 def _of_checkpoint(path: str, subcommand: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The configuration in a checkpoint.
-
-    Raises:
-        UsageError: If an option names another model, or would change one that trains on with its old optimizer.
-    """
+    """The configuration in a checkpoint; no option may name another model, or change one that trains on."""
     saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
     before = flatten({"model": saved.get("model", {})})
-    for key, value in given.items():
-        if key in before and not _same(value, before[key]) and (key == "model" or subcommand == "fit"):
-            raise UsageError(f"--{key}={value}: {path} has {before[key]}, and a checkpoint's model stays: leave it out")
+    stays = [key for key in before if key in given and (key == "model" or subcommand == "fit")]
+    for key in stays:
+        is_same = str(given[key]) == str(before[key])
+        if isinstance(before[key], str):  # `SGD` is `torch.optim.SGD`
+            is_same = last_part(given[key]) == last_part(before[key])
+        if not is_same:
+            raise UsageError(
+                f"--{key}={given[key]}: {path} has {before[key]}, and a checkpoint's model stays: leave it out"
+            )
     return saved
-
-
-def _same(given: Any, saved: Any) -> bool:
-    """Whether an option says what a configuration has: `1e-3` is 0.001, and `SGD` is `torch.optim.SGD`."""
-    try:
-        value = yaml.load(str(given), Loader)
-    except yaml.YAMLError:
-        value = given
-    return value == saved or (isinstance(value, str) and isinstance(saved, str) and _name(value) == _name(saved))
-
-
-def _name(class_path: str) -> str:
-    return class_path.rpartition(".")[2]
 
 
 def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     """The arguments with a strategy's class for its name, where options of the class are given, or the class itself.
 
     jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
-
-    Raises:
-        UsageError: If there is no such strategy, with the names there are.
     """
     name = given.get(STRATEGY.removeprefix("--"))
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.")]
@@ -149,7 +126,7 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
         shown = [known for known in registered if not ("find_unused" in known or "stage_" in known)]  # variants
         raise UsageError(
             f"{STRATEGY}={name}: no such strategy, {did_you_mean(name, [*registered, *names])}\n"
-            f"registered are {', '.join(shown)}"
+            f"registered are {', '.join(shown)}; a class is given by its path: my_package.MyStrategy"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
     return [*others, f"{STRATEGY}={json.dumps(strategy_class(name))}", *options]

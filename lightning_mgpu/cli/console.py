@@ -12,23 +12,12 @@ WARNINGS = (
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
 )
-# What the run header says better, and tips for other products.
+# How the lines begin that say what the run header says better, or praise other products.
 INFO = (
-    "GPU available: ",
-    "TPU available: ",
-    "💡 Tip: ",
-    "Seed set to ",
-    "Initializing distributed: ",
-    "----------",
-    "distributed_backend=",
-    "All distributed processes registered",
-    "`Trainer.fit` stopped: `max_epochs=",
-    "`Trainer.fit` stopped: `max_steps=",
-    "`Trainer(limit_",
-    "Loading `train_dataloader` to estimate number of stepping batches.",
-    "Restoring states from the checkpoint path at",
-    "Restored all states from the checkpoint at",
-    "Loaded model weights from the checkpoint at",
+    *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to "),
+    *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
+    *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
+    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
     "Finished batch size finder, will continue with full run",  # which it does not
     "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
 )

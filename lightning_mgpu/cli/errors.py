@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.runs.errors import ToolParser, UsageError
-from lightning_mgpu.runs.redact import redact
 
 __all__ = ["SWITCH", "ToolParser", "UsageError", "in_lines", "is_mistake", "mistakes", "one_line_errors"]
 
@@ -25,16 +24,9 @@ PACKAGE = Path(__file__).parents[1]
 MOST_LINES, MOST_CHARACTERS = 6, 300
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full, or not to be written
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
-NO_SUCH_METRIC = "Early stopping conditioned on metric"  # how Lightning's callback begins when nobody logs it
-
-UNION = "Does not validate against any"
-NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
-    *(UNION, "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Given value type:", "Expected a <class 'str'>"),
-    *("Expected a path but", "Given value: Namespace(", "Given value: NestedArg(", "Given value: {", "Given value: ["),
-    *("Parser key ", "Problem with given class_path", "Not a valid subclass of ", "Subclass types expect one of"),
-    *("a class path (str)", "a dict with"),
+BEGINNINGS = (  # of errors that tell of a mistake: this one, a metric that nobody logs, what a launcher says otherwise
+    *(OTHER_PARAMETERS, "Early stopping conditioned on metric", "You set `devices=", "You set `num_nodes="),
 )
-BEFORE, AFTER = "callable class: ", " Got value: Namespace("  # around what a long line says
 
 
 @contextmanager
@@ -47,12 +39,8 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         first: BaseException = error
-        told = ""
         while first.__cause__ is not None and not isinstance(first, UsageError):
-            told = str(first) if str(first).startswith(UNION) else told
             first = first.__cause__
-        if told and str(first).startswith(("Expected a ", "Not a valid subclass of ")):  # of one of several types
-            raise UsageError("\n".join(without_noise(told))) from error
         if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(first)) from error
         raise first from None
@@ -83,7 +71,7 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
     if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
         return True
-    if isinstance(error, RuntimeError) and str(error).startswith((OTHER_PARAMETERS, NO_SUCH_METRIC)):
+    if isinstance(error, (RuntimeError, ValueError)) and str(error).startswith(BEGINNINGS):
         return True
     if isinstance(error, OSError) and error.errno in OF_THE_DISK:
         return True
@@ -94,15 +82,9 @@ def is_mistake(error: BaseException) -> bool:
     return raised_here and isinstance(error, (ValueError, OSError))  # of a data module or a strategy of this package
 
 
-def without_noise(message: str) -> list[str]:
-    """The lines of jsonargparse's message that say what is wrong."""
-    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    return [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines if line and not line.startswith(NOISE)]
-
-
 def in_lines(error: BaseException) -> str:
-    """The message of an exception in at most six lines of moderate length, without secrets."""
-    text = redact(str(error) or type(error).__name__)
+    """The message of an exception in at most six lines of moderate length."""
+    text = str(error) or type(error).__name__
     if text.startswith(OTHER_PARAMETERS):
         text = f"the checkpoint is not one of {text.removeprefix(OTHER_PARAMETERS)}"
     lines = [line.rstrip() for line in text.splitlines() if line.strip()][:MOST_LINES]

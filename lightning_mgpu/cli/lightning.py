@@ -5,13 +5,14 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 """
 
 import os
+import shlex
 import sys
-from argparse import ArgumentError, RawDescriptionHelpFormatter
-from contextlib import ExitStack
+from argparse import ArgumentError
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import DefaultHelpFormatter, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -47,20 +48,14 @@ from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.closing_line import closing_line, fingerprint
 from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
-from lightning_mgpu.runs.global_batch import GlobalBatchCheck
+from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
-from lightning_mgpu.runs.launchers import follow_launcher
 from lightning_mgpu.runs.record import RunRecord
-from lightning_mgpu.runs.redact import redact_values
-from lightning_mgpu.runs.resume import choose_checkpoint, how_to_resume
+from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
 from lightning_mgpu.runs.wandb_run import Tracking, upload_model
 
 PROG = "python -m lightning_mgpu"
-MALLOC_HELP = "keep: glibc keeps freed memory instead of giving it back after every step; faster on CPUs."
-
-
-class HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions."""
+MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 
 
 class CLI(LightningCLI):
@@ -75,7 +70,7 @@ class CLI(LightningCLI):
         self.args = args
         self.resumed = resumed  # the run directory to go on in
         self.run_dir: Path | None = resumed  # none in a fast_dev_run, which leaves nothing behind
-        shared = {"exit_on_error": False, "allow_abbrev": False, "formatter_class": HelpFormatter}
+        shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
         with ExitStack() as self.opened:
             super().__init__(
@@ -84,7 +79,7 @@ class CLI(LightningCLI):
                 subclass_mode_model=True,
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
-                save_config_callback=None,  # RunRecord leaves secrets out
+                save_config_callback=None,  # RunRecord's is it
                 parser_kwargs={"prog": PROG, **shared, **usage},
                 parser_class=Parser,
             )
@@ -104,8 +99,7 @@ class CLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
-            options = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
-            raise UsageError(explain(str(error), given_options(self.args[1:]), [*options, "resume"])) from error
+            raise UsageError(explain(str(error), given_options(self.args[1:]), self._options(parser))) from error
         config = self.config[self.config.subcommand]
         check_secrets(config)
         for key in ("run_dir", "ckpt_path"):  # a shell expands `~` only where a word begins with it
@@ -117,6 +111,13 @@ class CLI(LightningCLI):
             self.goes_on = path is not None
             self.ckpt_path = str(path) if path else config.ckpt_path
 
+    def _options(self, parser: LightningArgumentParser) -> list[str]:
+        """All options, those of the classes that would run included."""
+        found = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
+        with suppress(ArgumentError):  # of a class that is not there
+            found += flatten(parser.parse_args(self.args[:2])[self.args[0]].as_dict())
+        return [*found, "resume"]
+
     @override
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see arguments.py)."""
@@ -124,7 +125,6 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        follow_launcher(config.trainer)
         check_devices(config.trainer)
         if config.malloc == "keep":
             keep_freed_memory()
@@ -133,8 +133,7 @@ class CLI(LightningCLI):
             return
         self.run_dir = self.resumed or new_run_dir(config)
         os.environ[RUN_DIR] = str(self.run_dir.absolute())
-        given = config.trainer.logger
-        for logger in given if isinstance(given, list) else [given]:
+        for logger in as_list(config.trainer.logger):
             if isinstance(logger, Namespace) and logger.get("init_args.save_dir") == "":
                 logger.init_args.save_dir = str(self.run_dir)
 
@@ -148,14 +147,14 @@ class CLI(LightningCLI):
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
         config = self.config[self.subcommand]
         given = self.config_init[self.subcommand].trainer.logger
-        theirs = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, Logger)]
+        theirs = [each for each in as_list(given) if isinstance(each, Logger)]
         kwargs["logger"] = theirs if self.run_dir else False
         kwargs["default_root_dir"] = str(self.run_dir) if self.run_dir else None
         self.trainer_defaults["callbacks"] = self._callbacks(has_logger=given is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
-        saved = redact_values({key: self.config_dump.get(key) for key in SECTIONS})
+        saved = {key: self.config_dump.get(key) for key in SECTIONS}
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer
 
@@ -165,18 +164,19 @@ class CLI(LightningCLI):
         if self.ckpt_path or self.resumed:
             header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
         self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix(), GlobalBatchCheck()]
+        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.run_dir is not None:
-            saved = redact_values({**self.config_dump, "run_dir": None})  # whoever repeats the run has another
-            tracking = Tracking(**{**saved["wandb"], **({"mode": "disabled"} if config.no_wandb else {})})
-            told = tracking if has_logger else None
-            callbacks.append(RunRecord(self.run_dir, saved, header, told, self.goes_on, self.opened))
+            saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
+            if config.no_wandb:
+                self.config_init[self.subcommand].wandb.mode = "disabled"
+            tracking = self.config_init[self.subcommand].wandb if has_logger else None
+            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.goes_on, self.opened))
         if self.subcommand == "predict":
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit" and has_logger and self.run_dir is not None:
             callbacks.append(LearningRateMonitor())
-        given = objects if isinstance(objects, list) else [objects]
-        if config.trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in given):
+        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
+        if config.trainer.enable_progress_bar is not False and not has_bar:
             callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
         return callbacks
 
@@ -195,7 +195,7 @@ class CLI(LightningCLI):
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
             if self.trainer.is_global_zero and self.run_dir:
-                print(f"stopped; go on with: {how_to_resume(self.run_dir)}", flush=True)
+                print(f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}", flush=True)
             raise
 
     def after_fit(self) -> None:
@@ -223,4 +223,9 @@ class CLI(LightningCLI):
         run, tracking = logger.experiment, self.config_init[self.subcommand].wandb
         run.summary["fingerprint"] = trained
         if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
-            upload_model(run, path, {"monitor": self.best.monitor if best else None}, tracking.finish_timeout)
+            upload_model(run, path, tracking.finish_timeout)
+
+
+def as_list(given: Any) -> list[Any]:
+    """Of one callback or logger, of several, of none."""
+    return given if isinstance(given, list) else [given]

@@ -13,7 +13,7 @@ from lightning_mgpu.cli.errors import SWITCH, UsageError, one_line_errors
 from lightning_mgpu.cli.lightning import CLI
 from lightning_mgpu.cli.subcommands import RUNS, subcommands, tools
 from lightning_mgpu.cli.suggest import did_you_mean
-from lightning_mgpu.runs.processes import exit_on_sigterm, leave_group
+from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.runs.resume import FLAG
 
 
@@ -24,7 +24,7 @@ def run(args: list[str]) -> None:
     with one_line_errors(SWITCH in args):
         subcommand, others = args[0], args[1:]
         if subcommand in tools():
-            exit_on_sigterm()
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no process behind
             tool = importlib.import_module(tools()[subcommand])
             tool.main([argument for argument in others if argument != SWITCH])
             return

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
@@ -23,7 +22,6 @@ from lightning_mgpu.cli.errors import ToolParser, UsageError
 
 ROOMS = ("benchmark", "testing", "sweep", "book", "simulated")  # what --drop takes
 CLONE = Path(__file__).parents[2]
-OLD = re.compile(rb"lightning[-_ ]?mgpu", re.IGNORECASE)
 MARK = re.compile(r"(?:#|<!--) room: (\w+)(?: -->)?")
 LICENSE = PurePath("LICENSE")  # names the authors, whatever the project is called
 NEXT = """\
@@ -35,11 +33,7 @@ NEXT = """\
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of `new`.
-
-    Raises:
-        UsageError: For a target, a name or a room that cannot be taken, before anything is written.
-    """
+    """Entry point of `new`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ToolParser(prog="python -m lightning_mgpu new", description=__doc__, formatter_class=formatter)
     parser.add_argument("target", type=Path, help="the new directory; its name is the package's name")
@@ -47,19 +41,16 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     name = args.target.resolve().name
     check(args.target, name, args.drop)
-    count = copy(files_of(CLONE), args.target, name, {*args.drop, "new"})
-    left = [str(path) for path in args.target.rglob("*") if path.is_file() and has_old_name(path, args.target)]
-    if left:
-        raise UsageError(f"{args.target} is made, but the old name is left in {', '.join(left)}: change it by hand")
+    count = copy(tracked_files(), args.target, name, {*args.drop, "new"})
     print(NEXT.format(count=count, target=args.target, name=name), end="")
 
 
 def check(target: Path, name: str, rooms: Iterable[str]) -> None:
-    if not (CLONE / "pyproject.toml").is_file():
-        raise UsageError("new: this package is installed without its repository. Clone it, and run `new` in the clone")
+    if not (CLONE / ".git").exists() or not shutil.which("git"):
+        raise UsageError("new copies what git tracks, and this is no clone, or git is missing: run `new` in a clone")
     if target.exists():
         raise UsageError(f"new {target}: it exists. Name a new directory")
-    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name) or keyword.iskeyword(name) or OLD.search(name.encode()):
+    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name) or keyword.iskeyword(name) or "mgpu" in name:
         raise UsageError(f"new {target}: {name} is no name for a package. Take small letters, digits and _: my_project")
     if find_spec(name):
         raise UsageError(f"new {target}: a package {name} is installed already. Choose another name")
@@ -67,25 +58,12 @@ def check(target: Path, name: str, rooms: Iterable[str]) -> None:
         raise UsageError(f"new --drop {' '.join(wrong)}: what can be dropped is {', '.join(ROOMS)}")
 
 
-def files_of(root: Path) -> list[PurePath]:
-    """What git tracks in a directory; without git, what its .gitignore does not name."""
-    try:
-        done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
-        tracked = done.stdout.split("\0")[:-1]
-    except FileNotFoundError:
-        tracked = []
-    if tracked:
-        return [PurePath(name) for name in tracked if (root / name).is_file()]
-    ignored = [".git/", *(root / ".gitignore").read_text().split("\n")]
-    patterns = [line.rstrip("/") for line in ignored if line and not line.startswith("#")]
-    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    return [path for path in paths if not any(is_ignored(path, pattern) for pattern in patterns)]
-
-
-def is_ignored(path: PurePath, pattern: str) -> bool:
-    if pattern.startswith("/"):
-        return fnmatch(path.parts[0], pattern[1:])
-    return any(fnmatch(part, pattern) for part in path.parts)
+def tracked_files() -> list[PurePath]:
+    """What git tracks in this clone."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"new copies what git tracks: {done.stderr.strip()}")
+    return [PurePath(name) for name in done.stdout.split("\0") if (CLONE / name).is_file()]
 
 
 def copy(paths: Iterable[PurePath], target: Path, name: str, rooms: Collection[str]) -> int:
@@ -128,8 +106,3 @@ def rename(text: str, name: str) -> str:
     text = text.replace("lightning_mgpu", name)
     text = text.replace("lightning-mgpu", name.replace("_", "-"))
     return text.replace("LIGHTNING_MGPU", name.upper())
-
-
-def has_old_name(path: Path, target: Path) -> bool:
-    inside = path.relative_to(target)
-    return inside != LICENSE and bool(OLD.search(str(inside).encode()) or OLD.search(path.read_bytes()))

@@ -28,27 +28,18 @@ class Loader(get_yaml_default_loader()):  # type: ignore[misc]
 
 
 def find_config(name: str) -> Path:
-    """The path of a YAML file here or in `configs/`.
-
-    Raises:
-        UsageError: If there is none.
-    """
+    """The path of a YAML file here or in `configs/`."""
     path = Path(os.path.expanduser(name))
     path = path if path.exists() else CONFIGS / name
     if path.is_file():
         return path
-    shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yaml"))}
-    close = get_close_matches(path.stem, shipped, n=1)
-    near = f"; did you mean {shipped[close[0]]}?" if close else ""
-    raise UsageError(f"--config={name}: no such file, here or in {CONFIGS}{near}")
+    shipped = {file.stem: str(file.relative_to(CONFIGS)) for file in CONFIGS.rglob("*.yaml")}
+    near = [f"; did you mean {shipped[stem]}?" for stem in get_close_matches(path.stem, shipped, n=1)]
+    raise UsageError(f"--config={name}: no such file, here or in {CONFIGS}{''.join(near)}")
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """What a `--config` gives: the options in a file, or in a mapping on the command line itself.
-
-    Raises:
-        UsageError: If it cannot be read, or holds no mapping of options by name.
-    """
+    """What a `--config` gives: the options in a file, or in a mapping on the command line itself."""
     try:
         content = yaml.load(name if name.startswith("{") else find_config(name).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -26,8 +26,7 @@ Item = tuple[int, Tensor]
 class GlobalBatches(DistributedSampler):
     """Yields `(epoch, indices)` for every global batch: the share of process `rank` among `num_replicas`.
 
-    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`; unlike its base it
-    repeats no sample.
+    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`. It repeats no sample.
 
     Args:
         indices: The samples to visit, a vector, on the device that batches are gathered on.

@@ -41,8 +41,6 @@ class FashionMNIST(LightningDataModule):
         crop_padding: Pixels of that padding; 0 for flips alone.
         cutout: Pixels of the side of a square that is cut out of every augmented image, too.
         seed: Of the validation split, the order of the batches and the augmentation. Left out: `seed_everything`'s.
-        num_workers: Processes that load batches. 0 is fastest: the images are in memory.
-        pin_memory: Copy batches to page-locked memory, for faster transfers. Left out: where there is a CUDA device.
         device_resident: Keep all images on the device (the first of a process), so that no step transfers a batch.
 
     Raises:
@@ -64,8 +62,6 @@ class FashionMNIST(LightningDataModule):
         crop_padding: int = 2,
         cutout: int = 0,
         seed: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
         device_resident: bool = False,
     ) -> None:
         super().__init__()
@@ -78,16 +74,12 @@ class FashionMNIST(LightningDataModule):
         self.crop_padding = crop_padding
         self.cutout = cutout
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed  # where seed_everything puts it
-        self.num_workers = num_workers
-        self.pin_memory = torch.cuda.is_available() and not device_resident if pin_memory is None else pin_memory
         self.device_resident = device_resident
-        for name, least in {"batch_size": 1, "val_size": 0, "num_workers": 0, "crop_padding": 0, "cutout": 0}.items():
+        for name, least in {"batch_size": 1, "val_size": 0, "crop_padding": 0, "cutout": 0}.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"data.{name}={value}: it must be at least {least}.")
         if cutout and not augment:
             raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        if device_resident and (num_workers or pin_memory):
-            raise ValueError("data.device_resident makes batches on the device: leave num_workers and pin_memory out.")
         self.origin = ""  # where the files came from, in words; known after `prepare_data`
 
     @property
@@ -155,13 +147,9 @@ class FashionMNIST(LightningDataModule):
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
 
     def _loader(self, dataset: InMemoryImages, batches: GlobalBatches) -> BatchLoader:
-        return BatchLoader(
-            dataset,
-            sampler=batches,  # by keyword: for `predict` Lightning makes the loader anew from its arguments
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self.pin_memory,
-        )
+        # by keyword: for `predict` Lightning makes the loader anew from its arguments
+        pin_memory = torch.cuda.is_available() and not self.device_resident
+        return BatchLoader(dataset, sampler=batches, pin_memory=pin_memory)
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

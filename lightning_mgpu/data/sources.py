@@ -10,10 +10,10 @@ import gzip
 import hashlib
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,8 +46,14 @@ FILES = (
 PACKAGE = "dataset-fashion-mnist"  # of Debian and Ubuntu
 SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")  # where that package puts the files
 ANSWER_SECONDS = 8.0  # a server silent for longer is not there
-ABSENT = "is not there"
-APT_SECONDS = 300.0  # one apt-get command; 1 s and 0.7 s on a fast line
+APT_SECONDS = 300.0  # 2 s on a fast line
+FETCH = f"""
+mkdir -p lists/partial cache/archives/partial
+set -- -o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache" -o Debug::NoLocking=1 \\
+    -o Acquire::Retries=0 -o Acquire::http::Timeout=8 -o Acquire::https::Timeout=8
+apt-get "$@" update # one broken archive fails it
+apt-get "$@" download {PACKAGE} && dpkg-deb -x {PACKAGE}_*.deb unpacked
+"""
 
 
 class DataSourceError(RuntimeError):
@@ -87,30 +93,23 @@ def ensure_fashion_mnist(
 
 def _collect(raw: Path, source: Source, files: Sequence[IdxFile], system_dir: Path) -> str:
     """Go through the sources until every file is in `raw`; returns the last one's phrase."""
-    work = raw / ".work"  # we hold the lock: what is there is a killed run's
-    sources: dict[str, tuple[str, Callable[[], Path]]] = {
-        "local": (f"files under {raw}", lambda: raw),
-        "system": (f"Debian package {PACKAGE} ({system_dir})", lambda: system_dir),
-        "torchvision": ("torchvision download", lambda: _download(missing, work)),
-        "package": (f"{PACKAGE} through apt-get", lambda: _unpack_package(work)),
+    sources: dict[str, tuple[str, Callable[[Path], Path]]] = {  # the functions get an empty directory to work in
+        "local": (f"files under {raw}", lambda work: raw),
+        "system": (f"Debian package {PACKAGE} ({system_dir})", lambda work: system_dir),
+        "torchvision": ("torchvision download", lambda work: _download(files, work)),
+        "package": (f"{PACKAGE} through apt-get", _unpack_package),
     }
-    missing, failures = list(files), []
+    failures = []
     for name in sources if source == "auto" else dict.fromkeys(("local", source)):
         phrase, find_directory = sources[name]
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
         try:
-            directory = find_directory()
-            problems = {file: _adopt(directory, file, raw) for file in missing}
-            missing = [file for file, problem in problems.items() if problem]
-            if not missing:
-                return phrase
-            damaged = [problem for problem in problems.values() if problem and problem != ABSENT]
-            raise _Unavailable(f"{directory}: {', '.join(damaged) or 'no files'}")
+            with tempfile.TemporaryDirectory() as work:
+                directory = find_directory(Path(work))
+                for file in files:
+                    _adopt(directory, file, raw)
+            return phrase
         except _Unavailable as error:
             failures.append(f"{name}: {error}")
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     fix = (
         f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four files under {raw}, or "
         "try --data.source=synthetic for a demonstration. Tried were"
@@ -118,38 +117,37 @@ def _collect(raw: Path, source: Source, files: Sequence[IdxFile], system_dir: Pa
     raise DataSourceError("\n".join([fix, *failures]))
 
 
-def _adopt(directory: Path, file: IdxFile, raw: Path) -> str:
-    """Bring `file` from `directory`, plain or gzipped, into `raw`; returns what is wrong, '' if nothing is."""
-    wrong = ABSENT
-    for path in (directory / file.name, directory / f"{file.name}.gz"):
-        if not path.exists():
-            continue
+def _adopt(directory: Path, file: IdxFile, raw: Path) -> None:
+    """Bring a file, which may be there already, from `directory`, plain or gzipped, into `raw`."""
+    target = raw / file.name
+    if _is_good(target, file):
+        return
+    found = [path for path in (directory / file.name, directory / f"{file.name}.gz") if path.exists()]
+    for path in found:
         try:
             data = _read(path, file)
         except _Unavailable as error:
-            wrong = f"{path.name} {error}"
             logger.warning("%s %s; it is not used", path, error)
+            if path == found[-1]:
+                raise _Unavailable(f"{directory}: {path.name} {error}") from error
             continue
-        if path != raw / file.name:
-            part = raw / f".{file.name}.part"
-            part.write_bytes(data)
-            os.replace(part, raw / file.name)
-        return ""
-    return wrong
+        part = raw / f".{file.name}.part"
+        part.write_bytes(data)
+        os.replace(part, target)
+        return
+    raise _Unavailable(f"{directory}: no {file.name}")
 
 
 def _read(path: Path, file: IdxFile) -> bytes:
     """The checked, uncompressed bytes; raises `_Unavailable` for any others."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            data = stream.read(file.num_bytes + 1)  # one more than there should be, and no more
+            data = stream.read()
     except (OSError, EOFError, zlib.error) as error:
         raise _Unavailable(f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if len(data) != file.num_bytes:
-        size = f"only {len(data)}" if len(data) < file.num_bytes else "more"
-        raise _Unavailable(f"has {size} bytes, not {file.num_bytes}")
-    if (md5 := hashlib.md5(data, usedforsecurity=False).hexdigest()) != file.md5:
-        raise _Unavailable(f"has MD5 {md5}, not {file.md5}")
+    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if (len(data), md5) != (file.num_bytes, file.md5):
+        raise _Unavailable(f"has {len(data)} bytes with MD5 {md5}, not {file.num_bytes} with {file.md5}")
     return data
 
 
@@ -161,7 +159,7 @@ def _is_good(path: Path, file: IdxFile) -> bool:
 
 
 def _download(files: Sequence[IdxFile], work: Path) -> Path:
-    """Download what is missing from torchvision's mirrors, with torchvision's progress bar."""
+    """Download the files from torchvision's mirrors, with torchvision's progress bar."""
     from torchvision.datasets import FashionMNIST
     from torchvision.datasets.utils import download_url
 
@@ -183,29 +181,20 @@ def _download(files: Sequence[IdxFile], work: Path) -> Path:
 
 def _unpack_package(work: Path) -> Path:
     """Fetch the Debian package into `work` and unpack it there: needs neither root nor the system's package lists."""
-    work = work.resolve()  # apt takes a relative directory to be under its own
-    for directory in ("lists/partial", "cache/archives/partial"):
-        (work / directory).mkdir(parents=True)
-    settings = [f"Dir::State::Lists={work}/lists", f"Dir::Cache={work}/cache", "Debug::NoLocking=1"]
-    settings += ["Acquire::Retries=0", "Acquire::http::Timeout=8", "Acquire::https::Timeout=8"]
-    apt_get = ["apt-get", *(f"-o{setting}" for setting in settings)]
-    unpack = ["sh", "-c", f"dpkg-deb -x {PACKAGE}_*.deb unpacked"]
     print(f"Fetching {PACKAGE} (31 MB) with apt-get", file=sys.stderr, flush=True)
-    complaints: list[str] = []
-    for command in ([*apt_get, "update"], [*apt_get, "download", PACKAGE], unpack):  # one broken archive fails `update`
-        try:
-            done = subprocess.run(
-                command,
-                cwd=work,
-                env={**os.environ, "LC_ALL": "C"},
-                stdin=subprocess.DEVNULL,  # nothing can ask
-                capture_output=True,
-                text=True,
-                timeout=APT_SECONDS,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _Unavailable(str(error)) from error
-        complaints += [line for line in done.stderr.splitlines() if line.startswith("E:")][:1]
-    if not (unpacked := work / "unpacked" / SYSTEM_DIR.relative_to("/")).is_dir():
-        raise _Unavailable("; ".join(complaints) or f"{PACKAGE} cannot be unpacked")
-    return unpacked
+    try:
+        done = subprocess.run(
+            ["sh", "-c", FETCH],
+            cwd=work,
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,  # nothing can ask
+            capture_output=True,
+            text=True,
+            timeout=APT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _Unavailable(str(error)) from error
+    if done.returncode:
+        complaints = [line for line in done.stderr.splitlines() if line.startswith(("E:", "sh:"))]
+        raise _Unavailable("; ".join(complaints[:3]) or f"{PACKAGE} cannot be unpacked")
+    return work / "unpacked" / SYSTEM_DIR.relative_to("/")

@@ -16,12 +16,7 @@ OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes
 
 
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
-    """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`).
-
-    Raises:
-        UsageError: If the file is not there, is damaged, holds an object of some class, or is no Trainer's; and, where
-            training is to go on, if it holds weights alone.
-    """
+    """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`)."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
     try:

@@ -53,7 +53,7 @@ class MetricsWriter(ExperimentWriter):
             return list(reader.fieldnames or []), list(reader)
 
     def _write(self, keys: list[str], rows: Rows) -> None:
-        with replacing(self.path, sync=True) as part, part.open("w", newline="") as file:
+        with replacing(self.path) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, keys, restval="")
             writer.writeheader()
             writer.writerows(rows)

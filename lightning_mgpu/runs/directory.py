@@ -12,20 +12,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.launchers import job_name
 
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 
 
 def new_run_dir(config: Namespace) -> Path:
-    """Where a new run will be: `--run_dir`, or a name from time, model, strategy and devices.
-
-    Raises:
-        UsageError: If `--run_dir` holds files.
-    """
+    """Where a new run will be: `--run_dir`, which must hold no files, or a name from time, model and strategy."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR, "runs"))
-    path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", job_name() or run_name(config)))
+    path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory, one run has one")
     return path
@@ -43,11 +38,7 @@ def run_name(config: Namespace) -> str:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Make a run directory if it is not there, and lock it until the end of the block.
-
-    Raises:
-        UsageError: If it cannot be made, or another process writes there.
-    """
+    """Make a run directory if it is not there, and lock it until the end of the block."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,8 +12,8 @@ import io
 import os
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.errors import ToolParser, UsageError
+from lightning_mgpu.runs.files import replacing
 
 SIZES = (1, 3, 8)  # of the batches compared
 TOLERANCE = 1e-4  # the largest difference allowed, relative to the largest output
+BATCH = ({0: torch.export.Dim("batch")},)  # the first dimension may be of any size
 Model = Callable[[Tensor], Tensor]
 
 
@@ -40,21 +42,20 @@ def main(args: list[str]) -> None:
     parser.add_argument("--output", type=os.path.expanduser, required=True, help="The file to write: *.onnx or *.pt2.")
     options = parser.parse_args(args)
     output = Path(options.output)
-    writers = {".onnx": write_onnx, ".pt2": write_exported_program}
-    if output.suffix not in writers:
+    if output.suffix not in WRITERS:
         raise UsageError(f"--output={output}: end the name in .onnx or .pt2, which says what to write")
     model = load_model(options.ckpt_path)
-    difference = export(model, output, writers[output.suffix])
+    try:
+        difference = export(model, output)
+    except Exception as error:  # whatever the exporters raise of a model they do not understand
+        told = str(error).partition("\n")[0]
+        raise UsageError(f"{type(model).__name__} cannot be written as {output}: {told}") from error
     print(f"{output}: {type(model).__name__}, batches of any size; ", end="")
     print(f"largest difference from the model itself {difference:.1e}, over batches of {', '.join(map(str, SIZES))}")
 
 
 def load_model(ckpt_path: str) -> LightningModule:
-    """The model of a checkpoint, with its weights, in evaluation mode.
-
-    Raises:
-        UsageError: If the checkpoint does not know its model, or the model cannot be made.
-    """
+    """The model of a checkpoint, with its weights, in evaluation mode."""
     checkpoint = read_checkpoint(ckpt_path)
     if (config := saved_config(checkpoint).get("model")) is None:
         raise UsageError(f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this command")
@@ -70,70 +71,39 @@ def load_model(ckpt_path: str) -> LightningModule:
     return model.float().eval()
 
 
-def export(model: LightningModule, path: Path, write: Callable[[nn.Module, Tensor, Path], Model]) -> float:
-    """Write a model, read it back and compare; the file is there only if it is right.
-
-    Returns:
-        The largest absolute difference of outputs.
-
-    Raises:
-        UsageError: If the model cannot be exported, or what was written computes something else.
-    """
-    name = type(model).__name__
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        # the exporters' remarks about themselves stay out of the output
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-            warnings.simplefilter("ignore")
-            X = torch.randn(max(SIZES), *model.example_input_array.shape[1:])  # type: ignore[union-attr]
-            written = write(Forward(model), X, part)
-            differences = [float((written(X[:size]) - model(X[:size])).abs().max()) for size in SIZES]
-            largest = max(1.0, float(model(X).abs().max()))
-        if not all(difference <= TOLERANCE * largest for difference in differences):  # NaN is not less
-            raise UsageError(f"the file's outputs differ from the model's by {max(differences):.1e}")
-        os.replace(part, path)
-    except Exception as error:  # whatever the exporters raise of a model they do not understand
-        raise UsageError(f"{name} cannot be written as {path}: {str(error).splitlines()[0]}") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return max(differences)
+def export(model: LightningModule, path: Path) -> float:
+    """Write a model, read it back, and return the largest difference of outputs; a wrong file is not left there."""
+    X = torch.randn(max(SIZES), *model.example_input_array.shape[1:])  # type: ignore[union-attr]
+    # the exporters' remarks about themselves stay out of the output
+    with replacing(path) as part, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        warnings.simplefilter("ignore")
+        written = WRITERS[path.suffix](model, X, part)
+        difference = float(torch.stack([(written(X[:size]) - model(X[:size])).abs().max() for size in SIZES]).max())
+        if not difference <= TOLERANCE * max(1.0, float(model(X).abs().max())):  # NaN is not less
+            raise ValueError(f"the file's outputs differ from the model's by {difference:.1e}")
+    return difference
 
 
 def write_exported_program(model: nn.Module, X: Tensor, path: Path) -> Model:
     """Torch's own format: `torch.export.load(path).module()(X)`."""
-    program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, path)
+    torch.export.save(torch.export.export(model, (X,), dynamic_shapes=BATCH), path)
     return torch.export.load(path).module()
 
 
 def write_onnx(model: nn.Module, X: Tensor, path: Path) -> Model:
     """ONNX with the input `X` and the output `logits`."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"ONNX needs {', '.join(missing)}: pip install 'lightning-mgpu[export]'")
-    import onnxruntime
-
-    torch.onnx.export(
-        model,
-        (X,),
-        path,
-        input_names=["X"],
-        output_names=["logits"],
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-        external_data=False,
-        verbose=False,
-    )
+    try:
+        import onnxruntime
+        import onnxscript  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error}: pip install 'lightning-mgpu[export]'") from error
+    names: dict[str, Any] = {"input_names": ["X"], "output_names": ["logits"]}
+    torch.onnx.export(model, (X,), path, **names, dynamo=True, dynamic_shapes=BATCH, external_data=False, verbose=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda X: torch.from_numpy(session.run(None, {"X": X.numpy()})[0])
 
 
-class Forward(nn.Module):
-    """A LightningModule's forward pass and nothing else of it."""
-
-    def __init__(self, model: LightningModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, X: Tensor) -> Tensor:
-        return self.model(X)
+WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Model]] = {
+    ".onnx": write_onnx,
+    ".pt2": write_exported_program,
+}

@@ -7,18 +7,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path, sync: bool = False) -> Iterator[Path]:
-    """The name to write to: the file takes the place of `path` after the block, and is removed if the block fails.
-
-    Args:
-        sync: Wait until the disk has the file, so that it outlives a power cut, too.
-    """
-    part = path.with_name(f".{path.name}.part")
+def replacing(path: Path) -> Iterator[Path]:
+    """The name to write to: the file, once the disk has it, takes the place of `path`; if the block fails, it goes."""
+    part = path.with_name(f".part.{path.name}")  # the suffix stays: some writers go by it
     try:
         yield part
-        if sync:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

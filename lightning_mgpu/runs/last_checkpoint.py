@@ -28,17 +28,12 @@ class LastCheckpoint(Callback):
     """Saves `last.ckpt` after every epoch, and goes on from it.
 
     It stands before all other callbacks: what they do at the start of an epoch belongs to the next one.
-
-    Args:
-        best: Says where, and whether at all.
-        seed: Of the random numbers of a step, such as dropout's; null leaves them alone.
-        config: Of model, data and seed, for every checkpoint.
     """
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
-        self.best = best
-        self.seed = seed
-        self.config = config
+        self.best = best  # says where, and whether at all
+        self.seed = seed  # of the random numbers of a step, such as dropout's; null leaves them alone
+        self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
         self._is_checked = False
         self._starts_epoch = False  # the first one after a checkpoint

@@ -4,9 +4,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -49,14 +48,3 @@ def leave_group() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def exit_on_sigterm() -> None:
-    """SIGTERM, and a closed terminal's SIGHUP, end this process by an exception, so that it leaves none behind."""
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # which nohup asks for
-            signal.signal(signum, _exit)
-
-
-def _exit(signum: int, frame: object) -> NoReturn:
-    sys.exit(128 + signum)

@@ -1,7 +1,5 @@
-"""What a run leaves of itself before it trains: configuration, model, code version, and its loggers."""
+"""What a run leaves of itself before it trains: configuration, model, and its loggers."""
 
-import inspect
-import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +8,14 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
-from lightning_mgpu.callbacks.console import model_table, run_facts
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.directory import claimed
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
-
-GIT_SECONDS = 10.0  # git on a slow network file system must not hold up a run
 
 
 @dataclass(eq=False)
@@ -27,7 +23,7 @@ class RunRecord(Callback):
     """Makes the run directory and starts the loggers once the data are there: a mistake before leaves nothing."""
 
     run_dir: Path
-    config: dict[str, Any]  # as `config.yaml` is to have it, without secrets
+    config: dict[str, Any]  # as `config.yaml` is to have it
     header: RunHeader  # gets a line of what W&B does
     tracking: Tracking | None  # none where nothing is logged
     goes_on: bool  # from a checkpoint of this run, which says how many rows of `metrics.csv` to keep
@@ -39,7 +35,6 @@ class RunRecord(Callback):
         if self.is_done:  # `fit` tests
             return
         self.is_done = True
-        facts = run_facts(trainer, pl_module, self.header.is_global)
         if self.tracking is not None:
             trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]
         if not trainer.is_global_zero:
@@ -48,7 +43,7 @@ class RunRecord(Callback):
         if not self.goes_on:
             (self.run_dir / "metrics.csv").unlink(missing_ok=True)
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
-        replace_text(self.run_dir / "model.txt", model_table(pl_module) + "\n")
+        replace_text(self.run_dir / "model.txt", f"{ModelSummary(pl_module, max_depth=2)}\n")
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.header.notes["wandb"] = "by --trainer.logger; --wandb.* and --no-wandb do not count"
         elif self.tracking is not None:
@@ -56,18 +51,3 @@ class RunRecord(Callback):
             if logger is not None:
                 trainer.loggers = [*trainer.loggers, logger]
                 self.opened.callback(finish, logger.experiment)
-        for each in trainer.loggers:
-            each.log_hyperparams({**facts, **code_version(type(pl_module))})
-
-
-def code_version(model_class: type) -> dict[str, Any]:
-    """`git_commit` and `git_dirty` of the repository that holds the model's source; new files count as changes."""
-    try:
-        directory = str(Path(inspect.getfile(model_class)).resolve().parent)
-        found = [
-            subprocess.run(["git", "-C", directory, *args], capture_output=True, check=True, timeout=GIT_SECONDS).stdout
-            for args in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        ]
-        return {"git_commit": found[0].decode().strip(), "git_dirty": bool(found[1])}
-    except (TypeError, OSError, subprocess.SubprocessError):
-        return {"git_commit": "unknown: no git, or no repository", "git_dirty": None}

@@ -8,13 +8,11 @@ for how long.
 """
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import LAST, OF_A_MACHINE, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.redact import is_secret
 
 FLAG = "--resume"
 RUNS = Path("runs")
@@ -23,17 +21,13 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes", "plugins")),
     *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
     *(f"trainer.{name}" for name in ("enable_progress_bar", "profiler", "limit_test_batches", "logger")),
-    *(f"data.{name}" for name in ("root", "num_workers", "pin_memory")),
+    *(f"data.{name}" for name in OF_A_MACHINE),
     *("wandb", "no-wandb", "malloc", "traceback", "print_config"),
 )
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest.
-
-    Raises:
-        UsageError: If there is none.
-    """
+    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest."""
     if name != "last":
         run_dir = Path(os.path.expanduser(name))
         if not (run_dir / "config.yaml").is_file():
@@ -46,15 +40,9 @@ def find_run(name: str) -> Path:
 
 
 def check_given(run_dir: Path, given: dict[str, Any]) -> None:
-    """Refuse options that would make the run another one.
-
-    Raises:
-        UsageError: For the first of them.
-    """
+    """Refuse options that would make the run another one."""
     for key, value in given.items():
-        if is_secret(key.rpartition(".")[2], value):
-            continue  # which the configuration leaves out
-        if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
+        if not any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE):
             raise UsageError(
                 f"--{key}={value} would make {run_dir} another run: leave it out, or start a new run from its "
                 "checkpoint with --ckpt_path"
@@ -62,11 +50,7 @@ def check_given(run_dir: Path, given: dict[str, Any]) -> None:
 
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | None:
-    """The newest checkpoint; none if the run was stopped before its first epoch was over.
-
-    Raises:
-        UsageError: If it is damaged, or the run has been trained for longer than `max_epochs` already.
-    """
+    """The newest checkpoint; none if the run was stopped before its first epoch was over."""
     last = run_dir / "checkpoints" / LAST
     saved = [*([last] if last.exists() else []), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
     if not saved:
@@ -77,8 +61,3 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | No
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
     return path
-
-
-def how_to_resume(run_dir: Path) -> str:
-    """The command that goes on with a run, to be pasted into a shell."""
-    return f"python -m lightning_mgpu fit {FLAG}={shlex.quote(str(run_dir))}"

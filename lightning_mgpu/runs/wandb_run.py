@@ -1,4 +1,4 @@
-"""Weights & Biases that never asks, never waits and never stops a run.
+"""Weights & Biases that never asks, never holds up training and never ends a run.
 
     --wandb.project=fashion --wandb.name=first-try --wandb.tags='[lenet, book]'
     --wandb.mode=offline                 # record on disk; `wandb sync` later
@@ -13,9 +13,10 @@ import netrc
 import os
 import secrets
 import shlex
-import sys
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +26,6 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.in_time import in_time, wait_for
-from lightning_mgpu.runs.redact import redact, redact_arguments
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -39,7 +38,7 @@ RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
 @dataclass
 class Tracking:
-    """What Weights & Biases is told about a run; what is left out may stand in its own variables, as `WANDB_PROJECT`.
+    """What Weights & Biases is told about a run. What is left out may stand in its own variables, as `WANDB_NOTES`.
 
     Args:
         mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE` goes before `auto`.
@@ -47,7 +46,6 @@ class Tracking:
         name: Shown name of the run; the run directory's if left out.
         group: Runs of one group are shown together.
         tags: Labels to filter runs by.
-        notes: A longer description.
         entity: Team or user the run belongs to.
         log_model: Upload the best checkpoint as an artifact when `fit` ends; needs to be online.
         finish_timeout: Seconds that the end of a run may wait for uploads; `wandb sync` uploads what is left.
@@ -58,17 +56,15 @@ class Tracking:
     name: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
-    notes: str | None = None
     entity: str | None = None
     log_model: bool = False
     finish_timeout: float = 30.0
 
 
 def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tuple[WandbLogger | None, str]:
-    """Start the one W&B run of a job, in its first process; continue the one that `run_dir` had before, if it had one.
+    """Start the one W&B run of a job, in its first process, or continue the one that `run_dir` had before.
 
-    Returns:
-        Its logger, `None` where tracking is disabled or cannot start, and a line that says where it records and why.
+    Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """
     try:
         mode, reason = choose_mode(tracking.mode)
@@ -79,16 +75,16 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
                 logger = _init(mode, tracking, run_dir, config)
                 return logger, f"online, {logger.experiment.url}"
             except Exception as error:  # refused login, dead server: the run goes on without it
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                reason = _in_one_line(error)
                 import wandb
 
-                wait_for(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
+                in_time(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
         logger = _init("offline", tracking, run_dir, config)
         parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
         nothing = "; --wandb.log_model uploads nothing" if tracking.log_model else ""
-        return logger, f"offline ({redact(reason)}){nothing}; upload it with: wandb sync {parts}"
+        return logger, f"offline ({reason}){nothing}; upload it with: wandb sync {parts}"
     except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
-        return None, f"off ({redact(' '.join(f'{type(error).__name__}: {error}'.split()))[:200]})"
+        return None, f"off ({_in_one_line(error)})"
 
 
 def choose_mode(mode: str) -> tuple[str, str]:
@@ -113,13 +109,11 @@ def choose_mode(mode: str) -> tuple[str, str]:
     return "online", "logged in"
 
 
-def upload_model(run: "Run", path: str, metadata: dict[str, Any], seconds: float) -> None:
-    """The checkpoint as an artifact of an online run."""
-    import wandb
-
-    artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=metadata)
-    artifact.add_file(path, name="model.ckpt", policy="immutable")  # no copy of it is made
-    in_time(f"the best checkpoint, {path},", lambda: run.log_artifact(artifact, aliases=["best"]), seconds)
+def upload_model(run: "Run", path: str, seconds: float) -> None:
+    """The checkpoint as an artifact of an online run; a failure is one line, and ends nothing."""
+    problem = in_time(lambda: run.log_model(path, f"model-{run.id}", aliases=["best"]), seconds)
+    if problem:
+        print(f"wandb:    the best checkpoint, {path}, was not uploaded: {problem}", flush=True)
 
 
 def finish(run: "Run") -> None:
@@ -131,38 +125,51 @@ def finish(run: "Run") -> None:
         print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
 
 
+def in_time(call: Callable[[], object], seconds: float) -> str:
+    """Make a call that might wait for a server for ever; returns what went wrong, '' if nothing did."""
+    problem = f"the server does not answer within {seconds:g} s"
+
+    def work() -> None:
+        nonlocal problem
+        try:
+            call()
+            problem = ""
+        except (Exception, SystemExit) as error:
+            problem = _in_one_line(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return problem
+
+
 def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
     import wandb
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    wandb.setup(wandb.Settings(silent=True))  # else W&B warns of an argument that Lightning's logger has
     environment = os.environ.get  # W&B's own variables, which `wandb agent` sets too, where nothing else is said
     saved = run_dir / RUN_ID
-    run_id = saved.read_text().strip() if saved.exists() else environment("WANDB_RUN_ID") or secrets.token_hex(4)
-    arguments, sys.argv = sys.argv, redact_arguments(sys.argv)  # wandb writes them down
-    try:
-        logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
-            project=tracking.project or environment("WANDB_PROJECT") or PROJECT,
-            name=tracking.name or environment("WANDB_NAME") or run_dir.name,
-            id=run_id,
-            save_dir=run_dir,
-            mode=mode,
-            group=tracking.group,
-            tags=tracking.tags or None,
-            notes=tracking.notes,
-            entity=tracking.entity,
-            config=flatten(config),
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=INIT_SECONDS,
-                finish_timeout=tracking.finish_timeout,
-                finish_timeout_raises=True,
-            ),
-        )
-        replace_text(saved, f"{logger.experiment.id}\n")
-    finally:
-        sys.argv = arguments
+    logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
+        project=tracking.project or environment("WANDB_PROJECT") or PROJECT,
+        name=tracking.name or environment("WANDB_NAME") or run_dir.name,
+        id=saved.read_text().strip() if saved.exists() else environment("WANDB_RUN_ID") or secrets.token_hex(4),
+        save_dir=run_dir,
+        mode=mode,
+        group=tracking.group,
+        tags=tracking.tags or None,
+        entity=tracking.entity,
+        config=flatten(config),
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=INIT_SECONDS,
+            finish_timeout=tracking.finish_timeout,
+            finish_timeout_raises=True,
+        ),
+    )
+    replace_text(saved, f"{logger.experiment.id}\n")
     return logger
 
 
@@ -172,3 +179,7 @@ def _is_logged_in(host: str) -> bool:
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return not {host, "api.wandb.ai"}.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
     return False
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

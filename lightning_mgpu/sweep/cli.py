@@ -29,7 +29,6 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
 from lightning_mgpu.runs.processes import run_in_group
-from lightning_mgpu.runs.redact import redact, redact_arguments
 from lightning_mgpu.sweep.plan import TRIAL, Plan, as_argument, read_plan
 from lightning_mgpu.sweep.report import write_report
 from lightning_mgpu.sweep.trial import JOURNAL, STOPPED_EARLY, TRIAL_DIR, open_study
@@ -97,7 +96,7 @@ class Sweep:
             "goal": plan.direction,
             "early_terminate": plan.early_terminate,
             "parameters": {name: str(distribution) for name, distribution in plan.space.items()},
-            "arguments": redact_arguments(fit),
+            "arguments": fit,
             "seed": seed,
         }
         self.lock = FileLock(sweep_dir / "sweep.lock")
@@ -176,7 +175,7 @@ class Sweep:
         if status:  # the end of the log is an `error: ` in a few lines, or a traceback, whose last line tells
             text = log.read_text(errors="replace").strip()
             told = text.rpartition("\nerror: " if "\nerror: " in f"\n{text}" else "\n")[2].removeprefix("error: ")
-            return redact(f"status {status}: {' '.join(told.split())}")
+            return f"status {status}: {' '.join(told.split())}"
         if not values:
             return f"metric: name: {self.plan.metric}: no such metric is logged"
         return "" if math.isfinite(values[-1]) else f"diverged: {self.plan.metric} is {values[-1]}"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
-from lightning_mgpu.callbacks.console import per_device
+from lightning_mgpu.callbacks.header import per_device
 from lightning_mgpu.models import LeNet
 
 
@@ -37,32 +37,6 @@ def test_header_tells_what_runs(
 def test_per_device_batch_says_when_it_is_uneven() -> None:
     shown = (per_device(256, [1, 1]), per_device(256, [1, 1, 1]), per_device(2, [1, 1, 1]), per_device(256, [0.7, 0.3]))
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
-
-
-class Plain(LightningDataModule):
-    """With a loader Lightning hands every process batches of its own from."""
-
-    batch_size = 4
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(16), self.batch_size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "plain", "expected"),
-    [
-        ("ddp", True, "8 global, 4 per device"),
-        ("ddp", False, "64 global, 32 per device"),
-        ("manual_allreduce", True, "4 global, 2 per device"),
-    ],
-)
-def test_the_batch_is_the_one_trained_on(
-    strategy: str, plain: bool, expected: str, make_data: Callable, make_trainer: Callable
-) -> None:
-    trainer, header, model = make_trainer(strategy=strategy, devices=2), RunHeader(), LeNet()
-    trainer.datamodule = Plain() if plain else make_data()
-    header.setup(trainer, model, "fit")
-    assert header.lines(trainer, model)["batch"] == expected
 
 
 def test_epoch_lines_end_with_the_time(

@@ -52,10 +52,12 @@ def test_tensors_of_any_loader_in_dataset_order(
     trainer.predict(model, DataLoader(samples, 5, shuffle=True))
     assert written() == [["index", "prediction"], *([str(i), str(4 * i)] for i in range(23))]
     model.is_flat = False
-    trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))  # of which nothing is known
+    trainer.predict(model, DataLoader(samples, 5))
     head, *rows = written()
     assert head == ["index", "prediction(0)", "prediction(1)"]
-    assert rows == [[str(i), str(4 * (7 + i)), str(4 * (7 + i) + 1)] for i in range(5)]
+    assert rows == [[str(i), str(4 * i), str(4 * i + 1)] for i in range(23)]
+    with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
+        trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
 
 
 @pytest.mark.parametrize("returned", ["list", "half", "sum"])
@@ -69,6 +71,6 @@ def test_a_model_without_a_row_a_sample_is_told_so(
                 return {key: value[::2] for key, value in table.items()}
             return {**table, "label": batch[1].sum()} if returned == "sum" else list(table.values())
 
-    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: it needs .* a Bare\.predict_step that"):
+    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Bare\.predict_step that"):
         predictions = make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
     assert len(predictions) == 2 and files(tmp_path) == set()

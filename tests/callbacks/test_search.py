@@ -93,5 +93,5 @@ def test_profile_looks_at_operators_and_hooks(fit: Callable, tmp_path: Path, cap
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     num_forward = sum(event.get("name") == "aten::conv2d" for event in events)
     assert num_forward == (5 + 2) * 2 * 2  # batches with those validated on, replicas, convolutions
-    with pytest.warns(UserWarning, match="too short for Profile, which looks at 5 batches after 3"):
+    with pytest.warns(UserWarning, match="Profile looks at 5 batches after 3, and the run was too short"):
         assert fit("--config=mode/profile.yaml", "--trainer.limit_train_batches=3") == 0

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import Namespace
+
+from lightning_mgpu.cli.checks import check_secrets
+from lightning_mgpu.runs.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 MANUAL = "--trainer.strategy=manual_allreduce"
@@ -17,7 +21,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here; take cpu or auto",),
     "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?", "ResNet18", "my_package.MyClass"),
     "fit --model=no.such.Module": ("--model=no.such.Module",),
-    "fit --trainer.devcies=2": ("--trainer.devcies: did you mean --trainer.devices?",),
+    "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --lr=3": ("did you mean --model.optimizer.lr?",),
     "fit --data.batchsize=3": ("--data.batchsize=3", "did you mean --data.batch_size?"),
@@ -48,7 +52,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --wandb.mode=foo": ("--wandb.mode=foo", "offline"),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --run_dir=used/a_file/x": ("cannot be made", "--run_dir"),
-    "fit --run_dir=***": ("--run_dir=***: a secret, which is written to no file",),
+    "fit --trainer.logger=CometLogger --trainer.logger.api_key=abc": ("--trainer.logger.api_key: a secret",),
+    "fit --wandb.name=https://me:abc@host": ("--wandb.name: a secret", "hand it over in an environment variable"),
     "fit --checkpoint.dirpath=.": ("checkpoints are kept in the run directory; name it with --run_dir",),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
@@ -93,6 +98,15 @@ def test_mistake_ends_in_a_few_lines(args: str, here: Path, main: Callable, capf
     for part in MISTAKES[args]:
         assert part in err
     assert sorted(here.rglob("*")) == before
+
+
+def test_what_is_a_secret() -> None:
+    check_secrets(
+        Namespace(pad_token="<|end|>", key="a", num_tokens=3, token=None, mail="me@host", git="ssh://git@host")
+    )
+    for secret in ({"hf_token": "a"}, {"logger": [{"init_args": {"api_key": "a"}}]}, {"uri": "http://me:b@host"}):
+        with pytest.raises(UsageError, match="a secret"):
+            check_secrets(Namespace(secret))
 
 
 def test_traceback_shows_where(main: Callable) -> None:

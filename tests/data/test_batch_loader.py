@@ -35,3 +35,14 @@ def test_a_datasets_own_getitem_makes_its_samples(kind: type[TensorDataset], fac
     batches = batch_loader(kind(torch.arange(5), torch.ones(5, 2)), 3)
     X, y = (torch.cat(parts) for parts in zip(*batches))
     assert X.tolist() == [factor * i for i in range(5)] and torch.equal(y, torch.full((5, 2), float(factor)))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_workers_give_the_same_batches(first: int) -> None:
+    def batches(num_workers: int) -> list[list[int]]:
+        loader = batch_loader(TensorDataset(torch.arange(10)), 3, shuffle=True, seed=1, num_workers=num_workers)
+        loader.sampler.set_epoch(2)
+        loader.load_state_dict({"num_yielded": first})  # of a run resumed within an epoch
+        return [X.tolist() for (X,) in loader]
+
+    assert batches(2) == batches(0) and len(batches(0)) == 4 - first

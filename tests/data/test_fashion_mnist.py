@@ -48,7 +48,6 @@ def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
         ({"batch_size": 0}, r"data\.batch_size=0"),
         ({"val_size": -1}, r"data\.val_size=-1"),
         ({"val_size": 503}, r"data\.val_size=503 leaves none of the 503 images"),
-        ({"num_workers": -1}, r"data\.num_workers=-1"),
         ({"crop_padding": -1}, r"data\.crop_padding=-1"),
         ({"augment": True, "cutout": -1}, r"data\.cutout=-1"),
         ({"cutout": 8}, r"data\.cutout=8 is an augmentation: add data\.augment=true"),
@@ -62,21 +61,6 @@ def test_sizes_that_do_not_fit_are_refused(make_data: Callable, kwargs: dict, me
 def test_seed_is_seed_everythings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
-
-
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_workers_give_the_same_batches(make_data: Callable, epoch: int) -> None:
-    def batches(num_workers: int, first: int = 0) -> list[tuple[Tensor, Tensor]]:
-        loader = make_data(augment=True, num_workers=num_workers).train_dataloader()
-        loader.sampler.set_epoch(epoch)
-        loader.load_state_dict({"num_yielded": first})
-        return list(loader)
-
-    alone = batches(0)
-    assert len(alone) == 7
-    for first in (0, 3):
-        for (X, y), (X2, y2) in zip(alone[first:], batches(2, first), strict=True):
-            assert torch.equal(X, X2) and torch.equal(y, y2)
 
 
 def seen(make_data: Callable, make_trainer: Callable, **limits: float) -> list[list[int]]:

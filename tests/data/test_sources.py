@@ -2,12 +2,10 @@
 
 import gzip
 import hashlib
-import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,10 +27,10 @@ TINY = tuple(IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, d
 NOWHERE = Path("/nonexistent")
 ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_dir=NOWHERE)
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "only 50 bytes": lambda data: data[:50],
-    "only 0 bytes": lambda data: b"",
-    "more bytes": lambda data: data + b"\0",
-    "MD5": lambda data: data[:-1] + b"\1",
+    "50 bytes": lambda data: data[:50],
+    "0 bytes": lambda data: b"",
+    "101 bytes": lambda data: data + b"\0",
+    "100 bytes with MD5": lambda data: data[:-1] + b"\1",
 }
 
 
@@ -46,7 +44,7 @@ def put(directory: Path, zipped: bool = False) -> Path:
 def assert_complete(raw: Path) -> None:
     """All files are there, and nothing that is half written."""
     assert {name: (raw / name).read_bytes() for name in NAMES} == CONTENT
-    assert not [path for path in raw.iterdir() if path.suffix == ".part" or path.name == ".work"]
+    assert not [path for path in raw.iterdir() if path.suffix == ".part"]
 
 
 @pytest.fixture
@@ -100,14 +98,16 @@ def test_a_damaged_file_is_named_and_replaced_or_refused(
     assert all(str(raw / IMAGES) in record.getMessage() for record in caplog.records) and len(caplog.records) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda zipped: zipped[:-20], lambda zipped: b"<html>", DAMAGE["MD5"]])
+@pytest.mark.parametrize(
+    "damage", [lambda zipped: zipped[:-20], lambda zipped: b"<html>", DAMAGE["100 bytes with MD5"]]
+)
 def test_a_damaged_package_is_refused(damage: Callable, tmp_path: Path, raw: Path, system_dir: Path) -> None:
     path = system_dir / f"{IMAGES}.gz"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz cannot be read"):
         ensure(tmp_path, "system", system_dir=system_dir)
-    path.write_bytes(gzip.compress(DAMAGE["MD5"](CONTENT[IMAGES])))
-    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz has MD5 \w+, not \w+"):
+    path.write_bytes(gzip.compress(DAMAGE["100 bytes with MD5"](CONTENT[IMAGES])))
+    with pytest.raises(DataSourceError, match=rf"system: .*{IMAGES}.gz has 100 bytes with MD5 \w+, not 100 with \w+"):
         ensure(tmp_path, "system", system_dir=system_dir)
     assert not (raw / IMAGES).exists()
 
@@ -197,25 +197,7 @@ def test_killed_while_writing_then_several_at_once(tmp_path: Path, raw: Path, sy
     assert_complete(raw)
 
 
-@contextmanager
-def as_ordinary_user() -> Iterator[None]:
-    """Root may write anywhere, so step down for a moment."""
-    user = os.geteuid()
-    os.seteuid(user or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-def test_a_root_that_cannot_be_written(system_dir: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory:  # pytest's tmp_path cannot be entered by another user
-        root = Path(directory)
-        root.chmod(0o555)
-        with as_ordinary_user(), pytest.raises(DataSourceError, match=f"cannot write under {root}.*Permission denied"):
-            ensure(root, system_dir=system_dir)
-        raw = put(root / "FashionMNIST" / "raw")
-        raw.chmod(0o555)
-        with as_ordinary_user():
-            assert ensure(root) == f"files under {raw}"  # good files need no writing
-        raw.chmod(0o755)
+def test_a_root_that_cannot_be_written(tmp_path: Path, system_dir: Path) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(DataSourceError, match=f"cannot write under {tmp_path / 'a_file'}/.*Not a directory; choose"):
+        ensure(tmp_path / "a_file", system_dir=system_dir)

@@ -9,16 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_mgpu.cli.arguments import take_resume
-from lightning_mgpu.runs.directory import new_run_dir
-from lightning_mgpu.runs.launchers import follow_launcher
+from lightning_mgpu.cli.yaml_files import CONFIGS
 from lightning_mgpu.runs.processes import run_in_group
 from tests.runs.conftest import OWN
 
@@ -29,8 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Plain(LightningDataModule):
-    batch_size = 8
-
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.rand(64, 1, 28, 28), torch.arange(64) % 10), 8)
 
@@ -50,49 +45,52 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     for rank in (0, 1):
         where = (f"--node_rank={rank}", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
         launcher = ("-m", "torch.distributed.run", *where, f"--master_port={port}", "-m", "lightning_mgpu")
-        run = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run_dir=run")
+        run = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run_dir=run", "--trainer.num_nodes=2")
         own = ("--model=own_run.Net", "--data=plain.Plain", "--config=trainer/multinode.yaml")
         nodes.append(command.start("fit", *own, *run, launcher=launcher))
     (code, out, err), (second, second_out, second_err) = (command.finish(node, timeout=120) for node in nodes)
     assert code == second == 0, err + second_err
-    assert "strategy: DDPStrategy on 2 x cpu" in out or "strategy: DDPStrategy on [device" in out
-    assert "in all 2 x 8 = 16 samples; make the loader with lightning_mgpu.data.batch_loader" in err
+    assert "strategy: DDPStrategy on 2 x cpu" in out and "batch:    16 global, 8 per device" in out
+    assert (
+        "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data.batch_loader" in err
+    )
     assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
     (epoch,) = [row for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open()) if row["epoch_seconds"]]
     assert int(epoch["step"]) == 3  # 64 samples in steps of 16
 
 
-def test_what_launchers_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trainer(**kwargs: Any) -> Any:
-        return SimpleNamespace(**{"num_nodes": 1, "devices": "auto", **kwargs})
-
-    follow_launcher(alone := trainer())
-    assert alone == trainer()
-    for name, value in {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 8, "SLURM_NNODES": 2, "SLURM_JOB_NAME": "x"}.items():
+def test_numbers_that_contradict_the_launchers(
+    fit: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    variables = {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4, "SLURM_NNODES": 1, "SLURM_NTASKS_PER_NODE": 4}
+    ranks = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_JOB_NAME": "x"}
+    for name, value in {**variables, **ranks}.items():
         monkeypatch.setenv(name, str(value))
-    follow_launcher(slurm := trainer())
-    assert (slurm.num_nodes, slurm.devices) == (2, 4)
-    follow_launcher(given := trainer(devices=1))
-    assert (given.num_nodes, given.devices) == (2, 1)
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
-    follow_launcher(one_process := trainer())
-    assert one_process.devices == "auto"  # all devices of the machine
+    assert fit("--config=trainer/multinode.yaml", "--trainer.devices=2") == 2
+    err = capfd.readouterr().err
+    assert "error: You set `devices=2` in Lightning, but the number of tasks per node" in err and err.count("\n") <= 6
 
 
-def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 1, "SLURM_JOB_NAME": "x", "SLURM_STEP_ID": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    run_dir = Path("runs/slurm_7.2")
-    assert new_run_dir(SimpleNamespace(run_dir=None, trainer=SimpleNamespace(default_root_dir=None))) == run_dir  # type: ignore[arg-type]
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    script = ["--trainer.max_epochs=3"]
-    assert take_resume("fit", script) == (script, None)  # the job ended before its run began
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text("{}")
-    assert take_resume("fit", script) == ([], run_dir)
-    monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert take_resume("fit", script) == (script, None)  # another job
+def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
+    """The script says what to start; `srun` here says what it was given."""
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
+
+    def started(**variables: str) -> str:
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm, **variables}
+        script = ["bash", str(CONFIGS / "slurm" / "fit.sbatch"), "--model=ResNet18"]
+        done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+        return done.stdout.strip().removeprefix("python -m lightning_mgpu fit ")
+
+    new = (
+        "--config=trainer/multinode.yaml --run_dir=runs/slurm_7 --trainer.num_nodes=2 --trainer.devices=4 "
+        "--model=ResNet18"
+    )
+    assert started() == new == started(SLURM_RESTART_COUNT="1")  # the job ended before its run began
+    (tmp_path / "runs" / "slurm_7").mkdir(parents=True)
+    (tmp_path / "runs" / "slurm_7" / "config.yaml").touch()
+    assert started(SLURM_RESTART_COUNT="1") == "--resume=runs/slurm_7"
 
 
 def test_lightnings_own_checkpoint_before_the_time_is_up(
