@@ -107,26 +107,6 @@ def test_what_the_first_replica_sets_stays(train):
     assert seen == [8, 8, 8, 1] * 2 + [4, 4, 4, 1] * 2
 
 
-def test_swapped_for_validation_and_put_back(assert_parity):
-    class Module(Regression):
-        def on_fit_start(self):
-            self.weights = torch.arange(1.0, 4.0, dtype=torch.float64, device=self.device)
-
-        def on_validation_start(self):
-            self.kept, self.weights = self.weights, None
-
-        def validation_step(self, batch, batch_idx):
-            assert self.weights is None
-
-        def on_validation_end(self):
-            self.weights = self.kept
-
-        def training_step(self, batch, batch_idx):
-            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean()
-
-    assert_parity(Module, val=True)
-
-
 def test_what_a_test_step_keeps(trainer_on):
     """A tensor of inference mode, which knows no versions."""
 
@@ -190,31 +170,6 @@ def test_buffers_that_a_step_updates(assert_parity, base):
     one, *_ = assert_parity(Module)
     assert one.num_steps == 8
     assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
-
-
-class Features:
-    """Keeps what a layer has answered."""
-
-    value = None
-
-    def __call__(self, layer, args, output):
-        self.value = output
-
-
-def test_a_forward_hook_that_keeps_features(assert_parity):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.features = Features()
-            self.net[0].register_forward_hook(self.features)
-
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch) + self.features.value.square().mean()
-
-        def on_train_end(self):
-            self.features.value = None
-
-    assert_parity(Module)
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])

@@ -130,14 +130,6 @@ def test_what_cannot_be_split(assert_parity, name, kind):
         assert_parity(unpacking(unpack, kind), loader=lambda: collated(make, 8, 24))
 
 
-def test_batches_of_numbers(assert_parity):
-    class Module(Regression):
-        def loss(self, batch):
-            return self.net(torch.full((2, 6), float(batch), dtype=torch.float64, device=self.device)).square().mean()
-
-    assert_parity(Module, loader=lambda: [1.0, 2.0, 3.0])
-
-
 @pytest.mark.filterwarnings("ignore:A batch")
 @pytest.mark.parametrize("batch_sizes", [(4, 4), (4, 3)])
 @pytest.mark.parametrize("mode", ["max_size", "min_size"])
@@ -191,12 +183,3 @@ def test_callbacks_change_the_batch(assert_parity):
 
     make = unpacking(lambda batch: (batch["X"] + batch["shift"], batch["y"]))
     assert_parity(make, loader=lambda: collated(lambda X, y: {"X": X, "y": y}), callbacks=lambda: [Shift()])
-
-
-def test_steps_that_take_the_iterator(right_or_refused):
-    class Module(Regression):
-        def training_step(self, dataloader_iter):
-            batch, _, _ = next(dataloader_iter)
-            return self.loss([part.to(self.device) for part in batch])
-
-    right_or_refused(Module)

@@ -65,11 +65,6 @@ def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on, envir
     trainer_on(plugins=[environment]).fit(Regression(), a_loader())
 
 
-def test_several_nodes_are_refused(trainer_on):
-    with refused("but num_nodes=2: use --trainer.strategy=ddp"):
-        trainer_on(num_nodes=2).fit(Regression(), a_loader())
-
-
 class BadBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, X):

@@ -161,17 +161,3 @@ def with_a_graph(self, loss):
 def test_backwards_that_are_refused(train, backward, said):
     with refused(said):
         train(type("Module", (Regression,), {"backward": backward}), 2)
-
-
-@pytest.mark.parametrize(("base", "accumulate"), [(Regression, 1), (Regression, 2), (Manual, 1)])
-def test_hooks_see_the_whole_batchs_loss(train, base, accumulate):
-    class Module(base):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def on_before_backward(self, loss):
-            self.seen.append(loss.item())
-
-    one, three = (train(Module, k, accumulate_grad_batches=accumulate) for k in (1, 3))
-    assert_close(three.seen, one.seen)

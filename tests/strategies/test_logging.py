@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from tiny_runs import MANUAL, Manual, Regression, a_loader, labelled, make_strategy
+from tiny_runs import MANUAL, Manual, Regression, a_loader, labelled
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
@@ -120,16 +120,6 @@ def test_logged_values_are_those_of_one_device(assert_parity, make):
     assert len(modules[0].trainer.callback_metrics) > 0
 
 
-def test_errors_are_lightnings(logged):
-    def step(module, stage, X, y, batch_idx):
-        module.log("median", X.median(), reduce_fx=torch.median)
-
-    with pytest.raises(Exception, match="reduce_fx=") as expected:
-        logged(1, step)
-    with pytest.raises(type(expected.value), match="reduce_fx="):
-        logged(2, step)
-
-
 def test_where_lightning_logs_nothing(trainer_on):
     """It says so in the step, which may go on."""
 
@@ -142,12 +132,3 @@ def test_where_lightning_logs_nothing(trainer_on):
     X = torch.arange(4.0)
     [made] = trainer_on(2).predict(Module(), DataLoader(TensorDataset(X), 4))
     assert made.tolist() == [0, 1, 2, 3]
-
-
-def test_uneven_shares(assert_logs_alike, engine):
-    """Shards count by their size."""
-
-    def step(module, stage, X, y, batch_idx):
-        module.log(f"{stage}_mean", X.mean(), on_step=True, on_epoch=True)
-
-    assert_logs_alike(step, strategy=lambda k: make_strategy(engine, split=[0.7, 0.2, 0.1][:k]))

@@ -155,19 +155,6 @@ def test_steps(assert_parity, name, accumulate):
     assert_parity(STEPS[name], accumulate_grad_batches=accumulate)
 
 
-def test_weights_kept_elsewhere(right_or_refused):
-    """On devices that differ, a list holds what is on the first one, which torch refuses to mix."""
-
-    class Module(Regression):
-        def on_fit_start(self):
-            self.weights = [parameter for parameter in self.parameters() if parameter.ndim > 1]
-
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch) + sum(weight.norm() for weight in self.weights)
-
-    right_or_refused(Module)
-
-
 SETTINGS = [
     {"gradient_clip_val": 0.05, "own_updates": True},
     {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.profilers import PyTorchProfiler
 from tiny_runs import (
     IS_SIMULATED,
     Manual,
     Regression,
     a_loader,
     assert_close,
-    batch_norm_net,
     make_strategy,
     relative_error,
     same_bits,
@@ -62,16 +60,6 @@ def test_after_a_run(train, tmp_path):
     torch.save(trainer, tmp_path / "trainer.pt")
     strategy = torch.load(tmp_path / "trainer.pt", weights_only=False).strategy
     assert [wrapper.optimizer for wrapper in strategy._lightning_optimizers] == strategy.optimizers
-
-
-@pytest.mark.parametrize("base", [Regression, Manual])
-def test_pytorch_profiler(train, tmp_path, base):
-    """In lockstep, with synchronised BatchNorm, too."""
-    kwargs = {"limit_train_batches": 3, "max_epochs": 1, "sync_batchnorm": True}
-    profiler = PyTorchProfiler(tmp_path, "trace", export_to_chrome=False)
-    profiled, plain = (train(lambda: base(batch_norm_net()), 2, profiler=p, **kwargs) for p in (profiler, None))
-    assert same_bits(profiled, plain)
-    assert "run_training_batch" in next(tmp_path.glob("*.txt")).read_text()
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
