@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from tiny_runs import Manual, Regression, a_loader, assert_close, batch_norm_net, make_strategy, same_bits
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
@@ -23,6 +24,20 @@ def test_synchronised(assert_parity, options, base):
     no_single = {"limit_train_batches": 3, "limit_val_batches": 3}
     assert_parity(lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single)
     assert_parity(lambda: base(net2d(**options)), (2,), val=True, **IMAGES)
+
+
+class Activated(nn.BatchNorm2d):
+    """Does more than normalise, as timm's `BatchNormAct2d`."""
+
+    def forward(self, X):
+        is_training = self.training or self.running_mean is None
+        args = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(X, *args, training=is_training, momentum=0.2).tanh()
+
+
+def test_a_layer_of_ones_own_synchronised(assert_parity):
+    """In accumulation windows, too."""
+    assert_parity(lambda: Regression(net2d(Activated)), val=True, accumulate_grad_batches=2, **IMAGES)
 
 
 def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
