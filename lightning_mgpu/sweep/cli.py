@@ -8,6 +8,7 @@ Every other argument is one of `fit`, the same for all trials. Further `--config
 The same command again goes on where the sweep was stopped. In a second terminal it takes a share of the trials.
 """
 
+import csv
 import fcntl
 import math
 import shutil
@@ -19,32 +20,29 @@ from typing import IO
 
 from filelock import FileLock
 
-from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 try:
-    import optuna  # noqa: F401
+    import optuna
 except ImportError as error:
     raise UsageError("a sweep needs Optuna: pip install optuna") from error
 from optuna.samplers import RandomSampler, TPESampler
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 from lightning_mgpu.runs.processes import run_in_group
 from lightning_mgpu.runs.redact import redact, redact_arguments
 from lightning_mgpu.sweep.plan import TRIAL, Plan, as_argument, read_plan
 from lightning_mgpu.sweep.report import write_report
-from lightning_mgpu.sweep.trial import JOURNAL, STOPPED_EARLY, TRIAL_DIR, open_study
 
+JOURNAL = "sweep.journal"  # Optuna's
 MISTAKE = 2  # the exit status of `fit` for a mistake of the user's
 
 
 def parser() -> ArgumentParser:
-    description = (__doc__ or "").replace("`", "")
-    result = ToolParser(
-        "python -m lightning_mgpu sweep",
-        description=description,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description, formatter = (__doc__ or "").replace("`", ""), RawDescriptionHelpFormatter
+    prog = "python -m lightning_mgpu sweep"
+    result = ToolParser(prog, description=description, formatter_class=formatter, allow_abbrev=False)
     result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
     result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
     result.add_argument("--seed", type=int, default=0, help="of the draws; that of training is --seed_everything")
@@ -91,18 +89,14 @@ class Sweep:
             sweep_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
-        settings = {
-            "method": plan.method,
-            "metric": plan.metric,
-            "goal": plan.direction,
-            "early_terminate": plan.early_terminate,
-            "parameters": {name: str(distribution) for name, distribution in plan.space.items()},
-            "arguments": redact_arguments(fit),
-            "seed": seed,
-        }
+        settings = {**plan.asked, "arguments": redact_arguments(fit), "seed": seed}
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(sweep_dir / JOURNAL)))
         self.lock = FileLock(sweep_dir / "sweep.lock")
         with self.lock:
-            self.study = open_study(sweep_dir, plan.direction)
+            self.study = optuna.create_study(
+                study_name="sweep", storage=storage, direction=plan.direction, load_if_exists=True
+            )
             before = self.study.user_attrs.get("settings", settings)
             self.study.set_user_attr("settings", before)
         if others := [key for key, value in settings.items() if before[key] != value]:
@@ -143,7 +137,7 @@ class Sweep:
         Raises:
             UsageError: If the very first trial is a mistake, one in the YAML or the command line most likely.
         """
-        run_dir = self._path(trial.number)
+        run_dir = self.dir / f"trial_{trial.number:03}"
         given = [as_argument(option, trial.params[option]) for option in self.plan.space]  # --model before --model.lr
         print(f"trial {trial.number}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
@@ -153,48 +147,51 @@ class Sweep:
             arguments = [f"--wandb.group={self.dir.name}", *self.fit, *given, f"--run_dir={run_dir}", TRIAL]
         # the process inherits the lock on its log, and keeps the lock if this one is killed
         status = run_in_group([sys.executable, "-m", "lightning_mgpu", "fit", *arguments], log)
-        record = self.study.get_trials()[trial.number]
-        values = list(record.intermediate_values.values())
-        if error := self._error(status, values, Path(log.name)):
-            self._fail(trial.number, error)
-            if (status == MISTAKE or not values) and trial.number == 0 and len(self.study.get_trials()) == 1:
-                shutil.rmtree(self.dir)  # the corrected command begins anew
-                raise UsageError(error)
-        elif "note" in record.user_attrs:
-            self.study.tell(trial, state=TrialState.PRUNED)  # with the last value
-            print(f"trial {trial.number}: {self.plan.metric} {values[-1]:.4f}, {STOPPED_EARLY}", flush=True)
+        values = read_values(run_dir / "metrics.csv", self.plan.metric)
+        if status != 0:
+            error = f"status {status}: {last_words(Path(log.name))}"
+        elif not values:
+            error = f"metric: name: {self.plan.metric}: no such metric is logged"
+        elif not math.isfinite(values[-1]):
+            error = f"diverged: {self.plan.metric} is {values[-1]}"
         else:
-            self.study.tell(trial, best := (max if self.plan.direction == "maximize" else min)(values))
+            best = (max if self.plan.direction == "maximize" else min)(values)
+            self.study.tell(trial, best)
             print(f"trial {trial.number}: {self.plan.metric} {best:.4f}", flush=True)
+            return
+        print(f"trial {trial.number}: failed: {error}", flush=True)
+        trial.set_user_attr("note", error)
+        self.study.tell(trial, state=TrialState.FAIL)
+        if (status == MISTAKE or not values) and len(self.study.get_trials()) == 1:
+            shutil.rmtree(self.dir)  # the corrected command begins anew
+            raise UsageError(error)
 
     def report(self) -> str:
+        """Write the table and the picture; returns the table."""
         with self.lock:
             return write_report(self.study, self.dir, self.plan.metric, list(self.plan.space))
 
-    def _error(self, status: int, values: list[float], log: Path) -> str:
-        """Why a trial has failed, in one line; '' if it has not."""
-        if status:  # the end of the log is an `error: ` in a few lines, or a traceback, whose last line tells
-            text = log.read_text(errors="replace").strip()
-            told = text.rpartition("\nerror: " if "\nerror: " in f"\n{text}" else "\n")[2].removeprefix("error: ")
-            return redact(f"status {status}: {' '.join(told.split())}")
-        if not values:
-            return f"metric: name: {self.plan.metric}: no such metric is logged"
-        return "" if math.isfinite(values[-1]) else f"diverged: {self.plan.metric} is {values[-1]}"
-
-    def _fail(self, number: int, error: str) -> None:
-        print(f"trial {number}: failed: {error}", flush=True)
-        Trial(self.study, self.study.get_trials()[number]._trial_id).set_user_attr("note", error)
-        self.study.tell(number, state=TrialState.FAIL)
-
-    def _path(self, number: int) -> Path:
-        return self.dir / f"{TRIAL_DIR}{number:03}"
-
     def _claim(self, number: int) -> IO[str] | None:
         """A trial's log, locked until it is closed here and in the processes that write to it."""
-        log = self._path(number).with_suffix(".log").open("a")
+        log = (self.dir / f"trial_{number:03}.log").open("a")
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.close()
             return None
         return log
+
+
+def read_values(path: Path, metric: str) -> list[float]:
+    """A metric of a run, epoch by epoch, from its `metrics.csv`."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
+
+
+def last_words(log: Path) -> str:
+    """What a log ends with: an `error: ` of a few lines, or a traceback, whose last line tells."""
+    text = log.read_text(errors="replace").strip()
+    told = text.rpartition("\nerror: " if "\nerror: " in f"\n{text}" else "\n")[2].removeprefix("error: ")
+    return redact(" ".join(told.split()))

@@ -7,21 +7,24 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from lightning_mgpu.runs.files import replace_text, replacing
 
 
 def write_report(study: optuna.Study, sweep_dir: Path, metric: str, options: list[str]) -> str:
-    """Write the three files, the best trial first; returns the text of `sweep.md`."""
+    """Write the three files; returns the text of `sweep.md`."""
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     trials = [trial for trial in study.get_trials() if trial.state.is_finished()]
     trials.sort(key=lambda trial: (trial.state != TrialState.COMPLETE, sign * (trial.value or 0)))
-    head = ["trial", *options, metric, "seconds", "note"]
-    rows = [_row(trial, options) for trial in trials]
+    rows: list[list[Any]] = [["trial", *options, metric, "seconds", "note"]]
+    for trial in trials:
+        values = ["null" if (value := trial.params.get(option)) is None else value for option in options]
+        seconds = round(trial.duration.total_seconds(), 1) if trial.duration else ""
+        rows.append([trial.number, *values, trial.value, seconds, trial.user_attrs.get("note")])
     with replacing(sweep_dir / "sweep.csv") as part, part.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
-    lines = [" | ".join(map(_cell, row)) for row in (head, ["---"] * len(head), *rows)]
+        csv.writer(file).writerows(rows)
+    lines = [" | ".join(map(_cell, row)) for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
     replace_text(sweep_dir / "sweep.md", text := "".join(f"| {line} |\n" for line in lines))
     if options and any(trial.state == TrialState.COMPLETE for trial in trials):
         with replacing(sweep_dir / "sweep.png") as part, warnings.catch_warnings():
@@ -31,12 +34,6 @@ def write_report(study: optuna.Study, sweep_dir: Path, metric: str, options: lis
             plt.savefig(part, dpi=110, format="png", bbox_inches="tight")
             plt.close()
     return text
-
-
-def _row(trial: FrozenTrial, options: list[str]) -> list[Any]:
-    values = ["null" if (value := trial.params.get(option)) is None else value for option in options]
-    seconds = round(trial.duration.total_seconds(), 1) if trial.duration else ""
-    return [trial.number, *values, trial.value, seconds, trial.user_attrs.get("note")]
 
 
 def _cell(value: Any) -> str:
