@@ -51,7 +51,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         (Path(given["run_dir"]) / "metrics.csv").write_text(METRICS)
         return 0
 
-    monkeypatch.setattr(time_to_accuracy, "run", run)
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", run)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return runs
 
@@ -75,8 +75,8 @@ def test_a_run_for_every_seed_and_no_secret_in_the_report(
 def test_a_fit_that_fails_ends_it_and_keeps_the_seeds_before(
     trained: list[dict[str, str]], main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = time_to_accuracy.run
-    monkeypatch.setattr(time_to_accuracy, "run", lambda command: 3 if trained else train(command))
+    train = time_to_accuracy.run_in_group
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", lambda command: 3 if trained else train(command))
     args = ("benchmark", "time_to_accuracy", "--target=0.9", "--seeds", "0", "1")
     assert main(*args, "--run_dir=tta") == 3 == main(*args, "--run_dir=other") and not Path("other").exists()
     assert [run["seed"] for run in json.loads(Path("tta/time_to_accuracy.json").read_text())["runs"]] == [0]
