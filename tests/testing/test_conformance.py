@@ -128,6 +128,14 @@ def test_a_promise_that_is_judged_by_its_case() -> None:
     assert _same_bits(states[:1] * 2) == "" and _same_bits(states) == "the runs differ"
 
 
+def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
+    seen = {name: PROMISES[name].case(Kind(), tmp_path) for name in ("gradients", "logging", "metrics", "bf16")}
+    assert len(seen["gradients"]) == 8 * 4  # steps, parameters
+    assert [len(row) for row in seen["logging"]] == [1] * 4 + [2] * 6  # of a step; of the last epoch, too
+    assert [len(row) for row in seen["metrics"]] == [0] * 4 + [1] * 6
+    assert seen["bf16"]["in_bf16"] == [1.0] * 10
+
+
 def test_replicas_of_our_strategies_are_found() -> None:
     seen: list[int] = []
 
