@@ -38,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     add("--only", choices=["steps", "exchange"], help="of training, or the allreduce alone; left out, both")
     add("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
     add("--repeats", type=above_0, default=5)
-    add("--accelerator", choices=["cpu", "gpu"], default="gpu" if torch.cuda.is_available() else "cpu")
     add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help="also dotted paths of your own")
     add("--devices", nargs="+", type=above_0, default=[2])
     add("--replicas", nargs="+", type=above_0, default=[], help="also measure so many replicas on one device")
@@ -68,8 +67,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for check, names in checks:
         for name in names:
             check(name)
-    if args.accelerator == "gpu" and (num_gpus := torch.cuda.device_count()) < max(args.devices):
-        raise UsageError(f"--devices {max(args.devices)}: GPUs here: {num_gpus}; take fewer, or --accelerator=cpu")
+    if 0 < (num_gpus := torch.cuda.device_count()) < max(args.devices):
+        raise UsageError(f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them")
     return args
 
 
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str]) -> None:
             plan = {str(each): vars(each) for each in configurations(args)}
             measure("steps", plan, args.repeats, report["results"])
         if args.only != "steps":
-            shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds", "accelerator")}
+            shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
             plan = {f"{name} alone": {"algorithm": name, **shared} for name in (*args.algorithms, LIMIT)}
             measure("exchange_worker", plan, args.repeats, report["exchange"])
     finally:  # also on Ctrl-C

@@ -26,7 +26,6 @@ class Configuration:
     model: str = "LeNet"
     devices: int = 2
     batch_size: int = 256  # global
-    accelerator: str = "cpu"
     replicas: int | None = None  # that share the one device; left out, one a device
     num_steps: int | None = None  # of a stretch; left out, about two seconds
 
@@ -42,7 +41,7 @@ def configurations(args: argparse.Namespace) -> list[Configuration]:
     for r in args.replicas:
         engines += [(engine, 1, r) for engine in ("book", *filter(_takes_replicas, args.strategies))]
     plan = [
-        Configuration(engine, model, devices, args.batch_size, args.accelerator, replicas, args.num_steps)
+        Configuration(engine, model, devices, args.batch_size, replicas, args.num_steps)
         for model in args.models
         for engine, devices, replicas in engines
     ]

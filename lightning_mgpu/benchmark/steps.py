@@ -63,7 +63,7 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     stretches = Stretches(Parts(), configuration.num_steps)
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
-        accelerator=configuration.accelerator,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=configuration.devices,
         strategy=make_strategy(configuration, stretches.parts),
         max_epochs=-1,
@@ -100,7 +100,7 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     data.setup("fit")
     model, parts, replicas = make_model(configuration.model), Parts(), list[Any]()
     for i in range(configuration.replicas or configuration.devices):
-        device = torch.device("cuda", i % configuration.devices) if configuration.accelerator == "gpu" else "cpu"
+        device = torch.device("cuda", i % configuration.devices) if torch.cuda.is_available() else "cpu"
         replicas.append(copy.deepcopy(model).to(device).train())
     step = train_batch(replicas, parts)
     stretches, batches = (

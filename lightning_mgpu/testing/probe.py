@@ -41,11 +41,11 @@ class Kind:
         known = ", ".join(["auto", *sorted(StrategyRegistry)])
         raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or one of {known}")
 
-    def trainer(self, strategy: Any = None, **kwargs: Any) -> Trainer:
+    def trainer(self, **kwargs: Any) -> Trainer:
         """A quiet Trainer of two epochs; `kwargs` go before its settings."""
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         settings = {"max_epochs": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-        where = {"strategy": strategy or self.make_strategy(), "devices": self.devices, "accelerator": self.accelerator}
+        where = {"strategy": self.make_strategy(), "devices": self.devices, "accelerator": self.accelerator}
         return Trainer(**{**quiet, **settings, **where, **kwargs})  # type: ignore[arg-type]
 
 

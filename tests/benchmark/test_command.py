@@ -16,9 +16,10 @@ from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.references import train_batch
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
-SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2", "--accelerator=cpu")
+SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -91,6 +92,13 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
     assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
 
 
+def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.parse(["--devices", "1"]).devices == [1]
+    with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
+        cli.parse(["--quick"])
+
+
 def test_quick_leaves_what_is_given() -> None:
     assert (quick := cli.parse(["--quick"])).models == ["LeNet"] and quick.repeats == 2 and quick.num_steps == 10
     given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
@@ -105,7 +113,6 @@ def test_quick_leaves_what_is_given() -> None:
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
         (["--devices", "0"], ["--devices: 0: take a number above 0"]),
-        (["--accelerator=gpu", "--devices", "99"], ["--devices 99", "GPUs"]),
         (["--run_di=x"], ["unrecognized arguments: --run_di=x"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
     ],

@@ -83,7 +83,7 @@ def test_a_report_of_before_makes_the_same_table() -> None:
 
 
 def plan(**given: Any) -> list[tuple[Any, ...]]:
-    defaults = {"models": ["LeNet"], "batch_size": 64, "accelerator": "cpu", "replicas": [], "num_steps": 3}
+    defaults = {"models": ["LeNet"], "batch_size": 64, "replicas": [], "num_steps": 3}
     found = configurations(argparse.Namespace(**{**defaults, "strategies": ["ddp", "dp"], "devices": [2], **given}))
     assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
     return [(each.engine, each.devices, each.replicas) for each in found]
