@@ -65,14 +65,14 @@ def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
     raise UsageError(f"--strategies {name}: no such strategy; take ddp, {known}, or a path, my_package.MyStrategy")
 
 
-def _takes_replicas(name: str) -> bool:
-    bases: Any = find_strategy(name)[0].__mro__
-    return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)
-
-
 def make_model(name: str) -> LightningModule:
     """A model of this package by its name, or any LightningModule by its dotted path."""
     found = getattr(models, name, None) or pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
     raise UsageError(f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel")
+
+
+def _takes_replicas(name: str) -> bool:
+    bases: Any = find_strategy(name)[0].__mro__
+    return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)

@@ -101,8 +101,8 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
     """`parts_MODEL.png` for every model that was measured."""
     for model, own in by_model([result for result in results if steps(result)]).items():
-        figure = parts_figure(own, f"{model}: where the time of a step goes; {hardware(machine)}")
-        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
+        title = f"{model}: where the time of a step goes; {hardware(machine)}"
+        parts_figure(own, title).savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
 
 
 def parts_figure(results: Sequence[Result], title: str) -> Figure:
