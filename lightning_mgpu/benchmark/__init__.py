@@ -8,6 +8,6 @@
 | `steps.py`            | in such a process: the steps of a Trainer, or of the loop of `references.py`      |
 | `parts.py`            | the clock, and where the time of a step goes                                      |
 | `report.py`           | medians, ratios within a repeat, the table and the picture                        |
-| `exchange.py`         | the allreduce functions alone; `exchange_worker.py` times them in their processes |
+| `exchange.py`         | the allreduce functions alone; `exchange_worker.py` times one, in its process     |
 | `time_to_accuracy.py` | seconds until a test accuracy                                                     |
 """

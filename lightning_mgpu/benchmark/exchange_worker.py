@@ -1,20 +1,21 @@
-"""Times allreduce functions in a process of their own, or torch.distributed's in several: `exchange.py` starts them."""
+"""Times an allreduce function alone, on tensors of several sizes and on the gradients of models.
+
+`exchange.py` starts it as a process for every function: OpenMP's threads of a compiled one slow down those after it.
+"""
 
 import functools
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many
 from lightning_mgpu.benchmark.parts import finished_time
+from lightning_mgpu.benchmark.plan import make_model
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")
@@ -30,6 +31,20 @@ def find_algorithm(name: str) -> Allreduce:
     return ALGORITHMS.get(name) or getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 
+def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, list[torch.Size]]:
+    """Shapes of the gradients to exchange, by what they are: `4 kB`, `LeNet`, `LeNet, flat`.
+
+    `flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
+    """
+    cases = {f"{size / 2**10:.4g} kB": [torch.Size([size // 4])] for size in sizes if size < 2**20}
+    cases |= {f"{size / 2**20:.4g} MB": [torch.Size([size // 4])] for size in sizes if size >= 2**20}
+    for model in models:
+        shapes = [p.shape for p in model.parameters() if p.requires_grad]
+        cases[type(model).__name__] = shapes
+        cases[f"{type(model).__name__}, flat"] = [torch.Size([sum(shape.numel() for shape in shapes)])]
+    return cases
+
+
 @torch.no_grad()
 def read_modify_write(gradients: list[list[Tensor]]) -> None:
     for same in gradients:
@@ -37,7 +52,7 @@ def read_modify_write(gradients: list[list[Tensor]]) -> None:
             tensor.add_(0.0)  # zeros stay zeros: a sum of sums of sums would end as inf
 
 
-def time_function(name: str, shapes: Sequence[Sequence[int]], devices: Sequence[torch.device], seconds: float) -> float:
+def time_function(name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float) -> float:
     """Seconds of a call on float32 gradients of these shapes, measured for so many `seconds`."""
     from torch.utils.benchmark import Timer  # which says that there is no CUDA: only where it is needed
 
@@ -50,38 +65,19 @@ def time_function(name: str, shapes: Sequence[Sequence[int]], devices: Sequence[
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
-def time_distributed(tensor: Tensor) -> float:
-    """Seconds of torch.distributed's allreduce: a mean over calls, as many for all processes."""
-    num_calls = max(5, min(1000, 2**26 // tensor.nbytes))
-    for _ in range(3):
-        dist.all_reduce(tensor)
-    dist.barrier()
-    start = finished_time()
-    for _ in range(num_calls):
-        dist.all_reduce(tensor)
-    return (finished_time() - start) / num_calls
-
-
 def main() -> None:
-    order: dict[str, Any] = json.loads(sys.argv[1])
-    kind = "cuda" if order["accelerator"] == "gpu" else "cpu"
-    rank = int(os.environ.get("LOCAL_RANK", -1))  # torchrun's
-    if rank >= 0:
-        backend = "nccl" if kind == "cuda" else "gloo"
-        if kind == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(backend)
-    num_devices = torch.cuda.device_count() if kind == "cuda" else 1
-    devices = [torch.device(kind, i % num_devices) for i in range(order["k"])]
-    for case, shapes in order["cases"].items():
-        if rank >= 0:
-            times = {backend: time_distributed(torch.zeros(*shapes[0], device=kind))}
-        else:
-            times = {name: time_function(name, shapes, devices, order["seconds"]) for name in order["names"]}
-        if rank <= 0:
-            print(json.dumps({"case": case, "times": times}), flush=True)
-    if rank >= 0:
-        dist.destroy_process_group()
+    order = json.loads(sys.argv[1])
+    cases = cases_of(order["sizes"], [make_model(name) for name in order["models"]])
+    num_gpus = torch.cuda.device_count()
+    found = []
+    for case, shapes in cases.items():
+        about = {"case": case, "num_tensors": len(shapes), "bytes": sum(4 * shape.numel() for shape in shapes)}
+        for k in order["ks"]:
+            devices = [torch.device("cuda", i % num_gpus) if num_gpus else torch.device("cpu") for i in range(k)]
+            found.append(
+                {**about, "k": k, "seconds": time_function(order["algorithm"], shapes, devices, order["seconds"])}
+            )
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,21 +20,14 @@ BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-de
 
 @dataclass(frozen=True)
 class Configuration:
-    """One thing to measure.
+    """One thing to measure."""
 
-    Args:
-        engine: `loop` and `book` are written by hand, `auto` is the Trainer on one device; else the name of a strategy,
-            or the dotted path of its class.
-        batch_size: Of the *global* batch.
-        replicas: How many parameter sets share the one device; left out, one a device.
-    """
-
-    engine: str
+    engine: str  # `loop` and `book`, by hand; `auto`, the Trainer on one device; else a strategy's name or dotted path
     model: str = "LeNet"
     devices: int = 2
-    batch_size: int = 256
-    accelerator: str = "cpu"
-    replicas: int | None = None
+    batch_size: int = 256  # global
+    replicas: int | None = None  # that share the one device; left out, one a device
+    num_steps: int | None = None  # of a stretch; left out, about two seconds
 
     def __str__(self) -> str:
         replicas = f"/replicas={self.replicas}" if self.replicas else ""
@@ -43,16 +36,15 @@ class Configuration:
 
 def configurations(args: argparse.Namespace) -> list[Configuration]:
     """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
-    plan: list[Configuration] = []
-    with_replicas = [name for name in args.strategies if _has_option(find_strategy(name)[0], "replicas")]
-    for model in args.models:
-        plan += [Configuration(engine, model, 1, args.batch_size, args.accelerator) for engine in ("loop", "auto")]
-        for k in (k for k in args.devices if k > 1):
-            batch = args.batch_size * k if args.scaling == "weak" else args.batch_size
-            plan += [Configuration(engine, model, k, batch, args.accelerator) for engine in ("book", *args.strategies)]
-        for r in args.replicas:
-            engines = ("book", *with_replicas)
-            plan += [Configuration(engine, model, 1, args.batch_size, args.accelerator, r) for engine in engines]
+    engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
+    engines += [(engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)]
+    for r in args.replicas:
+        engines += [(engine, 1, r) for engine in ("book", *filter(_takes_replicas, args.strategies))]
+    plan = [
+        Configuration(engine, model, devices, args.batch_size, replicas, args.num_steps)
+        for model in args.models
+        for engine, devices, replicas in engines
+    ]
     return list(dict.fromkeys(plan))
 
 
@@ -63,11 +55,7 @@ def interleaved(plan: Sequence[Any], repeats: int) -> list[tuple[int, Any]]:
 
 
 def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
-    """The class of a strategy, and the arguments that its name stands for.
-
-    Raises:
-        UsageError: If `name` is neither registered nor the dotted path of a Strategy.
-    """
+    """The class of a strategy, by its name or dotted path, and the arguments that its name stands for."""
     if name in StrategyRegistry:
         return StrategyRegistry[name]["strategy"], dict(StrategyRegistry[name]["init_params"])
     found = pydoc.locate(name)
@@ -78,18 +66,13 @@ def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 
 def make_model(name: str) -> LightningModule:
-    """A model of this package by its name, or any LightningModule by its dotted path.
-
-    Raises:
-        UsageError: If there is none.
-    """
-    own = [each for each in models.__all__ if each != "Classifier"]
-    found = getattr(models, name) if name in own else pydoc.locate(name)
+    """A model of this package by its name, or any LightningModule by its dotted path."""
+    found = getattr(models, name, None) or pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
-    raise UsageError(f"--models {name}: no LightningModule; take {', '.join(own)}, or a path, my_package.MyModel")
+    raise UsageError(f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel")
 
 
-def _has_option(strategy: type[Strategy], name: str) -> bool:
-    """Whether the class or one that it inherits from has such an option."""
-    return any(name in inspect.signature(base.__init__).parameters for base in strategy.__mro__)  # type: ignore[misc]
+def _takes_replicas(name: str) -> bool:
+    bases: Any = find_strategy(name)[0].__mro__
+    return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)

@@ -9,15 +9,13 @@ from matplotlib.figure import Figure
 
 from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
+from lightning_mgpu.benchmark.processes import Result
 
 COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#bbbbbb")  # of the parts
 HEAD = (
     *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
-    *("ms above the book's loop", "memory, MB"),
+    "ms above the book's loop",
 )
-
-Result = dict[str, Any]
-"""Of a configuration: `configuration`, `error`, and `repeats`, each as `Stretches.result` has it, or `None`."""
 
 
 def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
@@ -49,15 +47,17 @@ def name_of(configuration: dict[str, Any]) -> str:
 
 
 def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
-    load = f" under load {machine['load']}" if machine["load"] > machine["cores"] + 1 else ""
-    return (
-        f"Measured {machine['date']} on {hardware(machine)}{load}, torch {machine['torch']}, "
+    measured = (
+        f"Measured {machine['date']} on {hardware(machine)}, torch {machine['torch']}, "
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
     )
+    if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
+        measured += f" Other programs wanted the cores, too (load {machine['load']}): the figures mean little."
+    return measured
 
 
 def hardware(machine: dict[str, Any]) -> str:
-    return f"{', '.join(machine['gpus']) or '{cores} cores of {cpu}'.format(**machine)}, malloc: {machine['malloc']}"
+    return ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
 
 
 def tables(results: Sequence[Result]) -> list[str]:
@@ -85,29 +85,24 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
         fits = [r for r in results if {"engine": engine, **wanted}.items() <= r["configuration"].items()]
         return fits[0] if fits else None
 
-    def speedup(this: dict[str, Any], other: dict[str, Any]) -> float:
-        """In samples a second: under weak scaling the batches differ."""
-        return float(this["samples"] / this["step"] / (other["samples"] / other["step"]))
-
-    alike = {name: own[name] for name in ("devices", "batch_size", "replicas") if name in own}
-    book = None if own["engine"] in BY_HAND else find("book", **alike)
+    alike = {name: own[name] for name in ("devices", "replicas") if name in own}
+    others, book = (find("loop"), find("auto"), find("ddp", **alike)), find("book", **alike)
+    ratios = [over_repeats(lambda this, other: other["step"] / this["step"], result, other) for other in others]
     above = over_repeats(lambda this, other: this["step"] - other["step"], result, book)
-    step, others = statistics.median(seconds), (find("loop"), find("auto"), find("ddp", **alike))
-    ratios = [over_repeats(speedup, result, other) for other in others]
+    step = statistics.median(seconds)
     return [
         *(*names, f"{own['batch_size'] / step:,.0f}"),
         f"{step * 1e3:.1f} ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
         *("" if value is None else f"{value:.2f}" for value in ratios),
-        "" if above is None else f"{above * 1e3:.1f}",
-        f"{(over_repeats(lambda repeat: repeat['memory'], result) or 0) / 2**20:,.0f}",
+        "" if above is None or own["engine"] in BY_HAND else f"{above * 1e3:.1f}",
     ]
 
 
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
     """`parts_MODEL.png` for every model that was measured."""
     for model, own in by_model([result for result in results if steps(result)]).items():
-        figure = parts_figure(own, f"{model}: where the time of a step goes; {hardware(machine)}")
-        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
+        title = f"{model}: where the time of a step goes; {hardware(machine)}"
+        parts_figure(own, title).savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
 
 
 def parts_figure(results: Sequence[Result], title: str) -> Figure:

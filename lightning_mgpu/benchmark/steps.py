@@ -6,7 +6,6 @@ The images are synthetic: a step takes as long as with real ones.
 
 import copy
 import json
-import resource
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -20,6 +19,7 @@ from lightning_mgpu.benchmark.parts import Parts
 from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, find_strategy, make_model
 from lightning_mgpu.benchmark.references import train_batch
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles, the others tell how long a step takes
 SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
@@ -51,20 +51,19 @@ class Stretches(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         trainer.should_stop = self.step_done(trainer.strategy.broadcast)
 
-    def result(self, batch_size: int, memory: float) -> dict[str, Any]:
-        """Seconds of a step and of its parts, and bytes at the peak."""
+    def result(self) -> dict[str, Any]:
+        """Seconds of a step, and of its parts."""
         assert self.num_steps is not None
         plain, watched = self.seconds
-        parts = self.parts.of_step(watched, self.num_steps)
-        return {"step": plain / self.num_steps, "parts": parts, "samples": batch_size, "memory": memory}
+        return {"step": plain / self.num_steps, "parts": self.parts.of_step(watched, self.num_steps)}
 
 
-def train(configuration: Configuration, data: FashionMNIST, num_steps: int | None) -> dict[str, Any] | None:
+def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
-    stretches = Stretches(Parts(), num_steps)
+    stretches = Stretches(Parts(), configuration.num_steps)
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
-        accelerator=configuration.accelerator,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=configuration.devices,
         strategy=make_strategy(configuration, stretches.parts),
         max_epochs=-1,
@@ -74,9 +73,7 @@ def train(configuration: Configuration, data: FashionMNIST, num_steps: int | Non
         **dict.fromkeys(switches, False),  # type: ignore[arg-type]
     )
     trainer.fit(make_model(configuration.model), data)
-    memory = torch.tensor(float(_peak_memory()), device=trainer.strategy.root_device)  # NCCL takes no tensor on the CPU
-    of_all = float(trainer.strategy.reduce(memory, reduce_op="sum"))
-    return stretches.result(configuration.batch_size, of_all) if trainer.is_global_zero else None
+    return stretches.result() if trainer.is_global_zero else None
 
 
 def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
@@ -97,37 +94,35 @@ def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
     return strategy  # type: ignore[no-any-return]
 
 
-def train_by_hand(configuration: Configuration, data: FashionMNIST, num_steps: int | None) -> dict[str, Any]:
+def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str, Any]:
     """Measure the loop of `references.py`."""
     data.prepare_data()
     data.setup("fit")
-    kind, num_devices = "cuda" if configuration.accelerator == "gpu" else "cpu", configuration.devices
-    devices = [torch.device(kind, i % num_devices) for i in range(configuration.replicas or num_devices)]
-    model, parts = make_model(configuration.model), Parts()
-    step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
-    stretches, batches = Stretches(parts, num_steps), (b for _ in count() for b in data.train_dataloader())
+    model, parts, replicas = make_model(configuration.model), Parts(), list[Any]()
+    for i in range(configuration.replicas or configuration.devices):
+        device = torch.device("cuda", i % configuration.devices) if torch.cuda.is_available() else "cpu"
+        replicas.append(copy.deepcopy(model).to(device).train())
+    step = train_batch(replicas, parts)
+    stretches, batches = (
+        Stretches(parts, configuration.num_steps),
+        (b for _ in count() for b in data.train_dataloader()),
+    )
     while True:
         with parts.profile("data"):
             batch = next(batches)
         step(batch)
         if stretches.step_done():
-            return stretches.result(configuration.batch_size, float(_peak_memory()))
-
-
-def _peak_memory() -> int:
-    """Bytes of this process at its peak: on its GPUs, or in main memory where the GPUs hold nothing."""
-    on_gpus = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return on_gpus or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return stretches.result()
 
 
 def main() -> None:
-    order = json.loads(sys.argv[1])
-    configuration = Configuration(**order["configuration"])
+    configuration = Configuration(**json.loads(sys.argv[1]))
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")
-    if result := measure(configuration, data, order["num_steps"]):
+    if result := measure(configuration, data):
         print(json.dumps(result), flush=True)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ its recipe, in a process of its own.
 """
 
 import argparse
-import contextlib
 import csv
 import json
 import shlex
@@ -20,18 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark.processes import machine, new_directory
-from lightning_mgpu.cli.errors import ToolParser, UsageError
-from lightning_mgpu.runs.processes import process_group
+from lightning_mgpu.runs.errors import ToolParser, UsageError
+from lightning_mgpu.runs.processes import run_in_group
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this measurement, and those of `fit`.
-
-    Raises:
-        UsageError: For a target that is no fraction, and for options that it sets itself.
-    """
+    """The options of this measurement, and those of `fit`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ToolParser(prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
@@ -50,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
     args, of_fit = parse(arguments)
     run_dir = new_directory(args.run_dir, "time_to_accuracy")
-    about = {"command": shlex.join([*PROG.split(), *arguments]), "machine": machine("as given")}
+    about = {"command": shlex.join([*PROG.split(), *arguments]), "machine": machine()}
     report: dict[str, Any] = {**about, "target": args.target, "runs": []}
     for seed in args.seeds:
         report["runs"].append({"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")})
@@ -62,8 +57,8 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
     """The epochs of one run of `fit`."""
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
-    if status := run(command):
-        with contextlib.suppress(OSError):  # gone if it is empty: a mistake has ended `fit`
+    if status := run_in_group(command):
+        if not any(run_dir.parent.iterdir()):  # a mistake has ended `fit`
             run_dir.parent.rmdir()
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
@@ -72,12 +67,6 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
         settings = "limit_val_batches, check_val_every_n_epoch, fast_dev_run and logger"
         raise UsageError(f"no accuracy of an epoch in {metrics}: leave {settings} as they are")
     return epochs
-
-
-def run(command: Sequence[str]) -> int:
-    """Run a command to its end; returns its status."""
-    with process_group(command) as process:
-        return int(process.wait())
 
 
 def read_epochs(rows: Sequence[dict[str, str]]) -> list[dict[str, float]]:

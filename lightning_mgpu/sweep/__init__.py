@@ -1,6 +1,6 @@
 """Many runs from one YAML, without an account: `python -m lightning_mgpu sweep`. `wandb sweep` takes the same files.
 
-`plan.py` reads the YAML, `cli.py` chooses and runs trials, `trial.py` makes a `fit` a trial, `report.py` shows them.
+`plan.py` reads the YAML, `trials.py` chooses and runs trials, `trial.py` makes a `fit` a trial, `report.py` shows them.
 """
 
 from lightning_mgpu.sweep.trial import Trial

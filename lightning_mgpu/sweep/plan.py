@@ -2,9 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +11,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.errors import UsageError
 
-METHODS = ("grid", "random", "bayes")
+METHODS, GOALS = ("grid", "random", "bayes"), ("minimize", "maximize")
 KEYS = {"program", "command", "method", "metric", "parameters", "name", "project", "entity", "description", "run_cap"}
 KEYS |= {"early_terminate"}
-DISTRIBUTIONS: dict[str, Callable[..., BaseDistribution]] = {
-    "uniform": FloatDistribution,
-    "log_uniform_values": partial(FloatDistribution, log=True),
-    "int_uniform": IntDistribution,
-}
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
 
 
@@ -32,11 +25,11 @@ class Plan:
     method: str
     metric: str
     direction: Literal["minimize", "maximize"]
-    early_terminate: dict[str, Any]
     fit: list[str]
     space: dict[str, BaseDistribution]
     points: list[dict[str, Any]]  # of a grid, the last parameter varies fastest; else none, Optuna draws
     num_trials: int
+    asked: dict[str, Any]  # what may not change when a sweep goes on
 
 
 def read_plan(config: str, count: int | None = None) -> Plan:
@@ -55,12 +48,11 @@ def read_plan(config: str, count: int | None = None) -> Plan:
 def _plan(sweep: dict[str, Any], stem: str, count: int | None) -> Plan:
     if not {"method", "metric", "parameters"} <= sweep.keys() <= KEYS:
         raise ValueError(f"it needs method, metric and parameters; all there are: {', '.join(sorted(KEYS))}")
-    method, goal = sweep["method"], sweep["metric"].get("goal", "minimize")
-    if method not in METHODS or goal not in ("minimize", "maximize"):
+    method, metric, goal = sweep["method"], sweep["metric"]["name"], sweep["metric"].get("goal", "minimize")
+    if method not in METHODS or goal not in GOALS:
         raise ValueError(f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or maximize")
-    early = sweep.get("early_terminate") or {}
-    if early and early.get("type") != "hyperband":
-        raise ValueError(f"early_terminate: type: {early.get('type')}: choose hyperband, as W&B does")
+    if "early_terminate" in sweep:
+        print("early_terminate is left to W&B's agent: here every trial runs to its end", flush=True)
     fixed = {name: given["value"] for name, given in sweep["parameters"].items() if "value" in given}
     space = {name: _distribution(name, given) for name, given in sweep["parameters"].items() if name not in fixed}
     command = [str(word) for word in sweep.get("command", ["fit"])]  # what W&B's agent gives `fit`
@@ -77,18 +69,20 @@ def _plan(sweep: dict[str, Any], stem: str, count: int | None) -> Plan:
         num_trials = min(len(points), num_trials or len(points))
     if not isinstance(num_trials, int) or num_trials < 1:
         raise ValueError(f"method: {method} needs a number of trials: --count=20 here, or run_cap: 20 there")
-    name = str(sweep.get("name", stem))
-    return Plan(name, method, sweep["metric"]["name"], goal, early, fit, space, points, num_trials)
+    asked = {key: sweep[key] for key in ("method", "metric", "parameters")}
+    return Plan(str(sweep.get("name", stem)), method, metric, goal, fit, space, points, num_trials, asked)
 
 
 def _distribution(name: str, given: dict[str, Any]) -> BaseDistribution:
     if "values" in given:
         return CategoricalDistribution(given["values"])
-    bounds = [given.get("min"), given.get("max")]
-    kind = given.get("distribution", "int_uniform" if all(isinstance(x, int) for x in bounds) else "uniform")
-    if None in bounds or kind not in DISTRIBUTIONS:
-        raise ValueError(f"{name}: give value, values, or min and max; distribution: {', '.join(DISTRIBUTIONS)}")
-    return DISTRIBUTIONS[kind](*bounds)
+    is_log = given.get("distribution") == "log_uniform_values"
+    if not {"min", "max"} <= given.keys() or not (is_log or "distribution" not in given):
+        raise ValueError(f"{name}: give value, values, or min and max; distribution: log_uniform_values, or none")
+    low, high = given["min"], given["max"]
+    if isinstance(low, int) and isinstance(high, int) and not is_log:
+        return IntDistribution(low, high)
+    return FloatDistribution(low, high, log=is_log)
 
 
 def as_argument(name: str, value: Any) -> str:

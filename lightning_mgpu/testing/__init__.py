@@ -3,17 +3,15 @@
     python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
     python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2
 
-| file          | what is in it                                                              |
-| ------------- | -------------------------------------------------------------------------- |
-| `cases.py`    | the promises, the runs of a Trainer that show them, who cannot keep them   |
-| `promises.py` | what a promise is, and how it is judged                                    |
-| `probe.py`    | the module, the data and the callbacks of these runs                       |
-| `check.py`    | `check_strategy`: runs the cases in a process of their own (`worker.py`)   |
-| `__main__.py` | the command, and the table of docs/strategies.md                           |
+| file        | what is in it                                                                         |
+| ----------- | ------------------------------------------------------------------------------------- |
+| `cases.py`  | the promises, the runs that show them, and who cannot keep them                       |
+| `probe.py`  | the modules, the data and the Trainer of these runs                                   |
+| `check.py`  | `check_strategy`: runs the cases in a process of their own (`worker.py`)              |
+| `__main__`  | the command, and the table of docs/strategies.md                                      |
 """
 
-from lightning_mgpu.testing.cases import PROMISES
+from lightning_mgpu.testing.cases import PROMISES, Promise
 from lightning_mgpu.testing.check import Result, check_strategy
-from lightning_mgpu.testing.promises import Promise
 
 __all__ = ["PROMISES", "Promise", "Result", "check_strategy"]

@@ -9,40 +9,32 @@ The exit status is 1 if a promise is broken that the strategy does not break by 
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.check import Result, check_strategy
-from lightning_mgpu.testing.promises import Kind
+from lightning_mgpu.testing.probe import Kind
 
-STRATEGIES = [
-    *("auto", "ddp", "dp", "manual_allreduce"),
-    *("manual_allreduce_tree", "manual_allreduce_sharded", "manual_allreduce_ring"),
-]
-BEGIN, END = "<!-- promises: begin -->", "<!-- promises: end -->"
+STRATEGIES = ["auto", "ddp", "dp", *(f"manual_allreduce{name}" for name in ("", "_tree", "_sharded", "_ring"))]
+BEGIN, END = "<!-- promises: begin -->", "<!-- promises: end -->"  # around the table
 
 
-def to_markdown(strategies: Sequence[str], results: Mapping[tuple[str, str], Result]) -> str:
+def to_markdown(results: Mapping[tuple[str, str], Result]) -> str:
     """A table with a row for every promise, and a note for every one that was not kept."""
-    notes: dict[str, int] = {}
-    lines = ["| promise | " + " | ".join(f"`{name}`" for name in strategies) + " |"]
-    lines.append("| --- |" + " :-: |" * len(strategies))
+    notes: list[str] = []
+    lines = ["| promise | " + " | ".join(f"`{name}`" for name in STRATEGIES) + " |"]
+    lines.append("| --- |" + " :-: |" * len(STRATEGIES))
     for name, promise in PROMISES.items():
         cells = []
-        for strategy in strategies:
-            result = results.get((strategy, name))
-            wrong = result.reason or result.wrong if result and result.wrong else ""
-            note = notes.setdefault(wrong, len(notes) + 1) if wrong else 0
-            cells.append(f"no ({note})" if wrong else "yes" if result else "")
+        for strategy in STRATEGIES:
+            result = results[strategy, name]
+            why = result.reason or result.wrong
+            if not result.is_kept and why not in notes:
+                notes.append(why)
+            cells.append("yes" if result.is_kept else f"no ({notes.index(why) + 1})")
         lines.append(f"| {promise.statement} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"({i}) {note[0].upper()}{note[1:]}.  " for note, i in notes.items())])
-
-
-def write_table(path: Path, table: str) -> None:
-    """Put the table between its marks."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    return "\n".join([*lines, "", *(f"({i}) {note[0].upper()}{note[1:]}.  " for i, note in enumerate(notes, 1))])
 
 
 def parse() -> argparse.Namespace:
@@ -53,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--promises", nargs="+", default=list(PROMISES), choices=list(PROMISES), metavar="PROMISE")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds before a case counts as hanging")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds before a strategy counts as hanging")
     parser.add_argument("--table", type=Path, help="a Markdown file with the lines that mark the table's place")
     args = parser.parse_args()
     try:  # now, for it takes minutes
@@ -71,20 +63,19 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     results: dict[tuple[str, str], Result] = {}
-    is_good = True
     for strategy in args.strategy or STRATEGIES:
         for devices in [1] if strategy == "auto" else args.devices:
             print(f"{strategy} on {devices} {args.accelerator} device{'s' * (devices > 1)}", flush=True)
             for result in check_strategy(strategy, devices, args.accelerator, args.promises, args.timeout):
-                is_good &= result.is_kept or bool(result.reason)
                 mark = "kept  " if result.is_kept else "cannot" if result.reason else "BROKEN"
-                details = ": " + "; ".join(dict.fromkeys(filter(None, (result.reason, result.wrong))))
-                print(f"  {mark}  {result.promise.statement}{details if result.wrong else ''}", flush=True)
-                if result.wrong or (strategy, result.name) not in results:
+                why = "" if result.is_kept else f": {result.reason or result.wrong}"
+                print(f"  {mark}  {result.promise.statement}{why}", flush=True)
+                if not result.is_kept or (strategy, result.name) not in results:
                     results[strategy, result.name] = result
     if args.table:
-        write_table(args.table, to_markdown(STRATEGIES, results))
-    return 0 if is_good else 1
+        before, _, rest = args.table.read_text().partition(BEGIN)
+        args.table.write_text(f"{before}{BEGIN}\n{to_markdown(results)}\n{END}{rest.partition(END)[2]}")
+    return 0 if all(result.is_kept or result.reason for result in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The promises, and the small runs of a Trainer that show them."""
 
+import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +12,47 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_mgpu.testing.probe import (
-    Data,
-    Fails,
-    Logs,
-    Probe,
-    SeesDtype,
-    SeesGradients,
-    SeesReplicas,
-    TwoOptimizers,
-    Written,
-    adamw_one_cycle,
-    mlp,
-)
-from lightning_mgpu.testing.promises import Case, Kind, Promise, close, nothing, same_bits
+from lightning_mgpu.testing.probe import Data, Fails, Kind, Logs, Probe, Sees, TwoOptimizers, adamw_one_cycle, mlp
 
 UNEVEN = (47, 11)  # samples, in batches of 11, 11, 11, 11 and 3
 SMALL = (25, 12)  # 12, 12, 1
-LOOSE = close(1e-5)  # what is logged is float32
+LOOSE = 1e-5  # what is logged is float32
+NO_OPTION = "it has no option `replicas`"
+
+Case = Callable[[Kind, Path], Any]
+"""Runs under a kind, in every process of its strategy. The directory is for checkpoints."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A row of the table.
+
+    Args:
+        case: Runs a Trainer. It returns what it has seen: a nesting of dicts and lists of tensors and numbers.
+        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The default, in float64,
+            leaves room for the order of sums. None: nothing is compared, the case itself returns what is wrong.
+        alone: What one device runs; left out, the same case.
+        error: What the error says that the case must end with; left out, none.
+    """
+
+    statement: str
+    case: Case
+    tolerance: float | None = 1e-10
+    alone: Case | None = None
+    error: str = ""
+
+    def judge(self, found: Any, expected: Any) -> str:
+        """What is wrong, or nothing."""
+        if self.tolerance is None:
+            return str(found)
+        try:
+            torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
+        except (AssertionError, TypeError) as error:
+            return " ".join(str(error).split())
+        return ""
 
 
 def fitted(
@@ -53,8 +75,9 @@ def trains(make: Callable[[], LightningModule] = Probe, **kwargs: Any) -> Case:
 
 
 def clipping(kind: Kind, directory: Path) -> Any:
-    by_value: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    return [state(fitted(kind, **clip)) for clip in ({"gradient_clip_val": 0.1}, by_value)]
+    by_norm = fitted(kind, gradient_clip_val=0.1)
+    by_value = fitted(kind, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    return [state(by_norm), state(by_value)]
 
 
 def scaler(kind: Kind, directory: Path) -> Any:
@@ -73,30 +96,26 @@ def sync_batchnorm(kind: Kind, directory: Path) -> Any:
 
 
 def bf16(kind: Kind, directory: Path) -> Any:
-    logger = Written()
-    module = fitted(kind, SeesDtype, precision="bf16-mixed", logger=logger)
-    return {"parameters": state(module), "in bf16": [row.get("in bf16") for _, row in logger.rows]}
+    module = fitted(kind, lambda: Logs().float(), precision="bf16-mixed", callbacks=[sees := Sees()])
+    return {"parameters": state(module), "in_bf16": [row["in_bf16"] for row in sees.logged]}
 
 
-def replicas(kind: Kind, directory: Path) -> Any:
-    callback = SeesReplicas()
-    fitted(kind, callbacks=[callback], data=UNEVEN)
-    return callback.are_equal
+def replicas(kind: Kind, directory: Path) -> str:
+    fitted(kind, callbacks=[sees := Sees()], data=UNEVEN)
+    return f"they differ after {sees.num_different} steps of 10" if sees.num_different else ""
 
 
 def gradients(kind: Kind, directory: Path) -> Any:
-    callback = SeesGradients()
-    fitted(kind, callbacks=[callback])
-    return [gradient.cpu() for gradient in callback.seen]
+    fitted(kind, callbacks=[sees := Sees()])
+    return sees.gradients
 
 
-def logged(*names: str, data: tuple[int, int] = (48, 12)) -> Case:
-    """A case that shows what is logged under these names, and in which step."""
+def logged(*names: str, **kwargs: Any) -> Case:
+    """A case that shows what is logged under these names, in every step and at the end of an epoch."""
 
     def case(kind: Kind, directory: Path) -> Any:
-        logger = Written()
-        fitted(kind, Logs, data, logger=logger)
-        return {name: [(step, row[name]) for step, row in logger.rows if name in row] for name in names}
+        fitted(kind, Logs, callbacks=[sees := Sees()], **kwargs)
+        return [{name: row[name] for name in names if name in row} for row in sees.logged]
 
     return case
 
@@ -104,14 +123,13 @@ def logged(*names: str, data: tuple[int, int] = (48, 12)) -> Case:
 def evaluation(kind: Kind, directory: Path) -> Any:
     seed_everything(1, verbose=False)
     trainer = kind.trainer()
-    trainer.test(Logs(), datamodule=Data(batch_size=256, num_test=10_007), verbose=False)
-    metrics = trainer.callback_metrics
-    return {"error": metrics["error"].cpu(), **{name: int(metrics[name]) for name in ("samples", "indices")}}
+    trainer.test(Logs(), datamodule=Data(10_007, 256), verbose=False)
+    return {name: float(trainer.callback_metrics[name]) for name in ("samples", "indices", "error")}
 
 
 def predictions(kind: Kind, directory: Path) -> Any:
-    returned = kind.trainer().predict(Probe(), datamodule=Data(num_test=107))
-    return torch.cat([part.cpu() for part in returned]).tolist()  # type: ignore[misc, union-attr]
+    returned = kind.trainer().predict(Probe(), datamodule=Data(107))
+    return torch.cat([part.cpu() for part in returned])  # type: ignore[misc, union-attr]
 
 
 def save(kind: Kind, directory: Path, resume_from: Path | None = None) -> Any:
@@ -123,8 +141,13 @@ def save(kind: Kind, directory: Path, resume_from: Path | None = None) -> Any:
     trainer.fit(module, datamodule=Data(), ckpt_path=resume_from, weights_only=False if resume_from else None)
     path = resume_from or directory / f"{kind.strategy}-step=6.ckpt"
     content = torch.load(path, map_location="cpu", weights_only=False)
-    saved = {name: content[name] for name in ("state_dict", "optimizer_states", "lr_schedulers")}
-    return {"parameters": state(module), "saved": saved, "scaler": plugins[0].state_dict()}
+    [scheduler] = content["lr_schedulers"]
+    return {
+        "parameters": state(module),
+        "saved": [content[name] for name in ("state_dict", "optimizer_states")],
+        "scheduler": [scheduler[name] for name in ("last_epoch", "_last_lr")],
+        "scaler": plugins[0].state_dict(),
+    }
 
 
 def resume(kind: Kind, directory: Path) -> Any:
@@ -132,60 +155,57 @@ def resume(kind: Kind, directory: Path) -> Any:
     return save(kind, directory, resume_from=directory / "auto-step=6.ckpt")
 
 
-def reproducible(kind: Kind, directory: Path) -> Any:
-    return [state(fitted(kind, lambda: Probe(mlp(dropout=0.3)))) for _ in range(2)]
+def reproducible(kind: Kind, directory: Path) -> str:
+    return _same_bits([state(fitted(kind, lambda: Probe(mlp(dropout=0.3)))) for _ in range(2)])
 
 
-def any_devices(kind: Kind, directory: Path) -> Any:
-    """Runs with dropout, BatchNorm and a scheduler; nothing where the strategy has no option `replicas`."""
-    if not kind.has_option("replicas"):
-        return None
+def any_devices(kind: Kind, directory: Path) -> str:
+    """Runs with dropout, BatchNorm and a scheduler."""
+    bases: Any = type(kind.make_strategy()).__mro__
+    if not any("replicas" in inspect.signature(base.__init__).parameters for base in bases):
+        return NO_OPTION
     num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
     make = lambda: Probe(mlp(nn.BatchNorm1d(8), dropout=0.3), adamw_one_cycle)  # noqa: E731
-    return [state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds]
+    return _same_bits([state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds])
 
 
-def cleanup(kind: Kind, directory: Path) -> Any:
-    """What is otherwise after a run: threads, settings of torch, a module that is of no use by itself."""
-    threads, settings = threading.enumerate(), _settings()
-    module = fitted(kind).cpu()
-    torchs = ("pin_memory", "Dummy", "Thread-autograd")
-    left = [t.name for t in threading.enumerate() if t not in threads and not t.name.startswith(torchs)]
-    changed = [name for name, value in _settings().items() if value != settings.get(name, value)]
-    module.zero_grad()
-    X = torch.ones(2, 6, dtype=torch.float64)
-    module.training_step((X, X[:, :3], None), 0).backward()  # type: ignore[union-attr]
-    without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
-    return {"threads": ", ".join(left), "changed": ", ".join(changed), "without gradient": ", ".join(without)}
+def _same_bits(states: list[dict[str, Any]]) -> str:
+    same = all(torch.equal(value, other[name]) for other in states for name, value in states[0].items())
+    return "" if same else "the runs differ"
 
 
-def _settings() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        **functions(),
-    }
-
-
-def functions() -> dict[str, Any]:
-    """Functions, or their code, that a strategy may have replaced for as long as a step takes."""
-    owners = (LightningModule, Trainer, nn.Module, Metric, Tensor, Optimizer, torch.autograd.forward_ad.dual_level)
-    spaces = (torch, torch.random, torch.autograd, torch.autograd.graph, torch._functorch.eager_transforms, *owners)
-    found = {f"{at.__name__}.{name}": it for at in spaces for name, it in list(vars(at).items()) if callable(it)}
-    return {name: getattr(it, "__code__", it) for name, it in found.items()}
-
-
-def must_fail(found: Any, expected: Any) -> str:
+def error(kind: Kind, directory: Path) -> str:
+    fitted(kind, Fails)
     return "ended with no error at all"
 
 
-TWO_LOSSES = logged("loss_step", "loss_epoch")
-TWO_LOSSES_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
+def cleanup(kind: Kind, directory: Path) -> str:
+    """What is otherwise after a run: threads, settings and functions of torch, a module that is of no use by itself."""
+    threads, before = threading.enumerate(), _settings()
+    module: Any = fitted(kind).cpu()
+    torchs = ("pin_memory", "Dummy", "Thread-autograd")
+    left = [f"the thread {t.name}" for t in threading.enumerate() if t not in threads and not t.name.startswith(torchs)]
+    left += [f"another {name}" for name, value in _settings().items() if value != before.get(name, value)]
+    module.zero_grad()
+    X = torch.ones(2, 6, dtype=torch.float64)
+    module.training_step((X, X[:, :3], None), 0).backward()
+    left += [f"{name} without a gradient" for name, parameter in module.named_parameters() if parameter.grad is None]
+    return f"left behind: {', '.join(left)}" if left else ""
+
+
+def _settings() -> dict[str, Any]:
+    modes = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}
+    modes |= {"inference mode": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled("cpu")}
+    owners = (torch, torch.random, torch.autograd, F, Tensor, nn.Module, torch.optim.Optimizer)
+    functions = [vars(owner).items() for owner in (*owners, LightningModule, Trainer, Metric)]
+    return {**modes, **{name: value for items in functions for name, value in items if callable(value)}}
+
+
 WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
 WITH_BATCH_NORM = trains(lambda: Probe(mlp(nn.BatchNorm1d(8))))
+TWO_LOSSES = logged("loss_step", "loss_epoch")
+TWO_LOSSES_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
 
 PROMISES = {
     "parameters": Promise("parameters after training are those of one device", trains()),
@@ -198,22 +218,20 @@ PROMISES = {
     "scaler": Promise("... with a GradScaler", scaler),
     "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", sync_batchnorm),
     "batchnorm": Promise("... with BatchNorm as it is", WITH_BATCH_NORM),
-    "bf16": Promise("bf16 autocast reaches every replica", bf16, close(0.02)),
-    "replicas": Promise("replicas are bit-identical after every step", replicas),
+    "bf16": Promise("bf16 autocast reaches every replica", bf16, 0.02),
+    "replicas": Promise("replicas are bit-identical after every step", replicas, None),
     "gradients": Promise("callbacks see the reduced gradient", gradients),
     "logging": Promise("logged values are those of one device, in every step", TWO_LOSSES, LOOSE),
     "logging_uneven": Promise("... with batches that do not divide evenly", TWO_LOSSES_UNEVEN, LOOSE),
     "metrics": Promise("torchmetrics objects have the value of one device", logged("error"), LOOSE),
-    "evaluation": Promise("every test sample counts once (10,007)", evaluation, LOOSE),
+    "evaluation": Promise("every test sample counts once (10,007)", evaluation),
     "predictions": Promise("`predict` returns all samples in dataset order", predictions),
     "save": Promise("checkpoints have the module's own keys", save),
     "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume, alone=save),
-    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, same_bits, nothing),
-    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, same_bits, nothing),
-    "error": Promise(
-        "an error in one replica ends the run with it", trains(Fails), must_fail, nothing, "sample 47 cannot be used"
-    ),
-    "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup),
+    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, None),
+    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, None),
+    "error": Promise("an error in one replica ends the run with it", error, None, error="sample 47 cannot be used"),
+    "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup, None),
 }
 """By name, in the order of the table."""
 

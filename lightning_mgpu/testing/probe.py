@@ -1,39 +1,72 @@
-"""The module, the data and the callbacks that cases are made of: small, in float64, and the same on every device."""
+"""What the cases run: modules and data, small, in float64, and the same on every device; and the Trainer for them."""
 
+import pydoc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, SumMetric
 
+import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu.data import batch_loader
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a case runs under: a strategy, by a name that Lightning knows or a dotted path, and its devices."""
+
+    strategy: str = "auto"
+    devices: int = 1
+    accelerator: str = "cpu"
+
+    def make_strategy(self, **options: Any) -> Strategy | str:
+        """A new one for every Trainer.
+
+        Raises:
+            ValueError: If there is no such strategy.
+        """
+        if self.strategy == "auto":
+            return "auto"
+        if self.strategy in StrategyRegistry:
+            entry = StrategyRegistry[self.strategy]
+            return entry["strategy"](**entry["init_params"], **options)
+        if make := pydoc.locate(self.strategy):
+            return make(**options)  # type: ignore[operator, no-any-return]
+        known = ", ".join(["auto", *sorted(StrategyRegistry)])
+        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or one of {known}")
+
+    def trainer(self, **kwargs: Any) -> Trainer:
+        """A quiet Trainer of two epochs; `kwargs` go before its settings."""
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        settings = {"max_epochs": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+        where = {"strategy": self.make_strategy(), "devices": self.devices, "accelerator": self.accelerator}
+        return Trainer(**{**quiet, **settings, **where, **kwargs})  # type: ignore[arg-type]
 
 
 class Data(LightningDataModule):
     """Global batches of X (B, 6), y (B, 3), a smooth function of X, and the samples' indices (B,)."""
 
-    def __init__(self, num_samples: int = 48, batch_size: int = 12, num_test: int = 0) -> None:
+    def __init__(self, num_samples: int = 48, batch_size: int = 12) -> None:
         super().__init__()
-        self.num_samples, self.batch_size, self.num_test = num_samples, batch_size, num_test
+        self.batch_size = batch_size
+        generator = torch.Generator().manual_seed(7)
+        X = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
+        y = torch.stack([X.sum(1).sin(), X[:, 0], X[:, 1] ** 2], 1)
+        self.samples = TensorDataset(X, y, torch.arange(num_samples))
 
     def train_dataloader(self) -> DataLoader:
-        return batch_loader(samples(self.num_samples), self.batch_size, self.trainer, shuffle=True, seed=0)
+        return batch_loader(self.samples, self.batch_size, self.trainer, shuffle=True, seed=0)
 
     def test_dataloader(self) -> DataLoader:
-        return batch_loader(samples(self.num_test), self.batch_size, self.trainer)
+        return batch_loader(self.samples, self.batch_size, self.trainer)
 
     predict_dataloader = test_dataloader
-
-
-def samples(num_samples: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    X = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(X, torch.stack([X.sum(1).sin(), X[:, 0], X[:, 1] ** 2], 1), torch.arange(num_samples))
 
 
 def mlp(*norm: nn.Module, dropout: float = 0.0) -> nn.Module:
@@ -51,7 +84,7 @@ def adamw_one_cycle(module: nn.Module) -> Any:
 
 
 class Probe(LightningModule):
-    """An MLP, or the net given, fitted to `samples`; `configure` is what `configure_optimizers` does."""
+    """An MLP, or the net given, fitted to `Data`; `configure` is what `configure_optimizers` does."""
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
         super().__init__()
@@ -59,15 +92,9 @@ class Probe(LightningModule):
         self.configure = configure
         self.double()
 
-    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, _ = batch
         return F.mse_loss(self.net(X), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[2]
@@ -77,26 +104,26 @@ class Probe(LightningModule):
 
 
 class Logs(Probe):
-    """Logs a value and a torchmetrics object in every step; several processes need `sync_dist`, as in any project."""
+    """Logs values and torchmetrics objects in every step; several processes need `sync_dist`, as in any project."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.error = MeanAbsoluteError()
+        self.error = MeanAbsoluteError().set_dtype(torch.float64)
         self.num_samples, self.sum_of_indices = (SumMetric().set_dtype(torch.float64) for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, _ = batch
-        prediction = self.net(X)
-        loss = F.mse_loss(prediction, y)
+        prediction = self.net(X.to(self.dtype))
+        loss = F.mse_loss(prediction.to(y.dtype), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(X))
+        self.log("in_bf16", float(prediction.dtype == torch.bfloat16), sync_dist=True)
         self.error(prediction, y)
         self.log("error", self.error, on_step=False, on_epoch=True)
         return loss
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, index = batch
-        prediction = self.net(X)
-        self.error(prediction, y)
+        self.error(self.net(X), y)
         self.num_samples(torch.ones_like(index))
         self.sum_of_indices(index)
         self.log_dict({"error": self.error, "samples": self.num_samples, "indices": self.sum_of_indices})
@@ -126,67 +153,41 @@ class TwoOptimizers(Probe):
         return sgd(self.there), torch.optim.Adam(self.back.parameters(), 0.01)
 
 
-class SeesDtype(Probe):
-    """Float32, and logs whether its layers compute in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.float()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        X, y, _ = batch
-        prediction = self.net(X.float())
-        self.log("in bf16", float(prediction.dtype == torch.bfloat16), sync_dist=True)
-        return F.mse_loss(prediction.float(), y.float())
-
-
 class Fails(Probe):
     """Cannot take the last sample of the dataset, whoever gets it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if (batch[2] == 47).any():
             raise ValueError("sample 47 cannot be used")
-        return self.loss(batch)
+        return super().training_step(batch, batch_idx)
 
 
-class Written(DummyLogger):
-    """Keeps what is logged: (step, {name: value})."""
+class Sees(Callback):
+    """Keeps what callbacks see in every step: the gradients before the update, and what is logged.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
+    It counts the steps after which the replicas of a strategy, or of all processes, differ in a bit.
+    """
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, {name: float(value) for name, value in metrics.items() if name != "epoch"}))
-
-
-class SeesGradients(Callback):
-    """Keeps the gradients that callbacks see, after the backward pass and before the update."""
+    __module__ = "lightning_mgpu.testing"  # which tells our strategies that it edits nothing
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+        self.gradients: list[Tensor] = []
+        self.logged: list[dict[str, float]] = []
+        self.num_different = 0
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.on_after_backward(trainer, pl_module)
-
-
-class SeesReplicas(Callback):
-    """After every step compares the replicas, bit by bit: those of all processes, or of a strategy."""
-
-    __module__ = "lightning_mgpu.testing"  # looks only
-
-    def __init__(self) -> None:
-        self.are_equal: list[bool] = []
+        self.gradients += [p.grad.cpu().clone() for p in pl_module.parameters() if p.grad is not None]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         replicas: list[Any] = replicas_of(trainer.strategy, pl_module)
         if torch.distributed.is_initialized():
             [own] = replicas
             torch.distributed.all_gather_object(replicas := [None] * torch.distributed.get_world_size(), own)
-        self.are_equal.append(all(torch.equal(a, b) for other in replicas for a, b in zip(replicas[0], other)))
+        self.num_different += not all(torch.equal(a, b) for r in replicas for a, b in zip(replicas[0], r))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def replicas_of(strategy: Any, module: nn.Module) -> list[list[Tensor]]:

@@ -16,9 +16,10 @@ from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.references import train_batch
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.errors import UsageError
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
-SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2", "--accelerator=cpu")
+SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -45,11 +46,11 @@ def test_the_loop_by_hand_trains_as_plain_torch_does(num_devices: int) -> None:
     + [(BY_PATH, 2, None)],
 )
 def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
-    configuration = Configuration(engine, devices=devices, batch_size=8, replicas=replicas)
+    configuration = Configuration(engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2)
     data = FashionMNIST(batch_size=8, source="synthetic")
     measure = steps.train_by_hand if engine in ("loop", "book") else steps.train
-    found: Any = measure(configuration, data, 2)
-    assert list(found["parts"]) == list(PARTS) and found["step"] > 0 and found["memory"] > 2**20
+    found: Any = measure(configuration, data)
+    assert list(found["parts"]) == list(PARTS) and found["step"] > 0
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
     if engine != "loop":  # whose exchange of one device does nothing, in no time
         assert (found["parts"]["allreduce"] > 0) == (engine != "auto")
@@ -73,7 +74,7 @@ def test_report(command: Callable, tmp_path: Path) -> None:
     code, out, err = command("benchmark", *SMALL, *options, timeout=280)
     assert code == 0, err
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["machine"]["malloc"] == "default" and report["exchange"] == []
+    assert report["exchange"] == []
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
     assert (tmp_path / "bench" / "benchmark.md").read_text() in out
@@ -81,14 +82,21 @@ def test_report(command: Callable, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(plan: Any, repeats: int, num_steps: int, malloc: str, results: list[Any]) -> None:
-        results.append({"configuration": vars(plan[0]), "repeats": [None], "error": "not yet"})
+    def interrupted(worker: str, plan: Any, repeats: int, results: list[Any]) -> None:
+        results.append({"configuration": next(iter(plan.values())), "repeats": [None], "error": "not yet"})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "measure_steps", interrupted)
+    monkeypatch.setattr(cli, "measure", interrupted)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main("benchmark", *SMALL, "--run_dir=bench") == 130
     assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
+
+
+def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.parse(["--devices", "1"]).devices == [1]
+    with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
+        cli.parse(["--quick"])
 
 
 def test_quick_leaves_what_is_given() -> None:
@@ -104,8 +112,7 @@ def test_quick_leaves_what_is_given() -> None:
         (["--models", "LeNett"], ["--models LeNett: ", "take LeNet, ResNet18, or a path"]),
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
-        (["--devices", "0"], ["--devices", "above 0"]),
-        (["--accelerator=gpu", "--devices", "99"], ["--devices 99", "GPUs"]),
+        (["--devices", "0"], ["--devices: 0: take a number above 0"]),
         (["--run_di=x"], ["unrecognized arguments: --run_di=x"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
     ],

@@ -1,6 +1,7 @@
-"""The allreduce functions alone: what is called, processes of their own, the table and the picture."""
+"""The allreduce functions alone: what is called, the table and the picture."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mgpu.benchmark import exchange, exchange_worker
-from lightning_mgpu.benchmark.exchange import cases_of, exchange_tables, measure_exchange, plot_exchange
-from lightning_mgpu.benchmark.processes import MeasurementError
-
-CASES = cases_of([4096], [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))])
+from lightning_mgpu.benchmark import exchange_worker
+from lightning_mgpu.benchmark.exchange import exchange_tables, rows_of
+from lightning_mgpu.benchmark.exchange_worker import LIMIT, cases_of
 
 
 def test_cases() -> None:
-    assert CASES == {"4 kB": [[1024]], "Sequential": [[5, 3], [5], [2, 5]], "Sequential, flat": [[30]]}
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    found = {name: [list(shape) for shape in shapes] for name, shapes in cases_of([4096], [model]).items()}
+    assert found == {"4 kB": [[1024]], "Sequential": [[5, 3], [5], [2, 5]], "Sequential, flat": [[30]]}
 
 
 def test_a_function_gets_the_gradients_of_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,36 +27,34 @@ def test_a_function_gets_the_gradients_of_every_parameter(monkeypatch: pytest.Mo
         seen.append([tuple(tensor.shape) for tensor in tensors])
 
     monkeypatch.setitem(exchange_worker.ALGORITHMS, "fake", fake)
-    assert 0 < exchange_worker.time_function("fake", [[2, 3], [4]], [torch.device("cpu")] * 2, 0.001) < 1
+    shapes = [torch.Size([2, 3]), torch.Size([4])]
+    assert 0 < exchange_worker.time_function("fake", shapes, [torch.device("cpu")] * 2, 0.001) < 1
     assert seen[:2] == seen[-2:] == [[(2, 3)] * 2, [(4,)] * 2]
 
 
-def test_compiled_functions_and_ones_own_have_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a ratio is that of one repeat, so that a machine that is three times slower in the second changes nothing."""
-    orders: list[dict[str, Any]] = []
+def test_a_ratio_is_that_of_one_repeat() -> None:
+    """A machine that is three times slower in the second one changes nothing."""
 
-    def fake(command: Sequence[str], what: str) -> list[dict[str, Any]]:
-        order = exchange.json.loads(command[-1])
-        orders.append(order)
-        slower = 3.0 if len(orders) > 4 else 1.0
-        if order["names"] == [exchange.DISTRIBUTED]:
-            raise MeasurementError("torch.distributed: no port")
-        times = {name: slower * (0.001 if name == "compiled" else 0.002) for name in order["names"]}
-        return [{"case": case, "times": times} for case in order["cases"]]
+    def result(name: str, seconds: float, error: str | None = None) -> Any:
+        case = {"case": "4 kB", "k": 2, "num_tensors": 1, "bytes": 4096}
+        repeats = [[{**case, "seconds": slower * seconds}] for slower in (1, 3)]
+        return {"configuration": {"algorithm": name}, "repeats": [None, None] if error else repeats, "error": error}
 
-    monkeypatch.setattr(exchange, "output_of", fake)
-    rows, problems = measure_exchange(["textbook", "compiled", "my.own"], CASES, [2], 0.1, 2)
-    groups = [["textbook", exchange.LIMIT], ["compiled"], ["my.own"], [exchange.DISTRIBUTED]]
-    assert [order["names"] for order in orders[:4]] == groups
-    assert list(orders[3]["cases"]) == ["4 kB", "Sequential, flat"] and problems == ["torch.distributed: no port"]
-    lines = exchange_tables(rows)
-    assert lines[1] == "**The allreduce alone: 4 kB**" and lines.count("| compiled | 2.000 | 2.00 | 2.00 |") == 3
+    results = [result("textbook", 0.002), result("ring", 0.001), result(LIMIT, 0.002), result("tree", 0, "tree: no")]
+    lines = exchange_tables(results)
+    assert lines[1] == "**The allreduce alone: 4 kB**" and "| ring | 2.000 | 2.00 | 2.00 |" in lines
+    assert lines[-1] == "\nNot measured: tree: no."
 
 
 @pytest.mark.slow
-def test_gloo_and_a_compiled_function_in_real_processes(tmp_path: Path) -> None:
-    rows, problems = measure_exchange(["textbook", "compiled"], {"4 kB": [[1024]]}, [2], 0.01, 1)
-    assert {row["algorithm"] for row in rows} == {"textbook", "compiled", exchange.LIMIT, "gloo"} and problems == []
-    assert all(0 < row["repeats"][0] < 10 for row in rows)
-    plot_exchange(rows, tmp_path / "exchange.png")
-    assert (tmp_path / "exchange.png").read_bytes().startswith(b"\x89PNG")
+def test_functions_in_real_processes(command: Callable, tmp_path: Path) -> None:
+    sizes = ("--sizes", "4096", "1048576", "--ks", "2", "3", "--seconds=0.01", "--repeats=1", "--models=LeNet")
+    (tmp_path / "mine.py").write_text("from lightning_mgpu.allreduce import ring_allreduce as ring\n")
+    names = ["textbook", "mine.ring"]
+    code, out, err = command("benchmark", "--only=exchange", "--run_dir=bench", *sizes, "--algorithms", *names)
+    assert code == 0, err
+    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
+    assert report["results"] == [] and (tmp_path / "bench" / "exchange.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_of(report["exchange"])
+    assert {row["algorithm"] for row in rows} == {*names, LIMIT} and len(rows) == 3 * 2 * 4
+    assert all(0 < row["repeats"][0] < 10 for row in rows) and "**The allreduce alone: LeNet, flat**" in out

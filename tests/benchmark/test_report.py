@@ -10,24 +10,24 @@ import pytest
 from lightning_mgpu.benchmark import processes
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
-from lightning_mgpu.benchmark.processes import MeasurementError, environment, measure_steps
-from lightning_mgpu.benchmark.report import HEAD, draw, parts, tables
+from lightning_mgpu.benchmark.processes import MeasurementError, environment, measure
+from lightning_mgpu.benchmark.report import HEAD, draw, headline, parts, tables
 
 
-def measurement(step: float, samples: int = 256) -> dict[str, Any]:
+def measurement(step: float) -> dict[str, Any]:
     own = {**dict.fromkeys(PARTS, 0.0), "forward": 0.25 * step, "framework": 0.75 * step}
-    return {"step": step, "samples": samples, "parts": own, "memory": 2.0**20}
+    return {"step": step, "parts": own}
 
 
-def result(engine: str, steps: list[float | None], devices: int = 2, batch_size: int = 256, **more: Any) -> Any:
-    repeats = [None if step is None else measurement(step, batch_size) for step in steps]
-    configuration = vars(Configuration(engine, "LeNet", devices, batch_size, **more))
+def result(engine: str, steps: list[float | None], devices: int = 2, **more: Any) -> Any:
+    repeats = [None if step is None else measurement(step) for step in steps]
+    configuration = vars(Configuration(engine, "LeNet", devices, **more))
     return {"configuration": configuration, "repeats": repeats, "error": None}
 
 
 def cells(results: list[Any], engine: str) -> dict[str, str]:
     """The last row of an engine, by the table's head."""
-    rows = [line.strip("| ").split("|") for line in tables(results) if line.startswith(f"| {engine}")]
+    rows = [line[1:-1].split("|") for line in tables(results) if line.startswith(f"| {engine}")]
     return dict(zip(HEAD, (cell.strip() for cell in rows[-1])))
 
 
@@ -68,10 +68,6 @@ def test_ratios_and_differences_are_taken_within_a_repeat() -> None:
     assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)["forward"] == pytest.approx(0.025)
 
 
-def test_weak_scaling_compares_samples_with_one_device_at_the_given_batch() -> None:
-    assert cells([result("auto", [0.1], 1, 100), result("dp", [0.1], 2, 200)], "dp")["/ one device"] == "2.00"
-
-
 def test_replicas_are_compared_with_as_many_in_the_books_loop() -> None:
     results = [result("ddp", [0.2, 0.2]), result("book", [0.3, 0.4]), result("book", [0.3, 0.5], 1, replicas=2)]
     results += [result(name, [step, 0.3], 1, replicas=8) for name, step in (("book", 0.1), ("manual_allreduce", 0.22))]
@@ -87,18 +83,16 @@ def test_a_report_of_before_makes_the_same_table() -> None:
 
 
 def plan(**given: Any) -> list[tuple[Any, ...]]:
-    defaults = {"models": ["LeNet"], "batch_size": 64, "accelerator": "cpu", "scaling": "strong", "replicas": []}
+    defaults = {"models": ["LeNet"], "batch_size": 64, "replicas": [], "num_steps": 3}
     found = configurations(argparse.Namespace(**{**defaults, "strategies": ["ddp", "dp"], "devices": [2], **given}))
-    return [(each.engine, each.devices, each.batch_size, each.replicas) for each in found]
+    assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
+    return [(each.engine, each.devices, each.replicas) for each in found]
 
 
 def test_plan() -> None:
-    alone = [("loop", 1, 64, None), ("auto", 1, 64, None)]
-    strong = [(engine, k, 64, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
-    assert plan(devices=[1, 2, 4]) == alone + strong
-    assert plan(scaling="weak") == alone + [(engine, 2, 128, None) for engine in ("book", "ddp", "dp")]
-    rows = plan(replicas=[2, 8])[-4:]
-    assert rows == [(engine, 1, 64, r) for r in (2, 8) for engine in ("book", "dp")]
+    several = [(engine, k, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
+    assert plan(devices=[1, 2, 4]) == [("loop", 1, None), ("auto", 1, None), *several]
+    assert plan(replicas=[2, 8])[-4:] == [(engine, 1, r) for r in (2, 8) for engine in ("book", "dp")]
 
 
 def test_every_repeat_begins_with_another() -> None:
@@ -106,40 +100,40 @@ def test_every_repeat_begins_with_another() -> None:
     assert "".join(each for _, each in order) == "abcbcacababc" and [n for n, _ in order[::3]] == [0, 1, 2, 3]
 
 
-def test_cores_are_shared_out_and_the_allocator_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "num_cores", lambda: 8)
-    assert environment(Configuration("ddp", devices=2), "default")["OMP_NUM_THREADS"] == "4"
-    assert environment(Configuration("dp", devices=2), "default")["OMP_NUM_THREADS"] == "8"
-    assert environment(Configuration("dp"), "keep")["MALLOC_MMAP_MAX_"] == "0"
+    assert environment(vars(Configuration("ddp", devices=2)))["OMP_NUM_THREADS"] == "4"
+    assert environment(vars(Configuration("dp", devices=2)))["OMP_NUM_THREADS"] == "8"
 
 
 def test_warns_of_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(processes, "num_cores", lambda: 2)
-    for now, own, warned in ((1.9, 0, False), (2.4, 0, True), (2.4, 1, False), (3.4, 1, True)):
+    for now, at_once, at_the_end in ((1.9, False, False), (2.4, True, False), (3.4, True, True)):
         monkeypatch.setattr("os.getloadavg", lambda now=now: (now, 0.0, 0.0))
-        assert processes.load("now", own) == now
-        assert (f"warning: load {now} on 2 cores now" in capsys.readouterr().out) == warned
+        line = headline(processes.machine(), "benchmark", 3)
+        assert (f"warning: load {now} on 2 cores" in capsys.readouterr().out) == at_once
+        assert (f"(load {now}): the figures mean little" in line) == at_the_end
 
 
 def test_what_fails_is_not_tried_again_and_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, results = [], list[Any]()
 
-    def output_of(command: list[str], what: str, env: dict[str, str]) -> list[Any]:
-        tried.append(what)
-        if "ddp" in what:
-            raise MeasurementError(f"{what}: no port")
-        return [measurement(0.1)]
+    def output_of(worker: str, order: dict[str, Any]) -> Any:
+        tried.append(order["engine"])
+        if order["engine"] == "ddp":
+            raise MeasurementError("no port")
+        return measurement(0.1)
 
     monkeypatch.setattr(processes, "output_of", output_of)
-    measure_steps([Configuration("loop", devices=1), Configuration("ddp")], 2, None, "default", results)
-    assert tried == ["LeNet/loop/1/256", "LeNet/ddp/2/256", "LeNet/loop/1/256"]
+    measure("steps", {str(c): vars(c) for c in (Configuration("loop", devices=1), Configuration("ddp"))}, 2, results)
+    assert tried == ["loop", "ddp", "loop"]
     [row] = [line for line in tables(results) if line.startswith("| ddp")]
     assert row == "| ddp (2 devices) | 256" + " | " * (len(HEAD) - 2) + " |"
     assert "Not measured: LeNet/ddp/2/256: no port." in "\n".join(tables(results))
 
 
 def test_picture(tmp_path: Path) -> None:
-    machine = {"gpus": [], "cores": 2, "cpu": "a CPU", "malloc": "default"}
+    machine = {"gpus": [], "cores": 2, "cpu": "a CPU"}
     draw([result("auto", [0.2], 1), result("dp", [0.1]), result("ddp", [None])], machine, tmp_path)
     assert (tmp_path / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
     draw([result("dp", [None])], machine, tmp_path / "nothing to draw")

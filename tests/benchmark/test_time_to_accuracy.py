@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.time_to_accuracy import read_epochs, summary
+from lightning_mgpu.benchmark.time_to_accuracy import summary
 
 METRICS = """epoch,epoch_seconds,step,train_loss,val_acc
 0,,3,,0.7
@@ -16,16 +16,6 @@ METRICS = """epoch,epoch_seconds,step,train_loss,val_acc
 2,,11,,0.9
 2,4.0,11,1.0,
 """
-
-
-def test_epochs_of_a_run() -> None:
-    """The second epoch was not validated."""
-    names, *rows = (line.split(",") for line in METRICS.splitlines())
-    assert read_epochs([dict(zip(names, row)) for row in rows]) == [
-        {"epoch": 1, "accuracy": 0.7, "seconds": 2.0},
-        {"epoch": 2, "seconds": 5.0},
-        {"epoch": 3, "accuracy": 0.9, "seconds": 9.0},
-    ]
 
 
 def test_summary_over_seeds() -> None:
@@ -51,7 +41,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         (Path(given["run_dir"]) / "metrics.csv").write_text(METRICS)
         return 0
 
-    monkeypatch.setattr(time_to_accuracy, "run", run)
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", run)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return runs
 
@@ -68,6 +58,11 @@ def test_a_run_for_every_seed(
     assert "test accuracy 0.9: 9.0 +- 0.0 s of training over 2 seeds" in capsys.readouterr().out
     report = json.loads(Path("tta/time_to_accuracy.json").read_text())
     assert "--model.x=1" in report["command"] and [run["seed"] for run in report["runs"]] == [0, 1]
+    assert report["runs"][0]["epochs"] == [
+        {"epoch": 1, "accuracy": 0.7, "seconds": 2.0},
+        {"epoch": 2, "seconds": 5.0},  # not validated
+        {"epoch": 3, "accuracy": 0.9, "seconds": 9.0},
+    ]
     assert main("benchmark", "time_to_accuracy", *args) == 2
     assert "--run_dir=tta cannot be made: File exists" in capsys.readouterr().err
 
@@ -75,8 +70,8 @@ def test_a_run_for_every_seed(
 def test_a_fit_that_fails_ends_it_and_keeps_the_seeds_before(
     trained: list[dict[str, str]], main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = time_to_accuracy.run
-    monkeypatch.setattr(time_to_accuracy, "run", lambda command: 3 if trained else train(command))
+    train = time_to_accuracy.run_in_group
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", lambda command: 3 if trained else train(command))
     args = ("benchmark", "time_to_accuracy", "--target=0.9", "--seeds", "0", "1")
     assert main(*args, "--run_dir=tta") == 3 == main(*args, "--run_dir=other") and not Path("other").exists()
     assert [run["seed"] for run in json.loads(Path("tta/time_to_accuracy.json").read_text())["runs"]] == [0]
