@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "framework")
-"""In the order of a step. `framework` is the rest: the Trainer, callbacks, logging."""
+PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "strategy", "framework")
+"""In the order of a step. `strategy` is what a strategy of this package does beside them: it puts parameters into the
+module, follows edits, and writes down what is logged. `framework` is the rest: the Trainer, callbacks, logging."""
 
 ACTIONS = {  # what Lightning calls the parts, after the last dot
     "train_dataloader_next": "data",

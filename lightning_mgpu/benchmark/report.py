@@ -11,10 +11,10 @@ from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Result
 
-COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#bbbbbb")  # of the parts
+COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#937860", "#bbbbbb")  # of the parts
 HEAD = (
     *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
-    "ms above the book's loop",
+    "of it the strategy's own, ms",
 )
 
 
@@ -32,7 +32,7 @@ def steps(result: Result) -> list[float]:
 def parts(result: Result) -> dict[str, float]:
     """Seconds of the parts of a step: medians, scaled to add up to the median step."""
     repeats = [repeat["parts"] for repeat in result["repeats"] if repeat is not None]
-    own = {part: statistics.median(repeat[part] for repeat in repeats) for part in PARTS}
+    own = {part: statistics.median(repeat.get(part, 0.0) for repeat in repeats) for part in PARTS}
     scale = statistics.median(steps(result)) / sum(own.values())
     return {part: seconds * scale for part, seconds in own.items()}
 
@@ -86,15 +86,15 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
         return fits[0] if fits else None
 
     alike = {name: own[name] for name in ("devices", "replicas") if name in own}
-    others, book = (find("loop"), find("auto"), find("ddp", **alike)), find("book", **alike)
+    others = find("loop"), find("auto"), find("ddp", **alike)
     ratios = [over_repeats(lambda this, other: other["step"] / this["step"], result, other) for other in others]
-    above = over_repeats(lambda this, other: this["step"] - other["step"], result, book)
+    strategy = over_repeats(lambda this: this["parts"].get("strategy", 0.0), result)
     step = statistics.median(seconds)
     return [
         *(*names, f"{own['batch_size'] / step:,.0f}"),
         f"{step * 1e3:.1f} ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
         *("" if value is None else f"{value:.2f}" for value in ratios),
-        "" if above is None or own["engine"] in BY_HAND else f"{above * 1e3:.1f}",
+        f"{strategy * 1e3:.2f}" if strategy else "",
     ]
 
 

@@ -7,7 +7,8 @@ The images are synthetic: a step takes as long as with real ones.
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
@@ -22,6 +23,14 @@ from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles, the others tell how long a step takes
+OWN: tuple[str, ...] = (
+    "replicas.begin",
+    "replicas.turn",
+    "replicas.end",
+    "replicas.average_statistics",
+    "recorder.recording",
+)
+OWN += ("gradients.copy_changed", "updates.begin", "updates.turn")
 SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
 
 
@@ -47,6 +56,9 @@ class Stretches(Callback):
             self.parts.is_on = len(self.seconds) == 1
         self.start = self.parts.clock()
         return len(self.seconds) == 2
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        watch(trainer.strategy, self.parts)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         trainer.should_stop = self.step_done(trainer.strategy.broadcast)
@@ -84,14 +96,37 @@ def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
     if configuration.replicas:
         options["replicas"] = configuration.replicas
     strategy: Any = strategy_class(**options)
-    if reduce_gradients := getattr(strategy, "reduce_gradients", None):
-
-        def timed(gradients: Any) -> None:
-            with parts.profile("allreduce"):
-                reduce_gradients(gradients)
-
-        strategy.reduce_gradients = timed
+    if hasattr(strategy, "reduce_gradients"):
+        strategy.reduce_gradients = timed(strategy.reduce_gradients, parts, "allreduce")
     return strategy  # type: ignore[no-any-return]
+
+
+def watch(strategy: Any, parts: Parts) -> None:
+    """Time what a strategy of this package does beside a step's other parts."""
+    for name in OWN if hasattr(strategy, "replicas") else ():
+        owner, _, method = name.partition(".")
+        its = getattr(strategy, owner)
+        setattr(its, method, timed(getattr(its, method), parts, "strategy"))
+
+
+def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[..., Any]:
+    """The function, timed as this part; where it returns a context, entering and leaving that."""
+
+    @contextmanager
+    def block(context: AbstractContextManager) -> Iterator[None]:
+        with ExitStack() as stack:
+            with parts.profile(part):
+                stack.enter_context(context)
+            yield
+            with parts.profile(part):
+                stack.close()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with parts.profile(part):
+            result = function(*args, **kwargs)
+        return block(result) if isinstance(result, AbstractContextManager) else result
+
+    return call
 
 
 def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str, Any]:

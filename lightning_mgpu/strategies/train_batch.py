@@ -6,7 +6,7 @@ other in the middle of a step (manual optimization, synchronised BatchNorm), `lo
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -191,10 +191,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         def step(i: int) -> Any:
             return getattr(module, name)(batches.send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
-        with ExitStack() as stack:
-            if not is_alone:
-                recording = self.recorder.recording(self.sizes)
-                stack.enter_context(recording)  # puts attributes on the module: `begin` follows
+        recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
+        with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
             self.updates.optimizers = ()
             if trains:
@@ -202,7 +200,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 is_by_trainer = module.automatic_optimization and not is_scaled and not gradients.may_be_edited
                 self.updates.begin(self.optimizers, can_repeat=self.sums_everywhere and is_by_trainer)
                 gradients.copy_changed()  # a step may look at them
-                stack.enter_context(only_known_optimizers(self))
             outputs = self._take_turns(step, waits)
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)

@@ -52,6 +52,7 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
     found: Any = measure(configuration, data)
     assert list(found["parts"]) == list(PARTS) and found["step"] > 0
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
+    assert (found["parts"]["strategy"] > 0) == (engine not in ("loop", "auto", "book"))
     if engine != "loop":  # whose exchange of one device does nothing, in no time
         assert (found["parts"]["allreduce"] > 0) == (engine != "auto")
 
