@@ -138,10 +138,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
         device = torch.device("cuda", i % configuration.devices) if torch.cuda.is_available() else "cpu"
         replicas.append(copy.deepcopy(model).to(device).train())
     step = train_batch(replicas, parts)
-    stretches, batches = (
-        Stretches(parts, configuration.num_steps),
-        (b for _ in count() for b in data.train_dataloader()),
-    )
+    stretches = Stretches(parts, configuration.num_steps)
+    batches = (batch for _ in count() for batch in data.train_dataloader())
     while True:
         with parts.profile("data"):
             batch = next(batches)

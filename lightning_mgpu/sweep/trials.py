@@ -85,9 +85,8 @@ class Sweep:
     def _run_trial(self, number: int, record: Record, log: IO[str]) -> None:
         """Run a trial to its end, and complete its record."""
         run_dir, metric = self._path(number), self.plan.metric
-        given = [
-            as_argument(option, record["params"][option]) for option in self.plan.space
-        ]  # --model before --model.lr
+        params = record["params"]  # the options in the YAML's order: --model before --model.lr
+        given = [as_argument(option, params[option]) for option in self.plan.space]
         print(f"trial {number}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
             arguments = [f"--resume={run_dir}"]
