@@ -109,17 +109,17 @@ def memory(tensor: Tensor) -> int:
 
 
 @each_algorithm
-@pytest.mark.parametrize("k", range(1, 9))
-def test_cost_is_what_the_docstring_says(allreduce: Allreduce, k: int) -> None:
-    tensors = [torch.ones(840) for _ in range(k)]  # 840 is divisible by 1..8
-    with Traffic(tensors) as traffic:
-        allreduce(tensors)
-    cost = Cost(len(traffic.messages), traffic.rounds(), max(traffic.sent()))
-    assert cost == FORMULAS[allreduce](k, 840 * 4) and max(traffic.received()) == cost.busiest
+def test_cost_is_what_the_docstring_says(allreduce: Allreduce) -> None:
+    for k in range(1, 9):
+        tensors = [torch.ones(840) for _ in range(k)]  # 840 is divisible by 1..8
+        with Traffic(tensors) as traffic:
+            allreduce(tensors)
+        cost = Cost(len(traffic.messages), traffic.rounds(), max(traffic.sent()))
+        assert cost == FORMULAS[allreduce](k, 840 * 4) and max(traffic.received()) == cost.busiest
 
 
 @each_algorithm
-@pytest.mark.parametrize("k", [2, 3, 5, 8])
+@pytest.mark.parametrize("k", [2, 3, 8])
 def test_all_together_move_2_k_minus_1_times_the_data_whatever_its_size(allreduce: Allreduce, k: int) -> None:
     """In slices that differ by one element at most, and without a copy of a tensor that is laid out otherwise."""
     many = torch.ones(4, 3, 5, 5).to(memory_format=torch.channels_last)
