@@ -2,19 +2,17 @@
 
 import gzip
 import hashlib
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+from filelock import FileLock
 from torchvision.datasets import FashionMNIST
 
 from lightning_mgpu.data import sources
@@ -107,11 +105,10 @@ def test_a_damaged_package_is_refused(tmp_path: Path, raw: Path, system_dir: Pat
 
 
 @contextmanager
-def serving(handler: Callable[..., SimpleHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.block_on_close = False
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    with server:
+def serving(directory: Path) -> Iterator[str]:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(directory))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
         server.shutdown()
 
@@ -119,14 +116,15 @@ def serving(handler: Callable[..., SimpleHTTPRequestHandler]) -> Iterator[str]:
 def test_torchvisions_download_and_an_interrupted_one(
     tmp_path: Path, raw: Path, system_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = (system_dir / f"{IMAGES}.gz").read_bytes()
-    with serving(partial(SimpleHTTPRequestHandler, directory=str(system_dir))) as url:
+    served = system_dir / f"{IMAGES}.gz"
+    whole = served.read_bytes()
+    with serving(system_dir) as url:
         monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/", url])  # the second one answers
-        (system_dir / f"{IMAGES}.gz").write_bytes(whole[:-10])
+        served.write_bytes(whole[:-10])
         with pytest.raises(DataSourceError, match=rf"torchvision: .*{IMAGES}.gz cannot be read"):
             ensure(tmp_path, "torchvision")
         assert not (raw / IMAGES).exists()
-        (system_dir / f"{IMAGES}.gz").write_bytes(whole)
+        served.write_bytes(whole)
         assert ensure(tmp_path) == "torchvision download"
     assert_complete(raw)
     assert socket.getdefaulttimeout() is None
@@ -163,30 +161,15 @@ def test_where_nothing_is_found_the_fix_stands_first(tmp_path: Path, raw: Path) 
         ensure(tmp_path, "kaggle")
 
 
-CHILD = """
-import sys, time; from pathlib import Path
-sys.path.append(sys.argv[1]); import sources
-files = tuple(sources.IdxFile(n, int(s), m) for n, s, m in zip(*[iter(sys.argv[5:])] * 3))
-def stop(*_):
-    print("stopped", flush=True); time.sleep(60)
-if sys.argv[4] == "stop": sources.os.replace = stop
-print(sources.ensure_fashion_mnist(sys.argv[2], "system", files=files, system_dir=Path(sys.argv[3])), flush=True)
-"""  # one module, not the package with Lightning
-
-
-def child(root: Path, system_dir: Path, patch: str = "") -> subprocess.Popen[str]:
-    table = [str(value) for file in TINY for value in (file.name, file.num_bytes, file.md5)]
-    arguments: list[Any] = [Path(sources.__file__).parent, root, system_dir, patch, *table]
-    return subprocess.Popen([sys.executable, "-c", CHILD, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
-
-
 def test_killed_while_writing_then_several_at_once(tmp_path: Path, raw: Path, system_dir: Path) -> None:
-    process = child(tmp_path, system_dir, "stop")
-    assert process.stdout is not None and process.stdout.readline() == "stopped\n"
-    others = [child(tmp_path, system_dir) for _ in range(2)]  # which wait for the lock
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    said = sorted(other.communicate(timeout=60)[0].strip() for other in others)
+    put(raw)
+    (raw / IMAGES).rename(raw / f".{IMAGES}.part")  # what a process killed before the renaming leaves
+    with ThreadPoolExecutor() as pool:  # the lock holds between threads as between processes
+        with FileLock(raw / ".lock"):
+            two = [pool.submit(ensure, tmp_path, system_dir=system_dir) for _ in range(2)]
+            with pytest.raises(TimeoutError):
+                two[0].result(timeout=0.1)
+        said = sorted(one.result() for one in two)
     assert said == [f"Debian package dataset-fashion-mnist ({system_dir})", f"files under {raw}"]
     assert_complete(raw)
 

@@ -35,12 +35,10 @@ class Kept(Logger):
 def test_loggers_add_to_each_other_and_share_the_run_directory(
     fit: Callable[..., int], tmp_path: Path, run_files: set[str]
 ) -> None:
-    logger = f"{Kept.__module__}.Kept"
     for option in ("--trainer.logger", "--trainer.logger+"):
-        run = option.strip("-")
-        assert fit(*ONE, f"{option}={logger}", f"--run_dir={run}") == 0
-        assert {path.name for path in (tmp_path / run).iterdir()} == {*run_files, "kept.txt"}
-        assert len(metrics(tmp_path / run)) > 3
+        assert fit(*ONE, f"{option}={Kept.__module__}.Kept", f"--run_dir={option[2:]}") == 0
+        assert {path.name for path in (tmp_path / option[2:]).iterdir()} == {*run_files, "kept.txt"}
+        assert len(metrics(tmp_path / option[2:])) > 3
     assert fit(*ONE, "--trainer.logger=false", "--run_dir=none") == 0
     assert not (tmp_path / "none" / "metrics.csv").exists() and (tmp_path / "none" / "config.yaml").exists()
 
