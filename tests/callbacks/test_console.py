@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
 from lightning_mgpu.callbacks.header import per_device
 from lightning_mgpu.models import LeNet
+from tests.callbacks.conftest import Named
 
 
 def test_a_header_then_a_line_an_epoch(
@@ -46,43 +44,21 @@ def test_per_device_batch_says_when_it_is_uneven() -> None:
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
 
 
-class Named(LightningModule):
-    """Logs under names of its own; in epoch 2 nothing is validated."""
-
-    def __init__(self, in_bar: tuple[str, ...], others: tuple[str, ...], in_validation: tuple[str, ...]) -> None:
-        super().__init__()
-        self.net, self.in_bar, self.others, self.in_validation = nn.Linear(1, 1), in_bar, others, in_validation
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log_dict(dict.fromkeys(self.in_bar, 1.0), prog_bar=True, on_step=False, on_epoch=True)
-        self.log_dict(dict.fromkeys(self.others, 1.0), on_step=False, on_epoch=True)
-        return self.net(batch).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log_dict(dict.fromkeys(self.in_validation, 2.0))
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.check_val_every_n_epoch = 3
-
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), 0.1)
-
-
 @pytest.mark.parametrize(
-    ("names", "train", "val"),
+    ("names", "first", "second"),
     [
-        (((), ("train/loss", "other"), ("val/loss",)), "train/loss 1.0000", "val/loss 2.0000  "),
-        ((("g_loss",), ("other",), ("valid_f1",)), "g_loss 1.0000", "valid_f1 2.0000  "),
-        (((), ("g_loss", "d_loss"), ()), "g_loss 1.0000  d_loss 1.0000", ""),
+        (((), ("train/loss", "other"), ("val/loss",)), "train/loss 1.0000  val/loss 2.0000", "train/loss 1.0000"),
+        ((("g_loss",), ("other",), ("valid_f1",)), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
+        (((), ("g_loss", "d_loss"), ()), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
     ],
 )
 def test_epoch_lines_show_metrics_of_any_name(
-    names: tuple[Any, ...], train: str, val: str, make_trainer: Callable, capsys: pytest.CaptureFixture
+    names: tuple[Any, ...], first: str, second: str, make_trainer: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
     loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
     trainer.fit(Named(*names), loader, loader)
-    assert capsys.readouterr().out.splitlines() == [f"epoch 1/2  {val}{train}", f"epoch 2/2  {train}"]
+    assert capsys.readouterr().out.splitlines() == [f"epoch 1/2  {first}", f"epoch 2/2  {second}"]
 
 
 def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(make_data: Callable, make_trainer: Callable) -> None:

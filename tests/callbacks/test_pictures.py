@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from PIL import Image
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.callbacks import ConfusionMatrix, LearningCurve, PredictionGrid
 from lightning_mgpu.models import LeNet
-from tests.callbacks.conftest import VectorNet
+from tests.callbacks.conftest import Named, VectorNet
 
 
 def is_png(path: Path) -> bool:
@@ -48,26 +47,10 @@ def test_curve_is_redrawn_every_epoch(
 
 
 def test_curve_draws_metrics_of_any_name(make_trainer: Callable) -> None:
-    class Named(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(1, 1)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = self.net(batch).sum()
-            self.log("train/loss", loss, on_step=True, on_epoch=True)
-            self.log("lr", 0.1)
-            return loss
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.log_dict({"val/loss": 1.0, "val/mae": 2.0, "valid_f1": 3.0})
-
-        def configure_optimizers(self) -> SGD:
-            return SGD(self.parameters(), 0.1)
-
+    model = Named((), ("train/loss", "lr"), ("val/loss", "val/mae", "valid_f1"))
     curve, loader = LearningCurve(), DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
     trainer = make_trainer(callbacks=[curve], max_epochs=-1, max_steps=12)
-    trainer.fit(Named(), loader, loader)
+    trainer.fit(model, loader, loader)
     assert panels(curve, trainer) == {"loss": ["training", "validation"], "f1": ["validation"], "mae": ["validation"]}
     assert curve._draw(trainer).axes[0].get_xlim() == (1, 3)
 

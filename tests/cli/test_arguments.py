@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from lightning_mgpu.cli import subcommands
@@ -73,23 +72,6 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
     assert config("fit", "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
     name = "lightning.pytorch.strategies.SingleDeviceStrategy"
     assert config("fit", f"--trainer.strategy={name}")["trainer"]["strategy"]["class_path"] == name
-
-
-def test_a_checkpoint_brings_its_configuration(config: Config, tmp_path: Path, main: Callable) -> None:
-    saved = {
-        "model": {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"num_classes": 7}},
-        "data": {"class_path": "lightning_mgpu.data.FashionMNIST", "init_args": {"batch_size": 9, "root": "there"}},
-        "seed_everything": 3,
-    }
-    checkpoint = {"state_dict": {}, "loops": {}, "optimizer_states": [], "lightning_mgpu": {"config": saved}}
-    torch.save(checkpoint, tmp_path / "x.ckpt")
-    found = config("test", "--ckpt_path=x.ckpt", "--data.val_size=5")
-    assert found["model"]["init_args"]["num_classes"] == 7 and found["seed_everything"] == 3
-    data = found["data"]["init_args"]
-    assert data["batch_size"] == 9 and data["val_size"] == 5 and data["root"] != "there"  # that is of a machine
-    assert config("fit", "--ckpt_path=x.ckpt", "--model=LeNet", "--model.num_classes=7")  # says what it has
-    assert main("test", "--model=ResNet18", "--ckpt_path=x.ckpt") == 2
-    assert main("fit", "--model.num_classes=8", "--ckpt_path=x.ckpt") == 2
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_mgpu.runs.closing_line import fingerprint
 from tests.runs.conftest import last, metrics
@@ -57,6 +58,10 @@ def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Pa
     assert "ckpt:     run/checkpoints/last.ckpt\n" in out
     assert main("predict", path, *data, "--run_dir=predicted") == 0
     assert len(list(csv.reader((run.parent / "predicted" / "predictions.csv").open()))) == 108
+    assert main("test", path, "--seed_everything=5", "--print_config") == 0
+    config = yaml.safe_load(capfd.readouterr().out)
+    assert config["seed_everything"] == 5 and config["data"]["init_args"]["batch_size"] == 64
+    assert config["data"]["init_args"]["root"] != str(root)  # that is of a machine
     assert main("validate", "--model=LeNet", path, *data) == 2
     assert "--model=LeNet: run/checkpoints/last.ckpt has own_run.Net" in capfd.readouterr().err
 

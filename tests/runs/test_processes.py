@@ -16,25 +16,11 @@ from lightning_mgpu.cli.yaml_files import CONFIGS
 from lightning_mgpu.runs.processes import run_in_group
 from tests.runs.conftest import OWN
 
-PLAIN = """
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Plain(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.rand(64, 1, 28, 28), torch.arange(64) % 10), 8)
-
-    predict_dataloader = train_dataloader
-"""
-
 
 @pytest.mark.slow
 def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     """One process on each of two machines, which are one here; their data module shares no global batch."""
     (tmp_path / "own_run.py").write_text(OWN)
-    (tmp_path / "plain.py").write_text(PLAIN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +29,7 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
         where = (f"--node_rank={rank}", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
         launcher = ("-m", "torch.distributed.run", *where, f"--master_port={port}", "-m", "lightning_mgpu")
         run = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run_dir=run", "--trainer.num_nodes=2")
-        own = ("--model=own_run.Net", "--data=plain.Plain", "--config=trainer/multinode.yaml")
+        own = ("--model=own_run.Net", "--data=own_run.Shuffled", "--config=trainer/multinode.yaml")
         nodes.append(command.start("fit", *own, *run, launcher=launcher))
     (code, out, err), (second, second_out, second_err) = (command.finish(node, timeout=120) for node in nodes)
     assert code == second == 0, err + second_err
@@ -53,7 +39,7 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     )
     assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
     (epoch,) = [row for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open()) if row["epoch_seconds"]]
-    assert int(epoch["step"]) == 3  # 64 samples in steps of 16
+    assert int(epoch["step"]) == 2  # 40 samples in three steps of 16
 
 
 SLURM = {"JOB_ID": 7, "NTASKS": 4, "NNODES": 1, "NTASKS_PER_NODE": 4, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
