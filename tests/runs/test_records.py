@@ -5,6 +5,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import wandb
@@ -43,49 +44,34 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
     assert not (tmp_path / "none" / "metrics.csv").exists() and (tmp_path / "none" / "config.yaml").exists()
 
 
-class FakeRun(SimpleNamespace):
-    """As much of a W&B run as is used."""
-
-    def __init__(self, directory: Path, **kwargs: Any) -> None:
-        self.settings = SimpleNamespace(sync_dir=str(directory / "wandb" / "offline-run-1"))
-        super().__init__(offline=True, id="abc", dir=str(directory), summary={}, logged={}, given=kwargs)
-
-    def log(self, metrics: dict[str, Any], **_: Any) -> None:
-        self.logged |= metrics
-
-    def finish(self) -> None:
-        self.finished = True
-
-
 def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings under their names on the command line, metrics, the learning rate, the fingerprint."""
-    runs: list[FakeRun] = []
-    facts: dict[str, Any] = {}
+    run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
+    run.settings.sync_dir = str(tmp_path / "run" / "wandb" / "offline-run-1")
 
-    def init(**kwargs: Any) -> FakeRun:
+    def start(**_: Any) -> MagicMock:
         (tmp_path / "run" / "wandb").mkdir(exist_ok=True)
-        runs.append(FakeRun(tmp_path / "run", **kwargs))
-        return runs[-1]
+        return run
 
-    logger = "lightning.pytorch.loggers.wandb.WandbLogger"
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(f"{logger}.log_hyperparams", lambda self, given: facts.update(given))
-    monkeypatch.setattr(f"{logger}.log_image", lambda *args: None)
+    monkeypatch.setattr(wandb, "init", init := MagicMock(side_effect=start))
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
-    (run,) = runs
     assert "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*" in out
-    config = run.given["config"]
+    init.assert_called_once()
+    given = init.call_args.kwargs
+    config = given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
     assert config["data.batch_size"] == 64 and config["trainer.max_epochs"] == 1
     assert not [name for name in config if "init_args" in name or "class_path" in name]
-    assert run.given["project"] == "fashion" and run.given["name"] == "run" and run.given["resume"] == "allow"
+    assert given["project"] == "fashion" and given["name"] == "run" and given["resume"] == "allow"
+    facts = {name: value for call in run.config.update.call_args_list for name, value in call.args[0].items()}
     assert facts["model_class"] == "Net" and (facts["global_batch_size"], facts["devices"]) == (64, "cpu")
-    assert {"val_acc", "train_loss", "lr-SGD"} <= run.logged.keys()
-    assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finished
+    assert {"val_acc", "train_loss", "lr-SGD"} <= {name for call in run.log.call_args_list for name in call.args[0]}
+    assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finish.called
     assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc\n"
     assert fit("--resume=run", "--trainer.max_epochs=2") == 0
-    assert runs[-1].given["id"] == "abc"  # the same run goes on
+    assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
 
 def test_a_real_offline_run(fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
