@@ -38,19 +38,6 @@ def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"val_size": -1}, r"data\.val_size=-1"),
-        ({"augment": True, "cutout": -1}, r"data\.cutout=-1"),
-        ({"cutout": 8}, r"data\.cutout=8 is an augmentation: add data\.augment=true"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(make_data: Callable, kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_data(**kwargs)
-
-
 def test_seed_is_seed_everythings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2

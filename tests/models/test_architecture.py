@@ -64,5 +64,3 @@ def test_kaiming_keeps_the_size_of_activations() -> None:
     for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")):
         assert 0.1 < model(X).std().item() < 10
     assert LeNet()(X).std().item() < 1e-3  # the book's
-    with pytest.raises(ValueError, match=r"model\.label_smoothing=2: choose a share from 0 \(none\) to 1"):
-        LeNet(label_smoothing=2)
