@@ -74,16 +74,18 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     assert started(SLURM_RESTART_COUNT="1") == "--resume=runs/slurm_7"
 
 
-def test_ctrl_c_ends_a_process_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
     groups: list[int] = []
 
     def interrupted(process: subprocess.Popen, *args: Any) -> int:
         groups.append(process.pid)
+        assert os.read(reads, 3) == b"up\n"  # the child's
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_group(["sh", "-c", "sleep 99; true"])
+    with pytest.raises(KeyboardInterrupt), os.fdopen(writes, "w") as output:
+        run_in_group(["sh", "-c", "sh -c 'echo up; exec sleep 99'; true"], output)
     with pytest.raises(ProcessLookupError):
         os.killpg(groups[0], signal.SIG_DFL)
