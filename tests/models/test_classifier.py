@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.models.classifier import MeanLoss
-
-
-class Rates(Callback):
-    """The learning rate every step is made with."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
@@ -37,10 +26,10 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
 
 
 @pytest.fixture
-def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., tuple[LeNet, Any, Any, dict[str, float]]]:
+def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
     """Trains without a learning rate, so that the model stays as it is, and tests; returns what was logged, too."""
 
-    def measured(options: dict[str, Any], **settings: Any) -> tuple[LeNet, Any, Any, dict[str, float]]:
+    def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)
         data, model = make_data(batch_size=150), LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options)
         for parameter in model.parameters():  # so large that samples, and so batches, differ in loss
@@ -106,9 +95,15 @@ def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[flo
     """The learning rates of 2 epochs of 4 steps."""
 
     def rates(num_epochs: int = 2, num_batches: int = 4, **kwargs: Any) -> list[float]:
-        trainer = make_trainer(max_epochs=num_epochs, callbacks=[found := Rates()], limit_train_batches=num_batches)
-        trainer.fit(LeNet(optimizer=partial(SGD, lr=0.1), **kwargs), make_data())
-        return found.rates
+        found = []
+
+        class Watched(LeNet):
+            def on_train_batch_start(self, *args: Any) -> None:
+                found.append(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+
+        trainer = make_trainer(max_epochs=num_epochs, limit_train_batches=num_batches)
+        trainer.fit(Watched(optimizer=partial(SGD, lr=0.1), **kwargs), make_data())
+        return found
 
     return rates
 
