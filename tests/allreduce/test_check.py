@@ -11,7 +11,6 @@ from lightning_mgpu.allreduce import (
     Allreduce,
     check_allreduce,
     foreach_allreduce,
-    ring_allreduce,
     textbook_allreduce,
     with_many,
 )
@@ -37,10 +36,6 @@ def book_today(data: list[Tensor]) -> None:
 
 def skips_the_last_device(data: list[Tensor]) -> None:
     textbook_allreduce(data[:-1])
-
-
-def raises(data: list[Tensor]) -> None:
-    raise RuntimeError("no\nroute")
 
 
 def views(data: list[Tensor]) -> None:
@@ -82,13 +77,8 @@ def changes_its_mind(data: list[Tensor]) -> None:
 
 
 REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
-    book_2021: [
-        r"left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]",
-        "data[i].copy_(...)",
-        "not rebind",
-    ],
+    book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "copy_(...)", "not rebind"],
     skips_the_last_device: ["left device 0 (cpu) with [3.0, 6.0] instead of the sum [7.0, 14.0]"],
-    raises: ["raised RuntimeError: no route"],
     views: ["raised RuntimeError", "strides (1, 3)", "view(-1) fails"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
     sums_in_another_order_on_each: ["left device 1 (cpu)", "but device 0 with", "bit-identical"],
@@ -108,42 +98,19 @@ def test_refuses_in_one_line(allreduce: Allreduce) -> None:
         assert part in message
 
 
-def test_accepts_the_books_of_today() -> None:
-    check_allreduce(book_today, [CPU] * 3)
-
-
-def test_leaves_the_random_state_alone() -> None:
+def test_accepts_the_books_of_today_and_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
-    check_allreduce(ring_allreduce, [CPU, CPU])
+    check_allreduce(book_today, [CPU] * 3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def forgets_the_last_parameter(gradients: list[list[Tensor]]) -> None:
-    foreach_allreduce.many(gradients[:-1])  # type: ignore[attr-defined]
+def test_refuses_a_wrong_many_beside_a_right_allreduce() -> None:
+    def forgets_the_last_parameter(gradients: list[list[Tensor]]) -> None:
+        foreach_allreduce.many(gradients[:-1])  # type: ignore[attr-defined]
 
-
-def needs_a_parameter(gradients: list[list[Tensor]]) -> None:
-    assert gradients[0]
-    foreach_allreduce.many(gradients)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("many", "parts"),
-    [
-        (forgets_the_last_parameter, ["left device 0 (cpu)", "strides (1, 3)", "torch.float64"]),
-        (needs_a_parameter, ["raised IndexError", "given 0 parameters"]),
-    ],
-)
-def test_refuses_a_wrong_many_beside_a_right_allreduce(
-    many: Callable[[list[list[Tensor]]], None], parts: list[str]
-) -> None:
-    @with_many(many)
+    @with_many(forgets_the_last_parameter)
     def right(data: list[Tensor]) -> None:
         textbook_allreduce(data)
 
-    with pytest.raises(ValueError, match=r"right\.many ") as caught:
+    with pytest.raises(ValueError, match=r"right\.many left device 0 \(cpu\).*torch\.float64"):
         check_allreduce(right, [CPU] * 3)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message

@@ -1,28 +1,37 @@
-"""What callbacks leave in a directory, and a model that is not of images."""
+"""Models that are not of images, or log under names of their own."""
 
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from lightning_mgpu.models import Classifier
 
 
-class _VectorNet(Classifier):
-    """Of vectors (N, 4), which are no images."""
+class VectorNet(Classifier):
+    """Of vectors (N, 4)."""
 
     def __init__(self) -> None:
         super().__init__(num_classes=3)
         self.net = nn.Linear(4, 3)
 
 
-@pytest.fixture
-def VectorNet() -> type[Classifier]:
-    return _VectorNet
+class Named(LightningModule):
+    """Logs under names of its own; in epochs 2 and 3 nothing is validated."""
 
+    def __init__(self, in_bar: tuple[str, ...], others: tuple[str, ...], in_validation: tuple[str, ...]) -> None:
+        super().__init__()
+        self.net, self.in_bar, self.others, self.in_validation = nn.Linear(1, 1), in_bar, others, in_validation
 
-@pytest.fixture
-def files() -> Callable[[Path], set[str]]:
-    """The names of what is in a directory."""
-    return lambda directory: {path.name for path in directory.iterdir()}
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log_dict(dict.fromkeys(self.in_bar, 1.0), prog_bar=True, on_step=False, on_epoch=True)
+        self.log_dict(dict.fromkeys(self.others, 1.0), on_step=True, on_epoch=True)
+        return self.net(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log_dict(dict.fromkeys(self.in_validation, 2.0))
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.check_val_every_n_epoch = 4
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), 0.1)

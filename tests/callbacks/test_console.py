@@ -3,35 +3,40 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
 from lightning_mgpu.callbacks.header import per_device
 from lightning_mgpu.models import LeNet
+from tests.callbacks.conftest import Named
 
 
-def test_header_tells_what_runs(
+def test_a_header_then_a_line_an_epoch(
     make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    header = RunHeader()
+    header, lines = RunHeader(), EpochLines()
     header.notes["wandb"] = "off"
-    trainer = make_trainer(callbacks=[header], devices=2, strategy="manual_allreduce")
+    two = {"devices": 2, "strategy": "manual_allreduce", "max_epochs": 2}
+    trainer = make_trainer(callbacks=[header, EpochTimer(), lines], enable_progress_bar=True, **two)
     data, model = make_data(), LeNet()
     trainer.fit(model, data)
+    epochs = capsys.readouterr().out.splitlines()
+    shown = dict(line.split(":", 1) for line in (epochs.pop(0) for _ in range(6)))
+    assert list(shown) == ["model", "strategy", "batch", "data", "run", "wandb"]
+    assert "LeNet, 129,068 parameters, precision 32-true" in shown["model"]
+    assert shown["strategy"].endswith(" on 2 x cpu")
+    assert shown["batch"].strip() == "64 global, 32 per device"
+    assert "402 train, 101 val, 107 test; files under" in shown["data"]
+    assert shown["run"].strip() == str(tmp_path)
+    assert [line[:11] for line in epochs] == ["epoch 1/2  ", "epoch 2/2  "]
+    assert all(line.endswith(" s") for line in epochs)
+    assert all(f"  {name} " in line for line in epochs for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
     trainer.test(model, data, verbose=False)
-    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["model", "strategy", "batch", "data", "run", "wandb"]  # once, not again by test
-    assert "LeNet, 129,068 parameters, precision 32-true" in lines["model"]
-    assert lines["strategy"].endswith(" on 2 x cpu")
-    assert lines["batch"].strip() == "64 global, 32 per device"
-    assert "402 train, 101 val, 107 test; files under" in lines["data"]
-    assert lines["run"].strip() == str(tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 def test_per_device_batch_says_when_it_is_uneven() -> None:
@@ -39,53 +44,16 @@ def test_per_device_batch_says_when_it_is_uneven() -> None:
     assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
 
 
-def test_epoch_lines_end_with_the_time(
-    make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture
-) -> None:
-    trainer = make_trainer(callbacks=[EpochTimer(), EpochLines()], enable_progress_bar=True, max_epochs=2)
-    trainer.fit(LeNet(), make_data())
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:11] for line in lines] == ["epoch 1/2  ", "epoch 2/2  "] and all(
-        line.endswith(" s") for line in lines
-    )
-    assert all(f"  {name} " in line for line in lines for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
-
-
-class Named(LightningModule):
-    """Logs under names of its own; in epoch 2 nothing is validated."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.net, self.names = nn.Linear(1, 1), {name.strip("*"): name.endswith("*") for name in names}
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for name, prog_bar in self.names.items():
-            if not name.startswith(("val/", "valid")):
-                self.log(name, 1.0, prog_bar=prog_bar, on_step=False, on_epoch=True)
-        return self.net(batch).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        for name, prog_bar in self.names.items():
-            if name.startswith(("val/", "valid")):
-                self.log(name, 2.0, prog_bar=prog_bar)
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.check_val_every_n_epoch = 3
-
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), 0.1)
-
-
 @pytest.mark.parametrize(
     ("names", "first", "second"),
     [
-        (("train/loss", "val/loss", "other"), "val/loss 2.0000  train/loss 1.0000", "train/loss 1.0000"),
-        (("g_loss*", "valid_f1*", "other"), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
-        (("g_loss", "d_loss"), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
+        (((), ("train/loss", "other"), ("val/loss",)), "train/loss 1.0000  val/loss 2.0000", "train/loss 1.0000"),
+        ((("g_loss",), ("other",), ("valid_f1",)), "valid_f1 2.0000  g_loss 1.0000", "g_loss 1.0000"),
+        (((), ("g_loss", "d_loss"), ()), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
     ],
 )
 def test_epoch_lines_show_metrics_of_any_name(
-    names: tuple[str, ...], first: str, second: str, make_trainer: Callable, capsys: pytest.CaptureFixture
+    names: tuple[Any, ...], first: str, second: str, make_trainer: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
     loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]

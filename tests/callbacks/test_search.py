@@ -51,7 +51,7 @@ def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
     assert axes.get_ylim()[1] < 4  # the explosion does not squeeze the rest
 
 
-@pytest.mark.parametrize("losses", [[2.3] * 100, [2.3, 9.0, math.nan] * 33, [math.nan] * 100, [2.3, 2.2], [2.3]])
+@pytest.mark.parametrize("losses", [[2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]])
 def test_a_flat_or_exploding_loss_has_no_suggestion(losses: list[float]) -> None:
     assert suggestion(RATES, losses) is None
     assert draw(RATES[: len(losses)], losses, None)

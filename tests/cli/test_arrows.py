@@ -39,16 +39,15 @@ def test_no_file_imports_one_that_imports_it() -> None:
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
-def test_callbacks_and_runs_know_no_command_line() -> None:
-    known = {other for name, path in FILES.items() if name.split(".")[1:2] == ["runs"] for other in imported(path)}
-    assert not [name for name in known if ".cli" in name]
+KNOWN: dict[str, set[str]] = {"allreduce": set(), "models": set(), "data": set(), "strategies": {"allreduce"}}
+KNOWN |= {part: PARTS - {"cli"} for part in ("runs", "callbacks")}
 
 
-@pytest.mark.parametrize("part", ["allreduce", "models", "data", "strategies"])
-def test_these_know_no_other_part(part: str) -> None:
+@pytest.mark.parametrize("part", KNOWN)
+def test_what_parts_know_of_others(part: str) -> None:
     known = {other.split(".")[1] for name, path in FILES.items() if f".{part}." in name for other in imported(path)}
     assert part in known
-    assert known & PARTS <= {part, *({"allreduce"} if part == "strategies" else ())}
+    assert known & PARTS <= {part, *KNOWN[part]}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -13,17 +13,11 @@ from lightning_mgpu.cli import new
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-TRAIN = [
-    "fit",
-    "--trainer.fast_dev_run=true",
-    "--data.source=synthetic",
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=1",
-]
-HELP_AND_TRAIN = f"""
+HELP_AND_TRAIN = """
 import sys
 from my_project.__main__ import main
-for sys.argv[1:] in ["--help"], {TRAIN}:
+run = "--trainer.fast_dev_run=true --data.source=synthetic --trainer.accelerator=cpu --trainer.devices=1"
+for sys.argv[1:] in ["--help"], ["fit", *run.split()]:
     main()
 """
 
@@ -91,12 +85,6 @@ def test_one_room_goes_alone(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "mine" / "mine").iterdir()}
     assert {"benchmark", "testing", "book.py"} < names and "sweep" not in names
     assert "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()  # it can go later
-
-
-def test_what_belongs_to_a_room() -> None:
-    block, command = "<!-- room: x -->\nb\n<!-- /room -->\n", "#   python -m lightning_mgpu x --option\n"
-    text = f"a\nb # room: x\nc # room: y\n{block}{command}d\n# room: x\nto the end\n"
-    assert new.without(text, {"x"}) == "a\nc # room: y\nd\n"
 
 
 REFUSED = {

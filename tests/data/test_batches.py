@@ -1,64 +1,80 @@
-"""The batch contract: the same global batches in the same order, whatever the number of processes."""
+"""The batch contract for any dataset: the same global batches in the same order, whatever the number of processes."""
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from lightning_mgpu.data.batches import GlobalBatches, SequentialBatches
+from lightning_mgpu.data import batch_loader
 
-INDICES = torch.arange(1000, 1503)
+Batches = list[list[int]]
 
 
-def global_batches(world: int, epoch: int = 0, seed: int = 0, batch_size: int = 64) -> list[Tensor]:
+def global_batches(num_processes: int, batch_size: int = 64, num_samples: int = 503, **options: Any) -> Batches:
     """The batches, every one put together from the shares of all processes."""
-    samplers = [GlobalBatches(INDICES, batch_size, True, seed, world, rank) for rank in range(world)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    return [torch.cat([indices for _, indices in shares]) for shares in zip(*samplers, strict=True)]
+    dataset, shares, epoch = TensorDataset(torch.arange(num_samples)), [], options.pop("epoch", 0)
+    for rank in range(num_processes):
+        trainer: Any = SimpleNamespace(world_size=num_processes, global_rank=rank, overfit_batches=0)
+        loader = batch_loader(dataset, batch_size, trainer, **options)
+        loader.sampler.set_epoch(epoch)
+        shares.append([X.tolist() for (X,) in loader])
+    return [list(chain(*parts)) for parts in zip(*shares, strict=True)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("batch_size", [64, 101, 503])
-def test_shares_make_up_the_one_process_batches(world: int, batch_size: int) -> None:
-    alone = global_batches(1, batch_size=batch_size)
-    shared = global_batches(world, batch_size=batch_size)
-    assert len(alone) == len(shared) and all(torch.equal(a, b) for a, b in zip(alone, shared))
-    assert [len(batch) for batch in alone[:-1]] == [batch_size] * (len(alone) - 1)
-    assert torch.equal(torch.cat(alone).sort().values, INDICES)  # every sample once, the uneven rest too
+def test_processes_share_the_batches_of_one(batch_size: int) -> None:
+    alone = global_batches(1, batch_size, shuffle=True, seed=1)
+    assert [len(batch) for batch in alone[:-1]] == [batch_size] * (503 // batch_size - (503 % batch_size == 0))
+    assert sorted(chain(*alone)) == list(range(503))  # every sample once, the uneven rest too
+    for num_processes in (2, 3, 4):
+        assert global_batches(num_processes, batch_size, shuffle=True, seed=1) == alone
 
 
-def test_order_depends_on_seed_and_epoch() -> None:
-    first = torch.cat(global_batches(1))
-    assert torch.equal(first, torch.cat(global_batches(1)))
-    assert not torch.equal(first, torch.cat(global_batches(1, epoch=1)))
-    assert not torch.equal(first, torch.cat(global_batches(1, seed=1)))
-    torch.manual_seed(99)  # and on nothing else
-    assert torch.equal(first, torch.cat(global_batches(1)))
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    first = global_batches(1, shuffle=True, seed=1)
+    torch.manual_seed(99)
+    assert first == global_batches(1, shuffle=True, seed=1)
+    assert first != global_batches(1, shuffle=True, seed=2)
+    assert first != global_batches(1, shuffle=True, seed=1, epoch=1)
 
 
-def test_epoch_set_after_iter_counts() -> None:
-    sampler = GlobalBatches(INDICES, 64)
-    batches = iter(sampler)
-    sampler.set_epoch(4)  # as Lightning does
-    epoch, indices = next(batches)
-    assert epoch == 4 and torch.equal(indices, global_batches(1, epoch=4)[0])
-
-
-@pytest.mark.parametrize("num_samples", [10_007, 10_000, 3, 257])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_evaluation_sees_every_sample_once_in_order(num_samples: int, world: int) -> None:
-    samplers = [SequentialBatches(torch.arange(num_samples), 256, world, rank) for rank in range(world)]
-    batches = [torch.cat([indices for _, indices in shares]) for shares in zip(*samplers, strict=True)]
-    assert torch.equal(torch.cat(batches), torch.arange(num_samples))
-    assert max(map(len, batches)) <= 256 and len(batches) == len(samplers[0]) == -(-num_samples // 256)
+@pytest.mark.parametrize("num_samples", [10_007, 3, 257])
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_evaluation_sees_every_sample_once_in_order(num_samples: int, num_processes: int) -> None:
+    batches = global_batches(num_processes, 256, num_samples)
+    assert list(chain(*batches)) == list(range(num_samples))
+    assert max(map(len, batches)) <= 256 and len(batches) == -(-num_samples // 256)
 
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"data\.batch_size=2 .* 3 processes cannot share"):
-        GlobalBatches(INDICES, 2, num_replicas=3)
+        global_batches(3, 2, shuffle=True)
     with pytest.raises(ValueError, match="leaves a global batch of 1 of 5 samples"):
-        GlobalBatches(torch.arange(5), 4, num_replicas=2)
-    with pytest.raises(ValueError, match=r"data\.batch_size=0"):
-        GlobalBatches(INDICES, 0)
-    GlobalBatches(torch.arange(6), 4, num_replicas=2)
-    GlobalBatches(torch.arange(0), 4, num_replicas=2)
+        global_batches(2, 4, 5, shuffle=True)
+    global_batches(2, 4, 6, shuffle=True)
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * value for value in super().__getitem__(index))
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(TensorDataset, 1), (Doubled, 2)])
+def test_a_datasets_own_getitem_makes_its_samples(kind: type[TensorDataset], factor: int) -> None:
+    batches = batch_loader(kind(torch.arange(5), torch.ones(5, 2)), 3)
+    X, y = (torch.cat(parts) for parts in zip(*batches))
+    assert X.tolist() == [factor * i for i in range(5)] and torch.equal(y, torch.full((5, 2), float(factor)))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_workers_give_the_same_batches(first: int) -> None:
+    def batches(num_workers: int) -> Batches:
+        loader = batch_loader(TensorDataset(torch.arange(10)), 3, shuffle=True, seed=1, num_workers=num_workers)
+        loader.sampler.set_epoch(2)
+        loader.load_state_dict({"num_yielded": first})  # of a run resumed within an epoch
+        return [X.tolist() for (X,) in loader]
+
+    assert batches(2) == batches(0) and len(batches(0)) == 4 - first

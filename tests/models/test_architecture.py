@@ -23,7 +23,6 @@ def num_parameters(model: nn.Module) -> int:
 def test_lenet_is_the_books() -> None:
     model = LeNet()
     assert num_parameters(model) == 129_068
-    assert [(p.numel()) for p in model.parameters()] == [180, 20, 25_000, 50, 102_400, 128, 1_280, 10]
     conv1, pool1, conv2, pool2 = (20, 26, 26), (20, 13, 13), (50, 9, 9), (50, 4, 4)
     assert shapes(model) == [conv1, conv1, pool1, conv2, conv2, pool2, (800,), (128,), (128,), (10,)]
     assert [type(layer).__name__ for layer in model.net] == (
@@ -65,5 +64,3 @@ def test_kaiming_keeps_the_size_of_activations() -> None:
     for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")):
         assert 0.1 < model(X).std().item() < 10
     assert LeNet()(X).std().item() < 1e-3  # the book's
-    with pytest.raises(ValueError, match=r"model\.label_smoothing=2: choose a share from 0 \(none\) to 1"):
-        LeNet(label_smoothing=2)

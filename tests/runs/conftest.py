@@ -1,20 +1,14 @@
 """Runs of a small model with dropout, momentum and a scheduler; one that is stopped where a test says."""
 
 import csv
-import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-import lightning_mgpu.data.fashion_mnist
-from lightning_mgpu import __main__ as program
-from lightning_mgpu.data.sources import ensure_fashion_mnist
 
 OWN = '''
 import os
@@ -69,13 +63,12 @@ STRATEGIES = {
     "manual_allreduce": ("--trainer.devices=2", "--trainer.strategy=manual_allreduce"),
     "ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"),
 }
-TIMES = ("epoch_seconds",)
 
 
 def metrics(run: Path) -> list[dict[str, str]]:
     """The rows of `metrics.csv`, without the times."""
     with (run / "metrics.csv").open(newline="") as file:
-        return [{key: value for key, value in row.items() if key not in TIMES} for row in csv.DictReader(file)]
+        return [{key: value for key, value in row.items() if key != "epoch_seconds"} for row in csv.DictReader(file)]
 
 
 def last(run: Path) -> dict[str, Any]:
@@ -125,28 +118,17 @@ def fit(own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_files: Any) -> Path:
-    """A run of two epochs, `run` beside its `own_run.py`; made once."""
-    directory = tmp_path_factory.mktemp("trained")
-    root, files = tiny_files
-    (directory / "own_run.py").write_text(OWN)
-    args = ("fit", *RUN, f"--data.root={root}", *DATA, "--trainer.devices=1", "--trainer.max_epochs=2", "--run_dir=run")
-    with pytest.MonkeyPatch.context() as patch:
-        ensure = partial(ensure_fashion_mnist, files=files)
-        patch.setattr(lightning_mgpu.data.fashion_mnist, "ensure_fashion_mnist", ensure)
-        patch.chdir(directory)
-        patch.syspath_prepend(directory)
-        patch.setattr(sys, "argv", ["lightning-mgpu", *args])
-        patch.setenv("WANDB_MODE", "disabled")
-        patch.delenv("PL_GLOBAL_SEED", raising=False)
-        patch.delitem(sys.modules, "own_run", raising=False)
-        program.main()
-        os.environ.pop("LIGHTNING_MGPU_RUN_DIR", None)
-    return directory
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained") / "run"
 
 
 @pytest.fixture
-def run(trained: Path, own: Path) -> Path:
-    """A copy of the trained run in the working directory."""
-    shutil.copytree(trained / "run", own / "run")
+def run(kept: Path, fit: Callable[..., int], own: Path, capfd: pytest.CaptureFixture) -> Path:
+    """A run of two epochs in the working directory; trained for the first test that asks for it, copied for others."""
+    if kept.exists():
+        shutil.copytree(kept, own / "run")
+    else:
+        assert fit("--trainer.devices=1", "--trainer.max_epochs=2", "--run_dir=run") == 0
+        capfd.readouterr()
+        shutil.copytree(own / "run", kept)
     return own / "run"

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from lightning_mgpu.runs.checkpoint_file import read_checkpoint
 from lightning_mgpu.runs.closing_line import fingerprint
-from lightning_mgpu.runs.errors import UsageError
 from tests.runs.conftest import last, metrics
 
 
-def test_a_runs_directory(trained: Path, run_files: set[str]) -> None:
+def test_a_runs_directory(run: Path, run_files: set[str]) -> None:
     """The model logs a metric of its own in validation, as one does: the best is still that of val_acc."""
-    run = trained / "run"
     assert {path.name for path in run.iterdir()} == run_files
     assert {path.name for path in (run / "checkpoints").glob("[!e]*")} == {"last.ckpt"}
     values = {int(row["epoch"]): float(row["val_acc"]) for row in metrics(run) if row["val_acc"]}
@@ -26,7 +24,7 @@ def test_a_runs_directory(trained: Path, run_files: set[str]) -> None:
 
 
 def test_the_best_is_tested_and_the_last_has_the_fingerprint(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any
+    fit: Callable[..., int], tmp_path: Path, capfd: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     """A run that diverges after its first epoch: 'best' is not 'last'."""
     rates = ("--model.lr_scheduler.step_size=3", "--model.lr_scheduler.gamma=1e6")
@@ -39,6 +37,7 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     weights = last(tmp_path / "a")["state_dict"]
     assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
     assert not torch.equal(weights["net.1.bias"], torch.load(best, weights_only=True)["state_dict"]["net.1.bias"])
+    assert not [warning for warning in recwarn if "before the ``update`` method" in str(warning.message)]
 
 
 def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
@@ -59,6 +58,10 @@ def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Pa
     assert "ckpt:     run/checkpoints/last.ckpt\n" in out
     assert main("predict", path, *data, "--run_dir=predicted") == 0
     assert len(list(csv.reader((run.parent / "predicted" / "predictions.csv").open()))) == 108
+    assert main("test", path, "--seed_everything=5", "--print_config") == 0
+    config = yaml.safe_load(capfd.readouterr().out)
+    assert config["seed_everything"] == 5 and config["data"]["init_args"]["batch_size"] == 64
+    assert config["data"]["init_args"]["root"] != str(root)  # that is of a machine
     assert main("validate", "--model=LeNet", path, *data) == 2
     assert "--model=LeNet: run/checkpoints/last.ckpt has own_run.Net" in capfd.readouterr().err
 
@@ -77,15 +80,16 @@ class Pwned:
         return print, ("code of a checkpoint runs",)
 
 
-def test_what_cannot_be_used_is_told(run: Path, tmp_path: Path, capfd: Any) -> None:
-    good, path = last(run), tmp_path / "x.ckpt"
-    read_checkpoint(run / "checkpoints" / "last.ckpt")
-    content = (run / "checkpoints" / "last.ckpt").read_bytes()
-    for torn in (content[:-7], content[: len(content) // 2], b"", content[:900] + b"x" + content[901:]):
+def test_a_checkpoint_that_cannot_be_used_is_told(run: Path, fit: Callable[..., int], capfd: Any) -> None:
+    path = run / "checkpoints" / "last.ckpt"
+    good, before = path.read_bytes(), metrics(run)
+    content = last(run)
+    for torn in (good[:-7], b"", good[:900] + b"x" + good[901:]):
         path.write_bytes(torn)
-        with pytest.raises(UsageError, match=r"x\.ckpt cannot be read"):
-            read_checkpoint(path)
-    torch.save({**good, "hyper_parameters": Pwned()}, path)
-    with pytest.raises(UsageError, match="it holds objects of classes"):
-        read_checkpoint(path)
-    assert "code of a checkpoint" not in capfd.readouterr().out
+        assert fit("--resume=run") == 2
+        assert "last.ckpt cannot be read: it is damaged" in capfd.readouterr().err
+    torch.save({**content, "hyper_parameters": Pwned()}, path)
+    assert fit("--resume=run") == 2
+    captured = capfd.readouterr()
+    assert "it holds objects of classes" in captured.err and "code of a checkpoint" not in captured.out
+    assert metrics(run) == before
