@@ -37,6 +37,9 @@ SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
 class Stretches(Callback):
     """Counts steps and times two stretches of `num_steps`; left out, a stretch is about two seconds."""
 
+    # where this file runs it is `__main__`: strategies would take its hooks for a user's, which may edit weights
+    __module__ = "lightning_mgpu.benchmark.steps"
+
     def __init__(self, parts: Parts, num_steps: int | None = None) -> None:
         self.parts, self.num_steps = parts, num_steps
         self.count, self.start, self.seconds = 0, 0.0, list[float]()
