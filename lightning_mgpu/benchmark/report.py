@@ -119,7 +119,7 @@ def parts_figure(results: Sequence[Result], title: str) -> Figure:
         rate = result["configuration"]["batch_size"] / step * 1e3
         axes.annotate(f" {rate:,.0f} samples/s", (step, i), va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="ms a step", xlim=(0, 1.25 * max(left)))
+    axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))
     figure.suptitle(title, fontsize=9)
     figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
     return figure
