@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for check, names in checks:
         for name in names:
             check(name)
-    if 0 < (num_gpus := torch.cuda.device_count()) < max(args.devices):
+    if args.only != "exchange" and 0 < (num_gpus := torch.cuda.device_count()) < max(args.devices):
         raise UsageError(f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them")
     return args
 

@@ -23,7 +23,7 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
 
 def finished_time() -> float:
     """The clock, in seconds, when every GPU of this process has finished. The book waits for one, or for none."""
-    if torch.cuda.is_initialized():  # is_available() takes longer than some parts
+    if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
             torch.cuda.synchronize(i)
     return time.perf_counter()

@@ -23,14 +23,10 @@ from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles, the others tell how long a step takes
-OWN: tuple[str, ...] = (
-    "replicas.begin",
-    "replicas.turn",
-    "replicas.end",
-    "replicas.average_statistics",
-    "recorder.recording",
+OWN = (  # what a strategy of this package does beside a step's other parts
+    *("replicas.begin", "replicas.turn", "replicas.end", "replicas.average_statistics"),
+    *("recorder.recording", "gradients.copy_changed", "updates.begin", "updates.turn"),
 )
-OWN += ("gradients.copy_changed", "updates.begin", "updates.turn")
 SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
 
 
@@ -105,7 +101,7 @@ def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
 
 
 def watch(strategy: Any, parts: Parts) -> None:
-    """Time what a strategy of this package does beside a step's other parts."""
+    """Time what `OWN` names, where a strategy has it."""
     for name in OWN if hasattr(strategy, "replicas") else ():
         owner, _, method = name.partition(".")
         its = getattr(strategy, owner)

@@ -81,8 +81,7 @@ class Gradients:
                 _put_hooks(copies[0], its_hooks)
         with torch.no_grad():
             self._reduce()
-            for copies, old, its_hooks in zip(parameters, before, hooks):
-                self._accumulate(copies, old, any(its_hooks))
+            self._accumulate(before, [any(its_hooks) for its_hooks in hooks])
         self.are_reduced = True
 
     def _backward(self, gradient: Tensor, losses: Mapping[int, tuple[Tensor, float]], is_one_graph: bool) -> None:
@@ -127,21 +126,23 @@ class Gradients:
                         f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
                     )
 
-    def _accumulate(self, copies: Sequence[Tensor], before: Tensor | None, has_hooks: bool) -> None:
-        """Run the user's hooks on the reduced gradient, and add it to the one of the batches before."""
-        original, *others = copies
-        is_as_reduced = original.grad is None or not (has_hooks or before is not None)
-        if not is_as_reduced:
-            reduced, original.grad = original.grad, before
-            torch.autograd.backward(original, reduced)  # calls the hooks, and adds
-        elif before is not None:
-            original.grad = before
-        if not (self.sums_everywhere or self.is_manual):
-            for other in others:
-                other.grad = None  # nobody needs it
-        elif not self.sums_everywhere or not is_as_reduced or before is not None:
-            self._copy(copies)
-        self._remember(copies)
+    def _accumulate(self, before: Sequence[Tensor | None], have_hooks: Sequence[bool]) -> None:
+        """Add the reduced gradients to those of the batches before. Autograd does, which calls the user's hooks."""
+        reduced: list[tuple[Tensor, Tensor]] = []
+        for (original, *_), old, has_hooks in zip(self.replicas.parameters, before, have_hooks):
+            if original.grad is not None and (old is not None or has_hooks):
+                reduced.append((original, original.grad))
+            if old is not None or has_hooks:
+                original.grad = old
+        if reduced:
+            torch.autograd.backward([weight for weight, _ in reduced], [gradient for _, gradient in reduced])
+        for copies, old, has_hooks in zip(self.replicas.parameters, before, have_hooks):
+            if not (self.sums_everywhere or self.is_manual):
+                for other in copies[1:]:
+                    other.grad = None  # nobody needs it
+            elif not self.sums_everywhere or old is not None or has_hooks:
+                self._copy(copies)
+            self._remember(copies)
 
     def _copy(self, copies: Sequence[Tensor]) -> None:
         """Give the replicas the first one's gradient of a parameter."""

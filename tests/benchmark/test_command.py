@@ -2,6 +2,7 @@
 
 import copy
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_mgpu.benchmark.references import train_batch
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.strategies import updates
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
 SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
@@ -55,6 +57,12 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
     assert (found["parts"]["strategy"] > 0) == (engine not in ("loop", "auto", "book"))
     if engine != "loop":  # whose exchange of one device does nothing, in no time
         assert (found["parts"]["allreduce"] > 0) == (engine != "auto")
+
+
+def test_its_callback_is_no_users_where_the_file_is_run() -> None:
+    """Else replicas would not update themselves, and something else than they would be measured."""
+    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts())
+    assert not updates._is_users("on_train_batch_end", stretches)
 
 
 def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:
