@@ -5,26 +5,20 @@ each in its turn. Then the gradients are reduced. Whoever looks at a gradient af
 `backward`, sees the whole batch's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import reduce
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.gather import weighted_mean
 from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.split_batch import weighted_mean
+
+Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
 
 
 class Gradients:
-    """The gradients of k replicas.
-
-    Args:
-        replicas: Whose they are. `turn` enters the turn of one.
-        reduce_gradients: Gets, for every parameter by its name, k tensors, and leaves their sum in them.
-        sums_everywhere: Whether it leaves the sum in each of them, or in the first alone.
-    """
+    """The gradients of k replicas. `reduce_gradients` leaves sums in each of them if `sums_everywhere`."""
 
     def __init__(
         self,
@@ -37,11 +31,8 @@ class Gradients:
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
         self.is_checked = False  # that the sums are equal, in this epoch
         self.are_reduced = False  # by the backward pass that runs
-        self.is_manual = False  # in manual optimization replicas clear and edit their gradients themselves
-        self.may_be_edited = False  # by hooks of the user's, in ways that torch does not count
-        self._known: dict[int, tuple[Tensor, int]] = {}  # by a parameter's id: its gradient, and its version, then
 
-    def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool = False) -> Tensor:
+    def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and reduces the replicas' gradients.
 
         A replica's loss is the mean over its shard, which has so many samples. Where the replicas' graphs are one, by
@@ -57,34 +48,26 @@ class Gradients:
         anchor.register_hook(lambda gradient: self._backward_and_reduce(gradient, connected, is_one_graph))
         return value + anchor  # whose backward pass comes to the anchor
 
-    def _backward_and_reduce(
-        self, gradient: Tensor, losses: Mapping[int, tuple[Tensor, float]], is_one_graph: bool
-    ) -> None:
-        """Compute the replicas' gradients, reduce them, and add them to what was there before."""
+    def _backward_and_reduce(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
+        """Compute the replicas' gradients, reduce them, and add them to those of the batches before."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
                 "in training_step by torch.autograd.grad, or use one device."
             )
-        if self.may_be_edited:
-            self.replicas.copy_parameters()  # `on_before_backward` may have edited the first one's weights
+        self.replicas.copy_edited()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
-        before, hooks = [copies[0].grad for copies in parameters], list[list[dict]]()
-        try:
-            for copies in parameters:
-                hooks.append(_take_hooks(copies))
-                for param in copies:
-                    param.grad = None
+        before = [copies[0].grad for copies in parameters]
+        for param in (param for copies in parameters for param in copies):
+            param.grad = None
+        with _no_hooks(parameters):
             self._backward(gradient, losses, is_one_graph)
-        finally:
-            for copies, its_hooks in zip(parameters, hooks):
-                _put_hooks(copies[0], its_hooks)
         with torch.no_grad():
             self._reduce()
-            self._accumulate(before, [any(its_hooks) for its_hooks in hooks])
+            self._accumulate(before)
         self.are_reduced = True
 
-    def _backward(self, gradient: Tensor, losses: Mapping[int, tuple[Tensor, float]], is_one_graph: bool) -> None:
+    def _backward(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private: whether retain_graph=True
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
         if is_one_graph:
@@ -95,21 +78,14 @@ class Gradients:
                 torch.autograd.backward(loss, parts[i], keep_graph)
 
     def _reduce(self) -> None:
-        """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
+        """Reduce the gradients. Where a replica has none it counts as zero."""
         gradients: dict[str, list[Tensor]] = {}
         for name, copies in self.replicas.copies.items():
-            parts = [param.grad for param in copies if param.grad is not None]
-            if any(part.is_sparse for part in parts):
-                home = [part.to(self.replicas.devices[0]) for part in parts]
-                total = reduce(torch.add, home)
-                for param in copies:
-                    param.grad = total.to(param.device, copy=True)
-            elif parts:
-                for param in copies:
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param)
+            if any(param.grad is not None for param in copies):
+                every = [torch.zeros_like(param) if param.grad is None else param.grad for param in copies]
+                for param, gradient in zip(copies, every):
+                    param.grad = gradient
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                every: list[Any] = [param.grad for param in copies]
                 gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
         self.reduce_gradients(gradients)
         if self.sums_everywhere and not self.is_checked:
@@ -126,97 +102,74 @@ class Gradients:
                         f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
                     )
 
-    def _accumulate(self, before: Sequence[Tensor | None], have_hooks: Sequence[bool]) -> None:
+    def _accumulate(self, before: Sequence[Tensor | None]) -> None:
         """Add the reduced gradients to those of the batches before. Autograd does, which calls the user's hooks."""
-        reduced: list[tuple[Tensor, Tensor]] = []
-        for (original, *_), old, has_hooks in zip(self.replicas.parameters, before, have_hooks):
-            if original.grad is not None and (old is not None or has_hooks):
-                reduced.append((original, original.grad))
-            if old is not None or has_hooks:
+        added: list[tuple[Tensor, Tensor]] = []
+        parameters = self.replicas.parameters
+        for (original, *_), old in zip(parameters, before):
+            if original.grad is not None and (old is not None or _hooks(original)):
+                added.append((original, original.grad))
+                original.grad = None
+            if old is not None:
                 original.grad = old
-        if reduced:
-            torch.autograd.backward([weight for weight, _ in reduced], [gradient for _, gradient in reduced])
-        for copies, old, has_hooks in zip(self.replicas.parameters, before, have_hooks):
-            if not (self.sums_everywhere or self.is_manual):
-                for other in copies[1:]:
-                    other.grad = None  # nobody needs it
-            elif not self.sums_everywhere or old is not None or has_hooks:
-                self._copy(copies)
-            self._remember(copies)
+        if added:
+            torch.autograd.backward([original for original, _ in added], [gradient for _, gradient in added])
+        if not self.sums_everywhere:  # nobody needs the others'
+            for other in (other for copies in parameters for other in copies[1:]):
+                other.grad = None
+        elif added or any(old is not None for old in before):
+            self.copy(parameters)
 
-    def _copy(self, copies: Sequence[Tensor]) -> None:
-        """Give the replicas the first one's gradient of a parameter."""
-        original, *others = copies
-        for other in others:
-            other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
-        self._remember(copies)
-
-    def copy_changed(self) -> None:
-        """Give the replicas the first one's gradients that clipping, `zero_grad` or a hook has changed since then."""
-        for copies in self.replicas.parameters:
-            are_there = {param.grad is not None for param in copies}
-            if self.may_be_edited or len(are_there) > 1 or self._is_changed(copies[0]):
-                self._copy(copies)
+    def copy(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+        """Give the replicas the first one's gradients of these parameters."""
+        for original, *others in parameters:
+            for other in others:
+                other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
 
     def check_manual(self, active: Sequence[int]) -> None:
-        """Compare the gradients that active replicas have edited themselves, or computed.
+        """Compare the gradients of active replicas, which they may have edited, or computed, themselves.
 
         Raises:
             RuntimeError: If they differ.
         """
         for copies in self.replicas.parameters:
-            first, *others = (copies[i] for i in active)
-            for other in others:
-                if not (self._is_changed(first) or self._is_changed(other)):
-                    continue
-                if (first.grad is None) != (other.grad is None) or (
-                    first.grad is not None and not are_equal(first.grad, other.grad)  # type: ignore[arg-type]
-                ):
-                    raise RuntimeError(
-                        "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
-                        "in the same way for every shard: the replicas' gradients differ before an update."
-                    )
-
-    def _remember(self, copies: Sequence[Tensor]) -> None:
-        for param in copies:
-            self._known.pop(id(param), None)
-            if param.grad is not None:
-                self._known[id(param)] = param.grad, param.grad._version
-
-    def _is_changed(self, param: Tensor) -> bool:
-        known = self._known.get(id(param))
-        if param.grad is None or known is None:
-            return param.grad is not None
-        return known[0] is not param.grad or known[1] != param.grad._version
+            first, *others = (copies[i].grad for i in active)
+            if not all(are_equal(first, other) for other in others):
+                raise RuntimeError(
+                    "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
+                    "in the same way for every shard: the replicas' gradients differ before an update."
+                )
 
 
-def are_equal(tensor: Tensor, other: Tensor) -> bool:
+def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are the same numbers, NaN too, on whatever devices."""
-    if tensor.is_sparse or other.is_sparse:
-        return True  # torch has added them up
+    if tensor is None or other is None:
+        return tensor is other
     other = other.to(tensor.device)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _take_hooks(copies: Sequence[Tensor]) -> list[dict]:
-    """Take off what `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter.
+def _hooks(param: Tensor) -> list[dict]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
+    return [hooks for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks) if hooks]  # private
+
+
+@contextmanager
+def _no_hooks(parameters: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Take the hooks off the parameters inside the block: they are for the whole gradient.
 
     Raises:
         RuntimeError: If the copies have hooks, too.
     """
-    original, *others = ((param._backward_hooks, param._post_accumulate_grad_hooks) for param in copies)  # private
-    if any(any(hooks) for hooks in others):
+    if any(_hooks(other) for copies in parameters for other in copies[1:]):
         raise RuntimeError(
             "A step has put a hook on a weight: it would see one shard's gradient. Register it before training."
         )
-    taken = [dict(hooks or {}) for hooks in original]
-    for hooks in original:
-        if hooks is not None:
-            hooks.clear()  # autograd goes on with the dict that it knows
-    return taken
-
-
-def _put_hooks(param: Tensor, taken: list[dict]) -> None:
-    for hooks, its_hooks in zip((param._backward_hooks, param._post_accumulate_grad_hooks), taken):
-        if hooks is not None:
-            hooks.update(its_hooks)
+    taken = [(hooks, dict(hooks)) for original, *_ in parameters for hooks in _hooks(original)]
+    for hooks, _ in taken:
+        hooks.clear()  # autograd goes on with the dict that it knows
+    try:
+        yield
+    finally:
+        for hooks, its_own in taken:
+            hooks.update(its_own)

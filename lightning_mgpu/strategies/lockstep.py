@@ -10,13 +10,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_mgpu.strategies.one_process import current_device
 
-Action = Callable[[dict[int, Any]], Any]
+
+class Stop(NamedTuple):
+    """Where a replica waits, and for what."""
+
+    where: tuple[str, Any]  # a name, and something that must be the same for all
+    value: Any  # that it has brought there; at the end its result
+    action: Callable[[dict[int, Any]], Any] | None = None  # for which all wait
 
 
 class Lockstep:
@@ -34,114 +41,97 @@ class Lockstep:
             Exception: What a replica, or what they met for, has raised.
             RuntimeError: If some replicas meet and others do not.
         """
-        self.active, modes = active, _modes({device.type for device in self.devices})
-        replicas = {i: _Replica(i, self.devices[i], partial(function, i), modes) for i in active}
+        self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
+        replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in active}
+        answer = None
         try:
             while True:
-                for i, replica in replicas.items():
-                    with self.turn(i):
-                        self.running = replica
-                        try:
-                            replica.go_on()
-                        finally:
-                            self.running = None
-                meetings = {i: replica.meeting for i, replica in replicas.items()}
-                if not any(meetings.values()):
-                    return [replica.value for replica in replicas.values()]
-                action = _agreed(meetings)
-                answer = action({i: replica.value for i, replica in replicas.items()})
-                for replica in replicas.values():
-                    replica.value = answer
+                stops = {i: self._go_on(replica, answer) for i, replica in replicas.items()}
+                values = {i: stop.value for i, stop in stops.items()}
+                if (action := _agreed(stops)) is None:
+                    return list(values.values())
+                answer = action(values)
         finally:
             for replica in replicas.values():
                 replica.end()
 
-    def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
+    def _go_on(self, replica: "_Replica", answer: Any) -> Stop:
+        """Let a replica run until it meets or is through; raise what it raises."""
+        with self.turn(replica.index):
+            self.running = replica
+            try:
+                replica.answers.put(answer)
+                stop = replica.stops.get()
+            finally:
+                self.running = None
+            if isinstance(stop, BaseException):
+                raise stop
+            return stop
+
+    def meet(self, where: tuple[str, Any], value: Any, action: Callable[[dict[int, Any]], Any]) -> Any:
         """Wait for the other replicas, let `action` be called once with what all have brought, and return its answer.
 
-        The meeting has a name, and something that must be the same for all.
+        `where` is a name, and something that must be the same for all.
         """
         assert self.running is not None
-        return self.running.meet(meeting, value, action)
+        return self.running.stop(Stop(where, value, action))
 
 
-def _agreed(meetings: dict[int, Any]) -> Action:
-    """What the replicas meet for."""
-    (first, meeting), *others = meetings.items()
-    for i, other in others:
-        if (meeting and meeting[0]) != (other and other[0]):
-            said = [f"waits in {each[0][0]}" if each else "has ended its training_step" for each in (meeting, other)]
+def _agreed(stops: dict[int, Stop]) -> Callable[[dict[int, Any]], Any] | None:
+    (first, (where, _, action)), *others = stops.items()
+    for i, (other, *_) in others:
+        if other != where:
             raise RuntimeError(
-                f"replica {first} {said[0]}, replica {i} {said[1]}: every replica must call manual_backward and "
-                "step as often, and for the same optimizer, whatever is in its shard."
+                f"replica {first} is at {where[0]}, replica {i} at {other[0]}: every replica must call "
+                "manual_backward and step as often, and for the same optimizer, whatever is in its shard."
             )
-    return meeting[1]  # type: ignore[no-any-return]
+    return action
 
 
 class _Replica:
-    """A replica's thread. `value` is what it brings to a meeting, what that answers, and at last its result."""
+    """A replica's thread."""
 
-    def __init__(self, index: int, device: torch.device, step: Callable[[], Any], modes: Any) -> None:
-        self.index, self.meeting, self.value = index, None, None
-        self._error: BaseException | None = None
-        self._is_ended = False
-        self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
+    def __init__(self, index: int, step: Callable[[], Any], modes: Any, device: torch.device) -> None:
+        self.index = index
+        self.answers, self.stops = SimpleQueue[Any](), SimpleQueue[Stop | BaseException]()
         run = partial(contextvars.copy_context().run, self._run, step, modes, device)
         self._thread = threading.Thread(target=run, name=f"replica-{index}", daemon=True)
         self._thread.start()
 
-    def go_on(self) -> None:
-        """Let the replica run until it meets or is through; raise what it raises."""
-        self._may_run.release()
-        self._has_paused.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def meet(self, meeting: tuple[str, Any], value: Any, action: Action) -> Any:
-        self.meeting, self.value = (meeting, action), value  # type: ignore[assignment]
-        self._has_paused.release()
-        self._pause()
-        self.meeting, answer, self.value = None, self.value, None
+    def stop(self, stop: Stop) -> Any:
+        self.stops.put(stop)
+        if isinstance(answer := self.answers.get(), _End):
+            raise answer
         return answer
-
-    def _pause(self) -> None:
-        self._may_run.acquire()
-        if self._is_ended:
-            raise _Ended
 
     def end(self) -> None:
         """End the replica where it waits, after an error in another one."""
-        self._is_ended = True
-        self._may_run.release()
+        self.answers.put(_End())
         self._thread.join(timeout=10)
 
     def _run(self, step: Callable[[], Any], modes: Callable[[], Any], device: torch.device) -> None:
+        if isinstance(self.answers.get(), _End):
+            return
         try:
-            self._pause()
             with modes(), current_device(device):
-                self.value = step()
-        except _Ended:
-            pass
+                value = step()
+            self.stops.put(Stop(("the end of its training_step", None), value))
         except BaseException as error:
-            self._error = error
-        finally:
-            self._has_paused.release()
+            self.stops.put(error)
 
 
-class _Ended(BaseException):
+class _End(BaseException):
     """Ends a replica that waits."""
 
 
 def _modes(kinds: set[str]) -> Callable[[], AbstractContextManager]:
     """The calling thread's modes of autograd, inference and autocast, for another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds | {"cpu"} if torch.is_autocast_enabled(kind)}
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     @contextmanager
     def entered() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
+        with ExitStack() as stack, torch.inference_mode(inference), torch.set_grad_enabled(grad):
             for kind, dtype in autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.recording import attributes
+from lightning_mgpu.strategies.split_batch import gather
 
 Strategy = Any  # a TrainBatchStrategy, which imports this file
 
@@ -23,12 +23,9 @@ Strategy = Any  # a TrainBatchStrategy, which imports this file
 @contextmanager
 def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside the block replicas meet where they step an optimizer, Lightning's wrapper of it, or a scheduler."""
-    own: list[tuple[Any, str, Any]] = []
-    for optimizer in optimizers:
-        step_all = partial(strategy.step_all, optimizer, optimizer.step)
-        own.append((optimizer, "step", _met_step(strategy, optimizer, step_all)))
-    for wrapper in strategy._lightning_optimizers:  # it calls the strategy's `optimizer_step`
-        own.append((wrapper, "step", _met_step(strategy, wrapper, wrapper.step)))
+    steps = [(optimizer, partial(strategy.step_all, optimizer, optimizer.step)) for optimizer in optimizers]
+    steps += [(wrapper, wrapper.step) for wrapper in strategy._lightning_optimizers]  # they call `optimizer_step`
+    own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each, step)) for each, step in steps]
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
         own.append((scheduler, "step", _met_schedule(strategy, scheduler)))
     with attributes(own):
@@ -37,11 +34,7 @@ def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[No
 
 @contextmanager
 def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
-    """Refuse an optimizer that is not among those of `configure_optimizers`: every replica would step the first one.
-
-    Raises:
-        RuntimeError: When it steps.
-    """
+    """Refuse an optimizer that is not among those of `configure_optimizers`: every replica would step the first one."""
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -57,11 +50,7 @@ def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
 
 
 def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) -> Callable[..., Any]:
-    """The `step` of an optimizer for replicas. Each evaluates its closure; what is returned is the whole batch's loss.
-
-    Raises:
-        RuntimeError: If the optimizer evaluates its closure again, as LBFGS does.
-    """
+    """The `step` of an optimizer for replicas. Each evaluates its closure; the whole batch's loss is returned."""
     step = optimizer.step
 
     @wraps(step)
@@ -73,16 +62,15 @@ def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) 
 
     def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
         strategy.gradients.check_manual(list(losses))
-        whole = gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
-        evaluations = iter((whole,))
+        whole = [gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])]
 
         def evaluated() -> Any:
-            for loss in evaluations:
-                return loss
-            raise RuntimeError(
-                f"{type(optimizer).__name__} evaluates its closure several times, which replicas cannot follow in "
-                "manual optimization: optimize automatically, or on one device."
-            )
+            if not whole:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} evaluates its closure several times, which replicas cannot follow in "
+                    "manual optimization: optimize automatically, or on one device."
+                )
+            return whole.pop()
 
         return step_all(evaluated, **kwargs)
 
@@ -93,18 +81,13 @@ def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
     """The `step` of a scheduler for replicas. It gets the whole batch's loss where it is given one."""
     step = getattr(scheduler, "step", None)
 
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        def once(given: dict[int, tuple[Any, ...]]) -> Any:
-            sizes = [strategy.sizes[i] for i in given]
-            *whole, named = (_whole(parts, sizes, strategy) for parts in zip(*given.values()))
-            return step(*whole, **named)  # type: ignore[misc]
+    def whole(parts: tuple[Any, ...], sizes: list[int]) -> Any:
+        if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
+            return parts[0]
+        return gather(parts, sizes, strategy.devices[0])
 
-        return strategy.lockstep.meet(("a scheduler's step", id(scheduler)), (*args, kwargs), once)
+    def once(given: dict[int, tuple[Any, ...]]) -> Any:
+        *args, kwargs = (whole(parts, [strategy.sizes[i] for i in given]) for parts in zip(*given.values()))
+        return step(*args, **kwargs)  # type: ignore[misc]
 
-    return schedule
-
-
-def _whole(parts: tuple[Any, ...], sizes: list[int], strategy: Strategy) -> Any:
-    if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
-        return parts[0]
-    return gather(parts, sizes, strategy.devices[0])
+    return lambda *args, **kwargs: strategy.lockstep.meet(("a scheduler", id(scheduler)), (*args, kwargs), once)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 MAX_DEVICES = 64
@@ -45,18 +44,17 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 class OneProcess:
-    """A strategy of one process, whatever the number of its devices: rank 0 of 1. It refuses to be one of several."""
+    """A strategy of one process, whatever the number of its devices and the environment: rank 0 of 1."""
 
     name = "this strategy"
     num_nodes = 1  # the Trainer sets what it was asked for
     parallel_devices: list[torch.device] | None
     cluster_environment: Any
-
-    # Whatever the environment says
     global_rank = local_rank = node_rank = 0
     world_size = 1
     is_global_zero = True
     is_distributed = False
+    distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012 - the whole batch comes from here
 
     def check_launch(self) -> None:
         """Refuse what one process cannot be.
@@ -65,9 +63,8 @@ class OneProcess:
             MisconfigurationException: Under torchrun or SLURM, on several nodes, or with too many devices.
         """
         processes = 1
-        if self.cluster_environment is not None:
-            with contextlib.suppress(KeyError):  # the variables of a launcher that has launched nothing
-                processes = self.cluster_environment.world_size()
+        with contextlib.suppress(AttributeError, KeyError):  # no launcher, or one that has launched nothing
+            processes = self.cluster_environment.world_size()
         if processes > 1 or self.num_nodes > 1:
             what = f"num_nodes={self.num_nodes}" if processes == 1 else f"{processes} were launched (torchrun, SLURM)"
             raise MisconfigurationException(
@@ -76,11 +73,6 @@ class OneProcess:
             )
         if (count := len(self.parallel_devices or [])) > MAX_DEVICES:
             raise MisconfigurationException(f"{count} devices are too many: {self.name} takes up to {MAX_DEVICES}.")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For a `DistributedSampler` of the user's own: the whole batch comes from this process."""
-        return {"num_replicas": 1, "rank": 0}
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor
@@ -103,12 +95,10 @@ class OneProcess:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "optimizer_states" in checkpoint and (state := self.state_dict()):
-            checkpoint[KEY] = {"strategy": type(self).__qualname__, "state": state}
+            checkpoint[KEY] = {type(self).__qualname__: state}
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
-        if (saved := checkpoint.get(KEY)) and saved["strategy"] == type(self).__qualname__:
-            self.load_state_dict(saved["state"])
-        elif saved:
-            rank_zero_warn(f"{type(self).__qualname__} leaves out the state that {saved['strategy']} has saved.")
+        if (state := checkpoint.get(KEY, {}).get(type(self).__qualname__)) is not None:
+            self.load_state_dict(state)

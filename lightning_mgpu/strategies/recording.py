@@ -6,8 +6,9 @@ logged values joined with the shards' sizes as weights, metrics updated with the
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_mgpu.strategies.gather import gather, weighted_mean
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.replicas import MISSING, Replicas
-from lightning_mgpu.strategies.split_batch import leaves
+from lightning_mgpu.strategies.split_batch import gather, leaves, weighted_mean
 
+METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
 BUILT_IN = frozenset(vars(LightningModule()))
-Key = tuple[int, str, int]  # a metric's id, its method, and how many such calls the replica had made before
+Key = tuple[Any, str, int]  # a metric's id or a hook's name, a method or a name, and how many such before
 
 
 class Call(NamedTuple):
-    """A call of a metric."""
+    """What a replica has called: a method of a metric, or `self.log`."""
 
     metric: Any
     method: str
@@ -40,20 +41,16 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Writes down what replicas do in a step, and does it once when they are through.
-
-    `compute()` needs lockstep: all replicas must have updated the metric.
-    """
+    """Writes down what replicas do in a step, and does it once when they are through."""
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
-        self.replicas, self.lockstep, self.is_recording = replicas, lockstep, False
+        self.replicas, self.lockstep = replicas, lockstep
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
-        self._is_constant: dict[str, bool] = {}  # by name: whether `batch_size` is one number for all shards
         self._forget()
 
     def _forget(self) -> None:
+        self.is_recording = False
         self._calls: dict[Key, dict[int, Call]] = {}  # by replica
-        self._logged: dict[tuple[str, str, int], dict[int, tuple[Any, ...]]] = {}  # by hook, name, number; by replica
         self._counts: dict[Any, int] = defaultdict(int)
         # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned, the call and its place
         self._sources: dict[int, tuple[Key, Any, Tensor]] = {}
@@ -82,10 +79,15 @@ class Recorder:
 
     # Written down
 
-    def _record_log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
+    def _write(self, what: Any, name: str, call: Call) -> Key:
         i = self.replicas.current
-        by_replica = self._logged.setdefault((fx, name, self._count(i, fx, name)), {})
-        by_replica[i] = value, kwargs, self._sources.get(id(value))
+        key = what, name, self._counts[i, what, name]
+        self._counts[i, what, name] += 1
+        self._calls.setdefault(key, {})[i] = call
+        return key
+
+    def _record_log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
+        self._write(fx, name, Call(None, "log", (value, self._sources.get(id(value))), kwargs))
 
     def _to_tensor(self, value: Any, name: str) -> Tensor:
         made: Tensor = getattr(LightningModule, TO_TENSOR)(self.replicas.module, value, name)
@@ -100,36 +102,30 @@ class Recorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_recording:
                 return itself(*args, **kwargs)
-            return self._compute(metric) if method == "compute" else self._record(Call(metric, method, args, kwargs))
+            if method == "compute":
+                return self._compute(metric)
+            written = Call(metric, method, *apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone()))
+            key = self._write(id(metric), method, written)
+            return self._for_the_shard(metric, key, args, kwargs) if method == "forward" else None
 
         return call
 
-    def _record(self, call: Call) -> Any:
-        """What `forward` answers a replica is the value for its shard."""
-        i = self.replicas.current
-        key = id(call.metric), call.method, self._count(i, id(call.metric), call.method)
-        self._calls.setdefault(key, {})[i] = apply_to_collection(call, Tensor, lambda t: t.detach().clone())
-        if call.method != "forward":
-            return None
+    def _for_the_shard(self, metric: Any, key: Key, args: Any, kwargs: Any) -> Any:
+        """What `forward` answers a replica. NaN where the shard has too few samples."""
+        copied = self._copies[id(metric)][1]
+        copied.reset()
+        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
+        if home in kinds:  # not on the CPU, by the user
+            copied.to(self.replicas.module.device)
         value: Any = None
-        with suppress(Exception):  # too few samples in the shard, but not in the batch
-            value = self._copy_of(call.metric)(*call.args, **call.kwargs)
+        with suppress(Exception):
+            value = copied(*args, **kwargs)
         if value is None:
-            names = call.metric.keys() if isinstance(call.metric, MetricCollection) else ()
+            names = metric.keys() if isinstance(metric, MetricCollection) else ()
             value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
             self._sources[id(part)] = key, name, part
         return value
-
-    def _count(self, *what: Any) -> int:
-        self._counts[what] += 1
-        return self._counts[what] - 1
-
-    def _copy_of(self, metric: Any) -> Any:
-        copied = self._copies[id(metric)][1]
-        copied.reset()
-        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
-        return copied.to(self.replicas.module.device) if home in kinds else copied  # on the CPU, by the user
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
@@ -140,12 +136,11 @@ class Recorder:
             )
 
         def compute(_: Any) -> Any:
+            self._replay()
             self.is_recording = False
-            try:
-                self._replay_calls()
-                return metric.compute()
-            finally:
-                self.is_recording = True
+            value = metric.compute()
+            self.is_recording = True
+            return value
 
         value = self.lockstep.meet(("compute()", id(metric)), None, compute)
         return move_data_to_device(value, self.replicas.module.device)
@@ -153,83 +148,61 @@ class Recorder:
     # Done
 
     def _replay(self) -> None:
-        self._replay_calls()
-        for (fx, name, _), by_replica in self._logged.items():
-            (value, kwargs, source), *_ = entries = list(by_replica.values())
-            sizes = weights = [self.sizes[i] for i in by_replica]
-            if kwargs.get("batch_size") is not None:
-                given = [kwargs["batch_size"] for _, kwargs, _ in entries]
-                weights, batch_size = self._batch_size(name, given, sizes)
-                kwargs = {**kwargs, "batch_size": batch_size}
-            if source is not None:
-                key, part, _ = source
-                value = self._values[key] if part is None else self._values[key][part]
-            elif isinstance(value, Tensor):
-                values = [each.to(self.replicas.devices[0]) for each, *_ in entries]
-                value = _reduced(values, weights, kwargs.get("reduce_fx", "mean"))
-            self._log(fx, name, value, **kwargs)
-
-    def _batch_size(self, name: str, given: list[int], sizes: list[int]) -> tuple[list[int], int]:
-        """The weights of the shards, and the whole batch's `batch_size`.
-
-        `batch_size=len(X)` is a count, which adds up. `batch_size=1` is a constant, which stays. They look alike where
-        shards are equally long, so the last answer for this name counts.
-        """
-        total = sum(self.sizes.values())  # of those, too, that have not logged
-        if len({*given}) > 1 or len({*sizes}) > 1 or given[0] % sizes[0] or given[0] == total:
-            was_count = self._is_constant.get(name) is False  # counts may be equal by chance
-            self._is_constant[name] = len({*given}) == 1 and not was_count  # else either: shards of one size
-        is_constant = self._is_constant.get(name, False)
-        return (sizes, given[0]) if is_constant else (given, sum(given))
-
-    def _replay_calls(self) -> None:
+        self.is_recording = False
         for key, by_replica in self._calls.items():
-            self._values[key] = self._do(list(by_replica.values()), [self.sizes[i] for i in by_replica])
+            calls, sizes = list(by_replica.values()), [self.sizes[i] for i in by_replica]
+            if calls[0].method == "log":
+                self._do_log(*key[:2], calls, sizes)
+            else:
+                self._values[key] = self._do(calls, sizes)
         self._calls.clear()
+        self.is_recording = True
+
+    def _do_log(self, fx: str, name: str, calls: Sequence[Call], sizes: list[int]) -> None:
+        """`batch_size` is a count of the shard's: it adds up."""
+        (value, source), kwargs = calls[0][2:]
+        if kwargs.get("batch_size") is not None:
+            given = [call.kwargs["batch_size"] for call in calls]
+            kwargs = {**kwargs, "batch_size": sum(given)}
+            sizes = given if len({*given}) > 1 else sizes
+        if source is not None:
+            key, part, _ = source
+            value = self._values[key] if part is None else self._values[key][part]
+        elif isinstance(value, Tensor):
+            values = [call.args[0].to(self.replicas.devices[0]) for call in calls]
+            value = _reduced(values, sizes, kwargs.get("reduce_fx", "mean"))
+        self._log(fx, name, value, **kwargs)
 
     def _do(self, calls: Sequence[Call], sizes: Sequence[int]) -> Any:
-        """One call with the shards' arguments put together. Numbers, which a metric may add up, come one by one."""
+        """One call with the shards' arguments put together; one a shard where they do not fit together."""
         metric, method, *_ = calls[0]
         if method == "reset":
             return metric.reset()
         device = self.replicas.devices[0]
-        call = metric if method == "forward" else metric.update
-        with suppress(ValueError):
-            args, kwargs = _joined(calls, sizes, device)
-            return call(*args, **kwargs)
-        moved = [(move_data_to_device(each.args, device), move_data_to_device(each.kwargs, device)) for each in calls]
-        if method == "update" or type(metric).forward not in (Metric.forward, MetricCollection.forward):
-            return gather([call(*args, **kwargs) for args, kwargs in moved], sizes, device)
-        copied = self._copy_of(metric)  # for the value of this batch alone
-        for args, kwargs in moved:
-            copied.update(*args, **kwargs)
-            metric.update(*args, **kwargs)
-        for part, its_copy in zip(metric.modules(), copied.modules()):
-            if isinstance(part, Metric):
-                part._forward_cache = its_copy.compute()  # private: what is logged of the step
-        return copied.compute()
+        if (joined := _joined(calls, sizes, device)) is not None:
+            return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
+        if method == "forward":
+            raise RuntimeError(
+                f"{type(metric).__name__}(...) in a step has arguments that are numbers, or of other shapes for each "
+                "shard. Call its update() instead, and log the metric."
+            )
+        for call in calls:
+            metric.update(*move_data_to_device(call.args, device), **move_data_to_device(call.kwargs, device))
 
 
 def find_metrics(module: nn.Module) -> list[Any]:
-    """Every metric and collection, those in plain lists, dicts and objects, too."""
+    """Every metric and collection, those in plain lists and dicts, too."""
     found: dict[int, Any] = {}
     for owner in module.modules():
-        if isinstance(owner, (Metric, MetricCollection)):
+        if isinstance(owner, METRICS):
             found[id(owner)] = owner
         elif not type(owner).__module__.startswith("torch."):
-            values = [value for name, value in vars(owner).items() if name not in BUILT_IN]
-            found.update({id(metric): metric for metric in _metrics_in(values)})
+            values = [
+                v for name, v in vars(owner).items() if isinstance(v, (list, tuple, dict)) and name not in BUILT_IN
+            ]
+            kept = [leaf for leaf in islice(leaves(values), 1000) if isinstance(leaf, METRICS)]
+            found |= {id(part): part for each in kept for part in each.modules() if isinstance(part, METRICS)}
     return list(found.values())
-
-
-def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
-    if isinstance(value, nn.Module):
-        yield from (part for part in value.modules() if isinstance(part, (Metric, MetricCollection)))
-    elif depth:
-        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        items = value if isinstance(value, (list, tuple)) else mapping.values()
-        for item in list(items)[:100]:
-            yield from _metrics_in(item, depth - 1)
 
 
 def _blank_copy(metric: Any) -> Any:
@@ -254,30 +227,27 @@ def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
                 own[name] = value
 
 
-def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments for the whole batch; a ValueError if some are numbers, or cannot be joined."""
-    if any(_is_number(leaf) for call in calls for leaf in leaves([call.args, call.kwargs])):
-        metric = getattr(calls[0].metric, "base_metric", calls[0].metric)
-        return _aggregated(metric, calls, sizes, device), {}
-    args, kwargs = zip(*(call[2:] for call in calls))
-    joined = [gather(parts, sizes, device, are_rows=True) for parts in zip(*args, strict=True)]
-    return joined, {n: gather([each[n] for each in kwargs], sizes, device, are_rows=True) for n in kwargs[0]}
+def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
+    """The arguments for the whole batch. None if they cannot be put together."""
+    given = [{**dict(enumerate(call.args)), **call.kwargs} for call in calls]
+    if any(map(_is_number, leaves(given))):
+        return _aggregated(calls, sizes, device)
+    try:
+        joined = {name: gather([each.get(name) for each in given], sizes, device, are_rows=True) for name in given[0]}
+    except ValueError:
+        return None
+    return [joined.pop(n) for n in range(len(calls[0].args))], joined
 
 
-def _aggregated(metric: Any, calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The numbers of the shards, and their weights where the metric is a mean."""
-    if not isinstance(metric, BaseAggregator):
-        raise ValueError("nobody knows what its numbers are")
+def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
+    """The numbers of the shards for an aggregator, and their weights where it is a mean."""
     given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
-    values = [torch.as_tensor(each["value"], device=device) for each in given]
-    if any(value.ndim for value in values):
-        raise ValueError("a number beside rows")
-    if not isinstance(metric, MeanMetric):
-        return [torch.stack(values)]
-    weights = [each.get("weight", 1.0) for each in given]
-    if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
-        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
-    return [torch.stack(values), torch.as_tensor(weights, device=device)]
+    values = [torch.as_tensor(each.get("value", ()), device=device) for each in given]
+    if not isinstance(calls[0].metric, BaseAggregator) or any(value.ndim for value in values):
+        return None
+    weights = [each.get("weight", size / sum(sizes)) for each, size in zip(given, sizes)]
+    is_mean = isinstance(calls[0].metric, MeanMetric)
+    return [torch.stack(values), *([torch.as_tensor(weights, device=device)] if is_mean else [])], {}
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

@@ -5,7 +5,6 @@ dicts, one a layer, with tensors of its own in them. All else in them (hooks, me
 always was. A turn exchanges the dicts. So an attribute that a step assigns is seen by this replica alone.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase  # BatchNorm, InstanceNorm: tho
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_mgpu.strategies.gather import bring_home
-from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.streams import Streams
+from lightning_mgpu.strategies.one_process import current_device, device_module
+from lightning_mgpu.strategies.split_batch import bring_home, send
 
 SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
@@ -39,42 +37,42 @@ def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 class Replicas:
     """k replicas of the user's module, which is the first one."""
 
-    def __init__(self, module: LightningModule, devices: Sequence[torch.device], streams: Streams) -> None:
-        self.module, self.devices, self.streams = module, list(devices), streams
+    def __init__(self, module: LightningModule, devices: Sequence[torch.device], own_streams: bool) -> None:
+        self.module, self.devices, self.streams = module, list(devices), Streams(devices, own_streams)
         self.current = 0  # whose turn it is
         self.is_stale = True  # somebody may have edited the original in ways that torch does not count
+        self.may_be_edited = False  # so may hooks at any time
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self.copies_of: dict[int, Copies] = {}  # of parameters and buffers, by the original's id
-        self._marks: dict[int, list[tuple[int, int]]] = {}  # of parameters' copies when they were equal
+        self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
-        self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
+        self._before: list[dict[str, Any]] = []  # what the first one's had when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
-        self._meet = False
-        self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
+        self._lists: list[tuple[list[Any], int]] = []  # the module's, and how long they were
 
     @property
     def parameters(self) -> list[Copies]:
         """For every parameter its copies, one a replica."""
         return list(self.copies.values())
 
-    def begin(self, *number: int, meet: bool = False) -> None:
+    def begin(self, *number: int) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        The number names the step. Replicas that meet in it have lists and dicts of their own.
+        The number names the step.
         """
         self.streams.begin(*number)
-        named = list(_walk(self.module))
+        shared = {part for each in self.module.modules() if isinstance(each, SHARED) for part in each.modules()}
+        named = list(self.module.named_modules(shared))
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
         self.copy_edited()
         copy_tensors(buffers.values())
-        self._meet, self._lists = meet, []
-        self._dicts, self._put = [[owner.__dict__ for owner in self._owners]], [[]]
-        for i in range(1, len(self.devices)):
-            self._dicts.append([self._replica_of(owner, i) for owner in self._owners])
-            self._put.append([dict(own) for own in self._dicts[i]])
+        self._before = [dict(owner.__dict__) for owner in self._owners]
+        self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
+        users = [owner.__dict__ for owner in self._owners if not type(owner).__module__.startswith("torch.")]
+        self._lists = [(value, len(value)) for own in users for value in own.values() if type(value) is list]
 
     def copy_of(self, tensor: Any, i: int) -> Any:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
@@ -86,36 +84,39 @@ class Replicas:
         for prefix, owner in named:
             for name, tensor in owner.__dict__[kind].items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), (prefix + name, tensor))
+                    found.setdefault(id(tensor), (f"{prefix}.{name}".lstrip("."), tensor))
         new = [tensor for key, (_, tensor) in found.items() if key not in self.copies_of]
         sets = [new, *(get_params(new, device) for device in self.devices[1:])]
         known = {**self.copies_of, **{id(copies[0]): copies for copies in zip(*sets)}}
         return {name: known[key] for key, (name, _) in found.items()}
 
     def copy_edited(self) -> None:
-        """Copy the first replica's parameters to the others, where somebody has edited one; all of them if in doubt."""
+        """Copy the first replica's parameters to the others if somebody has edited one, or may have."""
         for original, *others in self.parameters:
             for other in others:
-                if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
-                    vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
-        edited = [c for c in self.parameters if self.is_stale or self._marks.get(id(c[0])) != _marks(c)]
-        copy_tensors(edited)
-        self.remember(edited)
-        self.is_stale = False
-
-    def remember(self, equal: Iterable[Copies]) -> None:
-        """Remember that these copies are equal now."""
-        self._marks.update({id(copies[0]): _marks(copies) for copies in equal})
+        if self.is_stale or self.may_be_edited or self._marks != self._find_marks():
+            copy_tensors(self.parameters)
+            self.remember()
 
     def copy_parameters(self) -> None:
         """Copy all of the first replica's parameters to the others."""
         self.is_stale = True
         self.copy_edited()
 
+    def remember(self) -> None:
+        """Remember that the replicas are equal now."""
+        self._marks, self.is_stale = self._find_marks(), False
+
+    def _find_marks(self) -> list[tuple[int, int]]:
+        """What changes with an edit: torch counts those in place, but not of `.data`; setting `.data` moves it."""
+        return [(tensor._version, tensor.data_ptr()) for copies in self.parameters for tensor in copies]
+
     def _replica_of(self, owner: nn.Module, i: int) -> dict[str, Any]:
-        """The `__dict__` of a layer in replica i."""
+        """The `__dict__` of a layer in replica i. The first one's is its own."""
+        if i == 0:
+            return owner.__dict__
         own = dict(owner.__dict__)
         for kind in ("_parameters", "_buffers"):
             if own[kind]:
@@ -124,25 +125,14 @@ class Replicas:
             own["_flat_weights"] = [self.copy_of(weight, i) for weight in own["_flat_weights"]]
         if "_device" in own:  # a LightningModule's
             own["_device"] = self.devices[i]
-        if self.devices[i] != self.devices[0]:
-            own.update({name: self._moved(value, i) for name, value in own.items() if name not in TENSORS})
-        for name, value in owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ():
-            if type(value) in (list, dict) and name not in TENSORS:
-                if self._meet:
-                    own[name] = copy.copy(value)
-                if type(value) is list:
-                    self._lists.append((value, len(value), own[name]))
+        for name, value in owner.__dict__.items() if self.devices[i] != self.devices[0] else ():
+            if isinstance(value, (Tensor, tuple)):  # which a hook has put there
+                own[name] = send(value, self.devices[0], self.devices[i])
         kept = self._kept[i].get(owner, {})
         for name, (value, base, versions) in kept.items():
             if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
                 own[name] = value
         return own
-
-    def _moved(self, value: Any, i: int) -> Any:
-        """A tensor, or a tuple of them, from the first device to replica i's."""
-        if isinstance(value, Tensor):
-            return value.to(self.devices[i]) if value.device == self.devices[0] else value
-        return tuple(self._moved(item, i) for item in value) if type(value) is tuple else value
 
     def end(self, active: Iterable[int]) -> None:
         """A step is over. A tensor or an object that it has assigned, `self.state` say, is the replica's from now on.
@@ -150,13 +140,12 @@ class Replicas:
         It is, until a hook assigns another one, or edits the first replica's. A replica that was not active goes on
         with what the first one has.
         """
-        for collected, length, others in self._lists:  # `self.outputs.append(...)`
-            end = length if others is collected else len(collected)
-            collected[end:] = bring_home(others[length:], self.devices[0])
+        for collected, length in self._lists:  # `self.outputs.append(...)`
+            collected[length:] = bring_home(collected[length:], self.devices[0])
         for i in active:
-            for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
+            for owner, own, before in zip(self._owners, self._dicts[i], self._before):
                 for name, value in own.items():
-                    if value is not put.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
+                    if value is not before.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
                         base = owner.__dict__.get(name, MISSING)
                         self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
 
@@ -210,31 +199,52 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
         torch._foreach_copy_([other.data for other in others], sets[0])
 
 
-def _marks(copies: Copies) -> list[tuple[int, int]]:
-    """What changes with an edit: torch counts edits in place, but not those of `.data`; setting `.data` moves it."""
-    return [(tensor._version, tensor.data_ptr()) for tensor in copies]
+def check_embeddings(module: nn.Module) -> None:
+    """Refuse what replicas cannot do.
 
-
-def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer whose tensors a turn exchanges, with the prefix of its parameters' names."""
-    todo: list[tuple[str, nn.Module]] = [("", module)]
-    seen = set()
-    while todo:
-        prefix, owner = todo.pop()
-        if owner in seen or isinstance(owner, SHARED):
-            continue
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
+    Raises:
+        MisconfigurationException: One line with the fix.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and (layer.max_norm is not None or layer.sparse):
             raise MisconfigurationException(
-                f"{prefix[:-1]}: {type(owner).__name__}(max_norm=...) edits its weights in `forward`: each replica "
-                "would edit others. Use one device, or shorten the rows in `on_train_batch_start`."
+                f"{name}: {type(layer).__name__} edits its weights in `forward` by max_norm=, or has gradients with "
+                "sparse=True, which are no dense tensors: leave both out, or use one device."
             )
-        seen.add(owner)
-        yield prefix, owner
-        children = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
-        todo.extend(reversed(children))
 
 
 def _versions(value: Any) -> list[int]:
     """How often a tensor, or each in a tuple, was edited in place."""
     tensors = value if isinstance(value, tuple) else (value,)
     return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+
+class Streams:
+    """The random streams of k replicas. The first draws from the global generators, as one device, or has its own."""
+
+    def __init__(self, devices: Sequence[torch.device], all_own: bool) -> None:
+        self.devices, self.all_own = devices, all_own
+        self.begin()
+
+    def begin(self, *number: int) -> None:
+        """A step begins. The numbers name it: its kind, epoch and batch."""
+        self._number = number
+        self._states: dict[int, list[Tensor]] = {}  # of generators, by replica
+
+    @contextmanager
+    def of(self, i: int) -> Iterator[None]:
+        """Draw replica i's numbers inside the block; a step may enter it several times."""
+        if i == 0 and not self.all_own:
+            yield
+            return
+        device, module = self.devices[i], device_module(self.devices[i])
+        own = [torch] if module is None else [torch, module]  # a step draws from the CPU's generator, too
+        with torch.random.fork_rng([] if module is None else [device.index], device_type=device.type):
+            if i not in self._states:
+                seed = hash((torch.initial_seed(), *self._number, i)) % 2**63  # of integers: so in every process
+                kinds = [torch.device("cpu"), device][: len(own)]
+                self._states[i] = [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
+            for each, state in zip(own, self._states[i]):
+                each.set_rng_state(state)
+            yield
+            self._states[i] = [each.get_rng_state() for each in own]

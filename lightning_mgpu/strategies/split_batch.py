@@ -1,4 +1,4 @@
-"""`split_batch` of the book, for any nesting of tensors: a batch is cut into one shard a replica.
+"""`split_batch` of the book, for any nesting of tensors, and its inverse, `gather`, for what the replicas return.
 
 Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, say). Tensors of length 1,
 0-d tensors, numbers and strings belong to all samples. What nobody knows how to cut is not split: parts of different
@@ -33,6 +33,19 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     Tensors are cut without copying them.
     """
     return [_cut(batch, sum(sizes), slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes))]
+
+
+def _cut(part: Any, total: int, rows: slice) -> Any:
+    if isinstance(part, Array):
+        if not part.ndim or len(part) != total:
+            return part
+        shard = part[rows]  # a view; by `.data` it counts edits in place for itself, as the backward pass checks
+        return shard.data if isinstance(shard, Tensor) and not shard.requires_grad else shard
+    if (items := items_of(part)) is None:
+        return part
+    if _is_list(part) and len(part) == total and not _has_arrays(part):
+        return part[rows]  # names, say
+    return like(part, [_cut(item, total, rows) for item in items])
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
@@ -74,13 +87,31 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
 
 def find_batch_size(batch: Any) -> int | None:
     """The number of samples in a batch; `None` if it cannot be split."""
-    if any(_is_opaque(leaf) for leaf in leaves(batch)):
-        return None
     lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Array) and leaf.ndim}
     sizes = lengths - {1} or lengths
-    if len(sizes) != 1 or 0 in sizes or any(_is_ambiguous(item, *sizes) for item in items_of(batch) or []):
+    if len(sizes) != 1 or 0 in sizes or any(_is_opaque(leaf) for leaf in leaves(batch)):
         return None
-    return sizes.pop()
+    size = sizes.pop()
+    return None if any(_is_ambiguous(item, size) for item in items_of(batch) or []) else size
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether something moves to a device as a whole: nobody here knows how to cut it."""
+    if isinstance(leaf, Tensor):
+        return leaf.is_nested or leaf.layout != torch.strided
+    return hasattr(leaf, "to") and not isinstance(leaf, (np.ndarray, type))
+
+
+def _is_ambiguous(part: Any, size: int) -> bool:
+    """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
+    if _is_list(part) and _has_arrays(part):
+        is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
+        if len(part) == size or is_of_images:
+            return True
+    return any(_is_ambiguous(item, size) for item in items_of(part) or [])
+
+
+# Nestings
 
 
 def items_of(part: Any) -> list[Any] | None:
@@ -112,46 +143,104 @@ def like(part: Any, items: list[Any]) -> Any:
 
 def leaves(part: Any) -> Iterator[Any]:
     """Everything in a nesting that is no list, tuple, dict or dataclass."""
-    items = items_of(part)
-    if items is None:
+    if (items := items_of(part)) is None:
         yield part
-    else:
-        for item in items:
-            yield from leaves(item)
-
-
-def _cut(part: Any, total: int, rows: slice) -> Any:
-    if isinstance(part, Array):
-        if not part.ndim or len(part) != total:
-            return part
-        shard = part[rows]  # a view; by `.data` it counts edits in place for itself, as the backward pass checks
-        return shard.data if isinstance(shard, Tensor) and not shard.requires_grad else shard
-    items = items_of(part)
-    if items is None:
-        return part
-    if _is_list(part) and len(part) == total and not any(isinstance(leaf, Array) for leaf in leaves(part)):
-        return part[rows]  # names, say
-    return like(part, [_cut(item, total, rows) for item in items])
+    for item in items or ():
+        yield from leaves(item)
 
 
 def _is_list(part: Any) -> bool:
     return isinstance(part, (list, tuple)) and not hasattr(part, "_fields")  # not a named tuple
 
 
-def _is_opaque(leaf: Any) -> bool:
-    """Whether something moves to a device as a whole: nobody here knows how to cut it."""
-    if isinstance(leaf, Tensor):
-        return leaf.is_nested or leaf.layout != torch.strided
-    return isinstance(leaf, PackedSequence) or (hasattr(leaf, "to") and not isinstance(leaf, (np.ndarray, type)))
+def _has_arrays(part: Any) -> bool:
+    return any(isinstance(leaf, Array) for leaf in leaves(part))
 
 
-def _is_ambiguous(part: Any, size: int) -> bool:
-    """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
-    if _is_list(part) and any(isinstance(leaf, Array) for leaf in leaves(part)):
-        is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
-        if len(part) == size or is_of_images:
-            return True
-    return any(_is_ambiguous(item, size) for item in items_of(part) or [])
+# What replicas return
+
+
+def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, are_rows: bool = False) -> Any:
+    """Put together what replicas made of shards, as if one device had had the whole batch.
+
+    Tensors and lists as long as their shard, or a multiple of it (tokens), are joined in order. Other floating values
+    are means over the shard: they are averaged, weighted by the sizes. Integers are counts: they add up. Booleans are
+    true if any is. Whatever fits nothing of this comes back as the list of what the replicas returned.
+
+    Args:
+        outputs: One a replica; `None` is left out.
+        sizes: Samples of the shards.
+        device: Where tensors go. What all replicas have on the CPU stays there.
+        are_rows: Join all tensors that have a dimension, whatever their length.
+
+    Raises:
+        ValueError: With `are_rows`, if tensors do not fit together.
+    """
+    present = [(output, size) for output, size in zip(outputs, sizes) if output is not None]
+    outputs, sizes = [output for output, _ in present], [size for _, size in present]
+    if len(outputs) < 2:
+        return bring_home(outputs[0], device) if outputs else None
+    first = outputs[0]
+    if all(isinstance(output, Tensor) for output in outputs):
+        tensors = [output if all(each.is_cpu for each in outputs) else output.to(device) for output in outputs]
+        return _gather_tensors(tensors, sizes, are_rows)
+    if isinstance(first, np.ndarray):
+        return np.concatenate([np.atleast_1d(output) for output in outputs])  # squeezed from a shard of one
+    if isinstance(first, (bool, np.bool_)):
+        return any(outputs)
+    if isinstance(first, (int, float, np.number)):
+        is_mean = any(isinstance(output, (float, np.inexact)) for output in outputs)
+        return weighted_mean(outputs, sizes) if is_mean else sum(outputs)
+    if isinstance(first, str) and set(outputs) == {first}:
+        return first
+    if _is_list(first) and _are_samples(outputs, sizes):
+        return type(first)(item for output in outputs for item in bring_home(output, device))
+    if isinstance(first, Mapping) and any(output.keys() != first.keys() for output in outputs):
+        names = dict.fromkeys(name for output in outputs for name in output)
+        return {name: gather([output.get(name) for output in outputs], sizes, device, are_rows) for name in names}
+    items = [items_of(output) or [] for output in outputs]
+    if items[0] and len({len(each) for each in items}) == 1:
+        return like(first, [gather(parts, sizes, device, are_rows) for parts in zip(*items)])
+    return [bring_home(output, device) for output in outputs]
+
+
+def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool) -> Any:
+    first = tensors[0]
+    if any(tensor.ndim for tensor in tensors):
+        tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]  # squeezed from a shard of one
+        if len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1:  # padded to different lengths, say
+            if are_rows:
+                raise ValueError("tensors of different shapes")
+            return [row for tensor in tensors for row in tensor]
+        multiples = {len(tensor) / size for tensor, size in zip(tensors, sizes)}
+        is_of_samples = len(multiples) == 1 and multiples.pop().is_integer()
+        if are_rows or is_of_samples or len({len(tensor) for tensor in tensors}) > 1:
+            return torch.cat(tensors)
+    if first.is_floating_point() or first.is_complex():
+        return weighted_mean(tensors, sizes)
+    return torch.stack(tensors).any(0) if first.dtype == torch.bool else torch.stack(tensors).sum(0)
+
+
+def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists hold one item a sample, or as many as were found in each shard, and not a few results for all."""
+    if any(len(output) != size for output, size in zip(outputs, sizes)):
+        return len({len(output) for output in outputs}) > 1
+    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
+    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
+        return False  # [logits, features], as many as there are samples by chance
+    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
+
+
+def bring_home(output: Any, device: torch.device) -> Any:
+    """Move tensors to the device. What the user has put on the CPU stays there."""
+    return apply_to_collection(output, Tensor, lambda tensor: tensor if tensor.is_cpu else tensor.to(device))
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Sum of weight times value over the sum of weights. Equal numbers are their mean, without rounding."""
+    if len(values) == 1 or (not isinstance(values[0], Tensor) and len(set(values)) == 1):
+        return values[0]
+    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
 
 
 class AutoSplit:

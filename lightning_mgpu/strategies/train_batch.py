@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.strategies import split_batch as batches
-from lightning_mgpu.strategies.gather import gather
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
-from lightning_mgpu.strategies.replicas import Replicas
-from lightning_mgpu.strategies.streams import Streams
+from lightning_mgpu.strategies.replicas import Replicas, check_embeddings
+from lightning_mgpu.strategies.split_batch import AutoSplit, gather, leaves, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import check_layers, synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates
 
@@ -71,14 +69,17 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
         self._is_set_up = False
-        self._num_evaluations = 0  # of the loss, for one update
 
     # Devices
 
     @property
+    def own_devices(self) -> list[torch.device]:
+        return self.parallel_devices or [torch.device("cpu")]
+
+    @property
     def devices(self) -> list[torch.device]:
         """One a replica."""
-        own = self.parallel_devices or [torch.device("cpu")]
+        own = self.own_devices
         return [device for device in own for _ in range((self.num_replicas or len(own)) // len(own))]
 
     @property
@@ -95,8 +96,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.check_launch()
-        own = self.parallel_devices or [torch.device("cpu")]
-        split, count = self.split, self.num_replicas
+        own, split, count = self.own_devices, self.split, self.num_replicas
         if count is not None and (count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1):
             raise MisconfigurationException(
                 f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and "
@@ -111,17 +111,19 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.lightning_module is not None
-        devices, is_fixed = self.devices, self.num_replicas is not None
+        devices = self.devices
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
-        self.auto_split = batches.AutoSplit(self.split == "auto")
-        self.replicas = Replicas(self.lightning_module, devices, Streams(devices, is_fixed))
+        self.auto_split = AutoSplit(self.split == "auto")
+        self.replicas = Replicas(self.lightning_module, devices, own_streams=self.num_replicas is not None)
         self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere)
         self.updates = Updates(self.replicas)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
         self._is_set_up = True
-        if self._layer_sync is not None and self.is_split:
-            check_layers(self.lightning_module)
+        if self.is_split:
+            check_embeddings(self.lightning_module)
+            if self._layer_sync is not None:
+                check_layers(self.lightning_module)
         super().setup(trainer)
 
     @override
@@ -152,18 +154,16 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_split:
             return super().training_step(batch, *args, **kwargs)
-        self.replicas.is_stale |= self._num_evaluations > 0  # an optimizer tries other weights
-        self._num_evaluations += 1
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
+        whole = gather(outputs, list(self.sizes.values()), self.devices[0])
         losses: dict[int, Tensor] = {}
-        for i, output in zip(self.sizes, outputs) if not self.gradients.is_manual else ():
+        for i, output in zip(self.sizes, outputs) if self._is_automatic else ():
             if output is not None:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
                     return output  # Lightning says what is wrong with it
                 losses[i] = loss
-        whole = gather(outputs, list(self.sizes.values()), self.devices[0])
         if not losses:
             return whole
         loss = self.gradients.join(losses, self.sizes, self._is_one_graph)
@@ -173,53 +173,50 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     test_step = _evaluation("test_step", "test_step_context")
     predict_step = _evaluation("predict_step", "predict_step_context")
 
+    @property
+    def _is_automatic(self) -> bool:
+        return self.replicas.module.automatic_optimization
+
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
-        module, replicas, gradients, trains = self.replicas.module, self.replicas, self.gradients, name == STEPS[0]
-        all_sizes = batches.share_out(batch, self.shares, self.devices[0])
+        module, replicas, trains = self.replicas.module, self.replicas, name == STEPS[0]
+        all_sizes = share_out(batch, self.shares, self.devices[0])
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
         is_alone = len(self.sizes) == 1  # it has the whole batch
-        shards = [batch] if is_alone else batches.split_batch(batch, all_sizes)
-        gradients.is_manual = trains and not module.automatic_optimization
-        gradients.may_be_edited = self.updates.may_edit()
-        replicas.is_stale |= gradients.may_be_edited
-        waits = not is_alone and (self.is_locked or gradients.is_manual or self._layer_sync is not None)
-        has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in batches.leaves(batch))
+        shards = [batch] if is_alone else split_batch(batch, all_sizes)
+        is_manual = trains and not self._is_automatic
+        has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
         def step(i: int) -> Any:
-            return getattr(module, name)(batches.send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
+            return getattr(module, name)(send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
+        self.updates.begin(self.optimizers if trains else ())
+        self.gradients.are_reduced = False
+        replicas.may_be_edited = self.updates.may_edit
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=waits)
-            self.updates.optimizers = ()
-            if trains:
-                is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
-                is_by_trainer = module.automatic_optimization and not is_scaled and not gradients.may_be_edited
-                self.updates.begin(self.optimizers, can_repeat=self.sums_everywhere and is_by_trainer)
-                gradients.copy_changed()  # a step may look at them
-            outputs = self._take_turns(step, waits)
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers)
+            if is_manual:
+                self.gradients.copy(replicas.parameters)  # a step may look at them
+            if is_alone or not (self.is_locked or is_manual or self._layer_sync is not None):
+                outputs = [self._in_turn(i, step) for i in self.sizes]
+            else:
+                with meetings(self, self.updates.optimizers), self._synchronized():
+                    outputs = self.lockstep.run(step, list(self.sizes))
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)
-            if gradients.is_manual or (trains and len(self.sizes) < len(all_sizes)):
-                replicas.copy_parameters()  # the step may have edited those of the replicas that ran
-        if trains:
-            self.shares = self.auto_split.end_step(self.shares)
+            if trains:  # the step may have edited the parameters of the replicas that ran
+                replicas.is_stale |= is_manual or len(self.sizes) < len(all_sizes)
+                replicas.copy_edited()
+                self.shares = self.auto_split.end_step(self.shares)
         return outputs
 
-    def _take_turns(self, step: Callable[[int], Any], waits: bool) -> list[Any]:
-        """Call `step(i)` for every active replica, one after the other; in lockstep where they may wait."""
-        if waits:
-            with meetings(self, self.updates.optimizers if self.gradients.is_manual else []), self._synchronized():
-                return self.lockstep.run(step, list(self.sizes))
-        outputs = []
-        for i in self.sizes:
-            with self.turn(i):
-                outputs.append(step(i))
-        return outputs
+    def _in_turn(self, i: int, step: Callable[[int], Any]) -> Any:
+        with self.turn(i):
+            return step(i)
 
     @contextmanager
     def turn(self, i: int) -> Iterator[None]:
@@ -242,18 +239,16 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        given = closure_loss, args, kwargs
-        if self.lockstep.running:
-            return self.lockstep.meet(("manual_backward", None), given, self._backward_together)  # type: ignore[no-any-return]
-        if self.gradients.is_manual:  # one replica has the whole batch
-            return self._backward_together({0: given})
-        return self._backward(closure_loss, optimizer, *args, **kwargs)
+        if self._is_automatic:
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _backward_together(self, given: dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Tensor:
-        """What replicas wait for in `manual_backward`."""
-        losses = {i: loss for i, (loss, _, _) in given.items()}
-        _, args, kwargs = given[0]
-        return self._backward(self.gradients.join(losses, self.sizes, self._is_one_graph), None, *args, **kwargs)
+        def together(losses: dict[int, Tensor]) -> Tensor:
+            whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
+            return self._backward(whole, optimizer, *args, **kwargs)
+
+        if self.lockstep.running:
+            return self.lockstep.meet(("manual_backward", None), closure_loss, together)  # type: ignore[no-any-return]
+        return together({0: closure_loss})  # one replica has the whole batch
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.gradients.are_reduced = False
@@ -261,6 +256,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if not self.gradients.are_reduced:
             raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
+        if not self._is_automatic:
+            self.gradients.copy(self.replicas.parameters)  # the module's own `backward` may have edited the first one's
+        self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 
     @override
@@ -270,9 +268,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
-        self._num_evaluations = 0
-        edits = getattr(optimizer, "_optimizer_step_pre_hooks", {})  # private: they run before the closure
-        self.replicas.is_stale |= len(edits) > 0
         result = step(closure, **kwargs)
         self.update_replicas(optimizer)
         return result
@@ -287,7 +282,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._num_evaluations = 0
         if batch_idx == 0:
             self._start_anew()
 

@@ -1,7 +1,7 @@
-"""Every replica makes its own update, as in the book, unless a hook or a scaler may have changed something.
+"""Every replica makes its own update, as in the book, where nothing else has a hand in it.
 
-In its turn a replica finds its own parameters, settings and states in the optimizers. For its update the user's
-optimizer steps again in its turn.
+In its turn a replica finds its own parameters in the optimizers. For its update the user's optimizer steps again in its
+turn, with a state of the replica's own.
 """
 
 from collections import defaultdict
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -34,24 +33,24 @@ class Updates:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
+        self.may_edit = False  # whether a hook of the user's may edit weights or gradients unseen
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
-    def begin(self, optimizers: Sequence[Optimizer], can_repeat: bool) -> None:
-        """A training step begins. Replicas have copies of the optimizers' states: a step may edit them."""
-        self.optimizers = optimizers
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
+        self.optimizers, module = optimizers, self.replicas.module
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        edits: list[Any] = [
+            each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers
+        ]  # private
+        edits += [_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT]
+        self.may_edit = any(edits)
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
-                own = type(optimizer).__name__
-                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
             if optimizer not in self._repeated:
                 self._states[optimizer] = self._copies_of_state(optimizer)
-            if can_repeat and self._is_repeatable(optimizer):
-                self._repeated.add(optimizer)
-            else:
-                self._repeated.discard(optimizer)
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -76,6 +75,48 @@ class Updates:
             for optimizer, state in zip(optimizers, states):
                 self._states[optimizer][i], optimizer.state = optimizer.state, state
 
+    def repeat(self, optimizer: Optimizer) -> bool:
+        """Let the other replicas make the update that the first one has made.
+
+        Returns:
+            Whether they have made it, and hold the first one's bits. The first one in an epoch is compared.
+        """
+        if optimizer not in self._states or not self._is_repeatable(optimizer):
+            self._repeated.discard(optimizer)  # its states lag behind from now on
+            return False
+        self._repeated.add(optimizer)
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        for i, device in enumerate(self.replicas.devices[1:], start=1):
+            with self.turn(i, [optimizer]), current_device(device):
+                type(optimizer).step(optimizer)
+        if optimizer not in self._are_equal:
+            parameters = self.replicas.parameters
+            self._are_equal[optimizer] = all(are_equal(first, each) for first, *others in parameters for each in others)
+        if self._are_equal[optimizer]:
+            self.replicas.remember()
+        return self._are_equal[optimizer]
+
+    def start_anew(self) -> None:
+        """Somebody may have edited states, or an epoch begins: copy them, and compare again."""
+        self._repeated.clear()
+        self._are_equal.clear()
+
+    def _is_repeatable(self, optimizer: Optimizer) -> bool:
+        """Whether replicas can make this update themselves: an optimizer of torch's, as it is, on like devices."""
+        module, copies = self.replicas.module, self.replicas.copies_of  # not of scripted layers' parameters
+        step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
+        return (
+            module.automatic_optimization
+            and not self.may_edit
+            and getattr(module.trainer.precision_plugin, "scaler", None) is None
+            and type(optimizer).__module__.startswith("torch.optim")
+            and not isinstance(optimizer, LBFGS)
+            and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
+            and self._are_equal.get(optimizer, True)
+            and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
+            and len({device.type for device in self.replicas.devices}) == 1
+        )
+
     def _copies_of_state(self, optimizer: Optimizer) -> list[Any]:
         """The optimizer's state for every replica, by its parameters. A counter on the CPU stays there."""
         home, states = self.replicas.devices[0], []
@@ -86,54 +127,6 @@ class Updates:
                 copied[self.replicas.copy_of(param, i)] = apply_to_collection(state, Tensor, move)
             states.append(copied)
         return states
-
-    # Who makes the update
-
-    def may_edit(self) -> bool:
-        """Whether a hook of the user's, in a step or between two, may edit weights or gradients unseen."""
-        module = self.replicas.module
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        return any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
-
-    def _is_repeatable(self, optimizer: Optimizer) -> bool:
-        """Whether replicas can make this optimizer's update themselves: one of torch's, as it is, on like devices."""
-        copies = self.replicas.copies_of  # not of scripted layers' parameters
-        step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
-        return (
-            type(optimizer).__module__.startswith("torch.optim")
-            and not isinstance(optimizer, LBFGS)
-            and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
-            and not optimizer._optimizer_step_pre_hooks  # private names of torch
-            and not optimizer._optimizer_step_post_hooks
-            and self._are_equal.get(optimizer, True)
-            and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
-            and len({device.type for device in self.replicas.devices}) == 1
-        )
-
-    def start_anew(self) -> None:
-        """Somebody may have edited states, or an epoch begins: copy them, and compare the next update."""
-        self._repeated.clear()
-        self._are_equal.clear()
-
-    def repeat(self, optimizer: Optimizer) -> bool:
-        """Let the other replicas make the update that the first one has made.
-
-        Returns:
-            Whether they made it. The first one in an epoch is compared.
-        """
-        if optimizer not in self._repeated or not self._is_repeatable(optimizer) or self.may_edit():
-            self._repeated.discard(optimizer)  # its states lag behind from now on
-            return False
-        self._settings = [dict(group) for group in optimizer.param_groups]
-        for i, device in enumerate(self.replicas.devices[1:], start=1):
-            with self.turn(i, [optimizer]), current_device(device):
-                type(optimizer).step(optimizer)
-        if optimizer not in self._are_equal:
-            parameters = self.replicas.parameters
-            self._are_equal[optimizer] = all(are_equal(first, each) for first, *others in parameters for each in others)
-        if self._are_equal[optimizer]:
-            self.replicas.remember(self.replicas.parameters)
-        return self._are_equal[optimizer]
 
 
 def _is_users(hook: str, owner: Any) -> bool:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from tiny_runs import MANUAL, Manual, Regression, a_loader, labelled
+from tiny_runs import MANUAL, Manual, Regression
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
@@ -15,14 +15,14 @@ WHEN = [{"on_step": True, "on_epoch": False}, {"on_step": False, "on_epoch": Tru
 
 @pytest.mark.parametrize("when", WHEN, ids=str)
 def test_means(assert_logs_alike, when):
-    """Of batches whose sizes are given, too: samples and tokens add up, a constant weighs every batch alike."""
+    """Of batches whose sizes are given, too: samples and tokens add up."""
 
     def step(module, stage, X, y, batch_idx):
         module.log(f"{stage}_float", X.mean().item(), **when)
         module.log(f"{stage}_number", 3, **when)
         module.log(f"{stage}_one_element", X.mean().reshape(1), **when)
         module.log_dict({f"{stage}_a": X.mean(), f"{stage}_b": X.mean() * 0 + batch_idx}, **when)
-        for name, batch_size in (("samples", len(X)), ("tokens", X.numel()), ("constant", 1)):
+        for name, batch_size in (("samples", len(X)), ("tokens", X.numel())):
             module.log(f"{stage}_{name}", X.mean(), batch_size=batch_size, **when)
 
     assert_logs_alike(step)
@@ -54,32 +54,6 @@ def logged_by_some_replicas(module, stage, X, y, batch_idx):
 @pytest.mark.parametrize("step", [changed_after_logging, logged_by_some_replicas])
 def test_ways_to_log(assert_logs_alike, step):
     assert_logs_alike(step, at_end=lambda module, stage: module.log(f"{stage}_end", 1.5))
-
-
-def test_constant_batch_sizes_where_shards_are_even(assert_parity):
-    """The batch's own size, and one that cannot be a count of each shard; the last batch is another one."""
-
-    class Module(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            for name, batch_size in (("three", 3), ("six", 6), ("count", len(batch[0]))):
-                self.log(f"loss_{name}", loss, batch_size=batch_size, on_step=False, on_epoch=True)
-            return loss
-
-    assert_parity(Module, loader=lambda: a_loader(6, 20))
-    assert_parity(Module, loader=lambda: a_loader(6, 19))  # the last one has a sample, and one replica alone
-
-
-def test_counts_that_are_equal_by_chance(assert_logs_alike):
-    """Shards of 3, 2 and 2 samples have 1, 2 and 1 chosen ones in the first batch, one each in the others."""
-    batches = [X for X, _ in labelled()]
-    chosen = torch.cat([batches[0][[0, 3, 4, 5]], batches[1][[0, 3, 5]], batches[2][[0, 3, 5]]])
-
-    def step(module, stage, X, y, batch_idx):
-        if len(rows := X[(X[:, None] == chosen.to(X.device)).all(-1).any(1)]):
-            module.log(f"{stage}_chosen", rows.mean(), batch_size=len(rows), on_step=True, on_epoch=True)
-
-    assert_logs_alike(step)
 
 
 def test_several_dataloaders(assert_logs_alike, logged):

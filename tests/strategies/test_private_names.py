@@ -40,7 +40,6 @@ NAMES = {  # who has it, outside of a run
     "_device": LightningModule(),
     "_LightningModule__to_tensor": LightningModule,
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),
-    "_forward_cache": F1,
 }
 IN_A_RUN = ["_results", "strategy._layer_sync", "strategy._lightning_optimizers"]  # of a Trainer
 WORDS = {"_fields", "_hooks"}  # of named tuples; an ending
