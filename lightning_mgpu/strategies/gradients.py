@@ -127,11 +127,7 @@ class Gradients:
                 other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
 
     def check_manual(self, active: Sequence[int]) -> None:
-        """Compare the gradients of active replicas, which they may have edited, or computed, themselves.
-
-        Raises:
-            RuntimeError: If they differ.
-        """
+        """Refuse gradients that differ: replicas may have edited them, or computed them, themselves."""
         for copies in self.replicas.parameters:
             first, *others = (copies[i].grad for i in active)
             if not all(are_equal(first, other) for other in others):
@@ -156,11 +152,7 @@ def _hooks(param: Tensor) -> list[dict]:
 
 @contextmanager
 def _no_hooks(parameters: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-    """Take the hooks off the parameters inside the block: they are for the whole gradient.
-
-    Raises:
-        RuntimeError: If the copies have hooks, too.
-    """
+    """Take the hooks off the parameters inside the block: they are for the whole gradient. Copies must have none."""
     if any(_hooks(other) for copies in parameters for other in copies[1:]):
         raise RuntimeError(
             "A step has put a hook on a weight: it would see one shard's gradient. Register it before training."

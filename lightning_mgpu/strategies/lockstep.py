@@ -35,12 +35,7 @@ class Lockstep:
         self.running: _Replica | None = None  # whose thread it is
 
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
-        """Call `function(i)` for every active replica, and return the results.
-
-        Raises:
-            Exception: What a replica, or what they met for, has raised.
-            RuntimeError: If some replicas meet and others do not.
-        """
+        """Call `function(i)` for every active replica, and return the results. Whatever is raised ends all of them."""
         self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
         replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in active}
         answer = None

@@ -26,11 +26,7 @@ def current_device(device: torch.device) -> AbstractContextManager:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """A device by its name.
-
-    Raises:
-        MisconfigurationException: If this machine has no such device.
-    """
+    """A device by its name. One that this machine does not have is refused."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -57,11 +53,7 @@ class OneProcess:
     distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012 - the whole batch comes from here
 
     def check_launch(self) -> None:
-        """Refuse what one process cannot be.
-
-        Raises:
-            MisconfigurationException: Under torchrun or SLURM, on several nodes, or with too many devices.
-        """
+        """Refuse torchrun and SLURM with several processes, several nodes, and too many devices."""
         processes = 1
         with contextlib.suppress(AttributeError, KeyError):  # no launcher, or one that has launched nothing
             processes = self.cluster_environment.world_size()

@@ -5,6 +5,7 @@ dicts, one a layer, with tensors of its own in them. All else in them (hooks, me
 always was. A turn exchanges the dicts. So an attribute that a step assigns is seen by this replica alone.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # BatchNorm, InstanceNorm: those with running statistics
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the latter are all that have running statistics
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
@@ -47,19 +48,20 @@ class Replicas:
         self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
-        self._before: list[dict[str, Any]] = []  # what the first one's had when the step began
+        self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
-        self._lists: list[tuple[list[Any], int]] = []  # the module's, and how long they were
+        self._meet = False  # whether replicas meet in this step
+        self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
     def parameters(self) -> list[Copies]:
         """For every parameter its copies, one a replica."""
         return list(self.copies.values())
 
-    def begin(self, *number: int) -> None:
+    def begin(self, *number: int, meet: bool) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        The number names the step.
+        The number names the step. Replicas that meet in it have lists and dicts of their own.
         """
         self.streams.begin(*number)
         shared = {part for each in self.module.modules() if isinstance(each, SHARED) for part in each.modules()}
@@ -69,10 +71,9 @@ class Replicas:
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
         self.copy_edited()
         copy_tensors(buffers.values())
-        self._before = [dict(owner.__dict__) for owner in self._owners]
+        self._meet, self._lists = meet, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
-        users = [owner.__dict__ for owner in self._owners if not type(owner).__module__.startswith("torch.")]
-        self._lists = [(value, len(value)) for own in users for value in own.values() if type(value) is list]
+        self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
 
     def copy_of(self, tensor: Any, i: int) -> Any:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
@@ -128,6 +129,11 @@ class Replicas:
         for name, value in owner.__dict__.items() if self.devices[i] != self.devices[0] else ():
             if isinstance(value, (Tensor, tuple)):  # which a hook has put there
                 own[name] = send(value, self.devices[0], self.devices[i])
+        for name, value in owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ():
+            if type(value) in (list, dict) and name not in TENSORS:
+                own[name] = copy.copy(value) if self._meet else value
+                if type(value) is list:
+                    self._lists.append((value, len(value), own[name]))
         kept = self._kept[i].get(owner, {})
         for name, (value, base, versions) in kept.items():
             if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
@@ -140,12 +146,13 @@ class Replicas:
         It is, until a hook assigns another one, or edits the first replica's. A replica that was not active goes on
         with what the first one has.
         """
-        for collected, length in self._lists:  # `self.outputs.append(...)`
-            collected[length:] = bring_home(collected[length:], self.devices[0])
+        for collected, length, others in self._lists:  # `self.outputs.append(...)`
+            end = length if others is collected else len(collected)
+            collected[end:] = bring_home(others[length:], self.devices[0])
         for i in active:
-            for owner, own, before in zip(self._owners, self._dicts[i], self._before):
+            for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
-                    if value is not before.get(name, MISSING) and name not in TENSORS and not isinstance(value, PLAIN):
+                    if value is not put.get(name, MISSING) and not (name in TENSORS or isinstance(value, PLAIN)):
                         base = owner.__dict__.get(name, MISSING)
                         self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
 
@@ -199,17 +206,18 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
         torch._foreach_copy_([other.data for other in others], sets[0])
 
 
-def check_embeddings(module: nn.Module) -> None:
-    """Refuse what replicas cannot do.
-
-    Raises:
-        MisconfigurationException: One line with the fix.
-    """
+def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
+    """Refuse layers that replicas would train wrongly, in one line with the fix."""
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and (layer.max_norm is not None or layer.sparse):
             raise MisconfigurationException(
                 f"{name}: {type(layer).__name__} edits its weights in `forward` by max_norm=, or has gradients with "
                 "sparse=True, which are no dense tensors: leave both out, or use one device."
+            )
+        is_compiled = isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
+        if sync_batchnorm and is_compiled and any(isinstance(part, _BatchNorm) for part in layer.modules()):
+            raise MisconfigurationException(  # its graph does not call `F.batch_norm`
+                "sync_batchnorm=True does not reach BatchNorm in compiled layers: leave one of the two out."
             )
 
 

@@ -10,10 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_mgpu.strategies.lockstep import Lockstep
 
@@ -61,20 +59,6 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
 
     with patch.object(F, "batch_norm", batch_norm):
         yield
-
-
-def check_layers(module: nn.Module) -> None:
-    """Refuse compiled layers around BatchNorm: their graphs do not call `F.batch_norm`.
-
-    Raises:
-        MisconfigurationException: One line with the fix.
-    """
-    for layer in module.modules():
-        is_compiled = isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
-        if is_compiled and any(isinstance(part, _BatchNorm) for part in layer.modules()):
-            raise MisconfigurationException(
-                "sync_batchnorm=True does not reach BatchNorm in compiled layers: leave one of the two out."
-            )
 
 
 class _Share(torch.autograd.Function):

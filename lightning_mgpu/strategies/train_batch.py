@@ -23,9 +23,9 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
 from lightning_mgpu.strategies.recording import Recorder
-from lightning_mgpu.strategies.replicas import Replicas, check_embeddings
+from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import AutoSplit, gather, leaves, send, share_out, split_batch
-from lightning_mgpu.strategies.sync_batchnorm import check_layers, synchronized_batch_norm
+from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -121,9 +121,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.recorder = Recorder(self.replicas, self.lockstep)
         self._is_set_up = True
         if self.is_split:
-            check_embeddings(self.lightning_module)
-            if self._layer_sync is not None:
-                check_layers(self.lightning_module)
+            check_layers(self.lightning_module, sync_batchnorm=self._layer_sync is not None)
         super().setup(trainer)
 
     @override
@@ -185,6 +183,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         is_alone = len(self.sizes) == 1  # it has the whole batch
         shards = [batch] if is_alone else split_batch(batch, all_sizes)
         is_manual = trains and not self._is_automatic
+        meet = not is_alone and (self.is_locked or is_manual or self._layer_sync is not None)
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
@@ -197,14 +196,14 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         replicas.may_be_edited = self.updates.may_edit
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers)
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
             if is_manual:
                 self.gradients.copy(replicas.parameters)  # a step may look at them
-            if is_alone or not (self.is_locked or is_manual or self._layer_sync is not None):
-                outputs = [self._in_turn(i, step) for i in self.sizes]
-            else:
+            if meet:
                 with meetings(self, self.updates.optimizers), self._synchronized():
                     outputs = self.lockstep.run(step, list(self.sizes))
+            else:
+                outputs = [self._in_turn(i, step) for i in self.sizes]
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end(i for i in self.sizes if i)

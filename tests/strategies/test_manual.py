@@ -85,8 +85,27 @@ def update_by_hand(self, batch, batch_idx):
             parameter.grad = None
 
 
+class Adversarial(Manual):
+    """Weights are disturbed for a second backward pass, and put back from a dict (fast gradient method)."""
+
+    def __init__(self):
+        super().__init__()
+        self.backup = {}
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        for name, parameter in self.named_parameters():
+            self.backup[name] = parameter.data.clone()
+            parameter.data.add_(0.1 * parameter.grad)
+        self.manual_backward(self.loss(batch))
+        for name, parameter in self.named_parameters():
+            parameter.data = self.backup.pop(name)
+        self.optimizers().step()
+
+
 STEPS = [
-    *(Manual, WithClosure),
+    *(Manual, WithClosure, Adversarial),
     *(by_hand(step) for step in (accumulates, two_updates, two_backwards)),
     by_hand(skips_a_batch, loss=loss_of_some),
     by_hand(update_by_hand, configure_optimizers=lambda self: None),
