@@ -18,9 +18,9 @@ the other files in the order of the stops.
 
 Besides:
 
-`gather.py` puts together what steps return. `streams.py` gives each replica random numbers of its own. `lockstep.py`
-runs replicas that wait for each other in a step: `manual_optimization.py`, and in BatchNorm, `sync_batchnorm.py`.
-`one_process.py` has devices by name, ranks and launchers, and a strategy's own part of a checkpoint.
+`lockstep.py` runs replicas that wait for each other in a step: in manual optimization (`manual_optimization.py`), and
+in BatchNorm (`sync_batchnorm.py`). `one_process.py` has devices by name, ranks and launchers, and a strategy's own part
+of a checkpoint.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -43,9 +43,8 @@ class Updates:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
         self.optimizers, module = optimizers, self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        edits: list[Any] = [
-            each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers
-        ]  # private
+        # private names of torch; the former run before the closure
+        edits: list[Any] = [each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers]
         edits += [_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT]
         self.may_edit = any(edits)
         for optimizer in optimizers:
