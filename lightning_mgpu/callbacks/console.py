@@ -72,7 +72,5 @@ def epoch_line(trainer: Trainer) -> str:
     """
     metrics = epoch_metrics(trainer)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
-    asked = [name for name in metrics if quantity(name)]
-    asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
-    values = [f"{name} {metrics[name]:.4f}" for name in asked or metrics]
-    return "  ".join([epoch_number(trainer), *values, *seconds])
+    asked = [name for name in metrics if quantity(name) or name in trainer.progress_bar_metrics]
+    return "  ".join([epoch_number(trainer), *(f"{name} {metrics[name]:.4f}" for name in asked or metrics), *seconds])

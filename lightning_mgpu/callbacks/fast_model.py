@@ -2,7 +2,6 @@
 
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
     python -m lightning_mgpu fit --fast.compile=default
-    python -m lightning_mgpu fit --fast.compile=reduce-overhead       # CUDA graphs
 
 They apply to the networks a LightningModule holds, its children. Losses and metrics stay as they are, and so do the
 keys of checkpoints.
@@ -10,7 +9,6 @@ keys of checkpoints.
 
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -23,8 +21,6 @@ from typing_extensions import override
 from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
-COMPILERS = ("c++", "g++", "clang++", "gcc", "clang", os.environ.get("CC", "gcc"))  # that torch looks for
-
 
 class FastModel(Callback):
     """Sets the memory format before replicas are made, and compiles the networks when training begins.
@@ -32,14 +28,14 @@ class FastModel(Callback):
     Args:
         memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
             with, in half precision above all.
-        compile: Mode of `torch.compile`: `default`, or `reduce-overhead` (CUDA graphs), or
-            `max-autotune-no-cudagraphs`. Every shape of batch is compiled: choose a batch size that divides the data.
+        compile: Mode of `torch.compile`. Every shape of batch is compiled: choose a batch size that divides the data.
+            Of the other modes, CUDA graphs overwrite what a replica has returned.
     """
 
     def __init__(
         self,
         memory_format: Literal["channels_last"] | None = None,
-        compile: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] | None = None,
+        compile: Literal["default", "max-autotune-no-cudagraphs"] | None = None,
     ) -> None:
         self.memory_format = memory_format
         self.compile = compile
@@ -55,41 +51,25 @@ class FastModel(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.compile is None:
             return
-        if not any(map(shutil.which, COMPILERS)):
-            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++")
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++, or name yours in CXX")
         num_devices = len(own_devices(trainer))
-        if self.compile == "reduce-overhead" and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
+        if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise UsageError(
-                "--fast.compile=reduce-overhead: the next batch or replica overwrites the gradients of a CUDA graph: "
-                "take --fast.compile=default, or one device (or ddp) and --trainer.accumulate_grad_batches=1"
+                f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: leave out "
+                "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
-        meets = getattr(trainer.strategy, "_layer_sync", None) is not None
-        meets |= any(getattr(layer, "max_norm", None) is not None for layer in pl_module.modules())
-        if meets and num_devices > 1:
-            raise UsageError(
-                f"--fast.compile={self.compile}: with --trainer.sync_batchnorm=true or Embedding(max_norm=...) "
-                "replicas meet inside of what would be compiled: leave one out, or take --trainer.strategy=ddp"
-            )
-        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs entries of its own
-        for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
-            network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
-
-    def _begin_step(self, *_: Any, **__: Any) -> None:
-        """What CUDA graphs return lives for a batch, whose step may call several networks, or one of them twice."""
-        if self.compile == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-
-    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step  # type: ignore[assignment]
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs its own entries
+        for network in networks(pl_module):
+            # one graph serves all replicas: their parameters are its inputs. `Module.compile` would leave torch's own
+            # classes, as `nn.Sequential`, alone
+            call = network._call_impl
+            network._compiled_call_impl = torch.compile(lambda *X, _call=call, **k: _call(*X, **k), mode=self.compile)
 
 
 def networks(module: LightningModule) -> list[nn.Module]:
     """The children that compute something: all but metrics."""
     return [child for child in module.children() if not isinstance(child, (Metric, MetricCollection))]
-
-
-def _call(network: nn.Module) -> Callable[..., Any]:
-    """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
-    return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
 def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,13 +25,12 @@ import lightning_mgpu.data
 import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu.callbacks import (
-    ConfusionMatrix,
     EpochLines,
     EpochTimer,
     FastModel,
     LearningCurve,
     LossBar,
-    PredictionGrid,
+    Pictures,
     PredictionWriter,
     RunHeader,
     is_search,
@@ -164,7 +163,7 @@ class CLI(LightningCLI):
         if self.ckpt_path or self.resumed:
             header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
         self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
+        callbacks = [header, self.timer, LearningCurve(), Pictures()]
         if self.run_dir is not None:
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             if config.no_wandb:
