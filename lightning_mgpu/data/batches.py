@@ -138,7 +138,7 @@ class Samples(Dataset):
 
     def __getitem__(self, item: Item) -> Any:
         _, indices = item
-        if isinstance(self.dataset, TensorDataset) and type(self.dataset).__getitem__ is TensorDataset.__getitem__:
+        if type(self.dataset) is TensorDataset:
             return [tensor[indices] for tensor in self.dataset.tensors]  # at once: far faster than collating
         return default_collate([self.dataset[i] for i in indices.tolist()])
 

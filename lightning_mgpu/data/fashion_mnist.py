@@ -32,7 +32,7 @@ class FashionMNIST(LightningDataModule):
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         root: Where the files are, or are put, once for all working directories: `{root}/FashionMNIST/raw`.
-        source: Where missing files come from. `auto` tries `system` (the distribution's package
+        source: Where missing files come from. `auto` tries `local` (under `root`, or the distribution's package
             `dataset-fashion-mnist`, if it is installed), `torchvision` (its download) and `package` (the same package
             through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
         val_size: Images set apart from the 60,000 for validation, by a draw from `seed`; 0 validates on the test set.
@@ -55,7 +55,7 @@ class FashionMNIST(LightningDataModule):
         self,
         batch_size: int = 256,
         root: str = "~/.cache/lightning_mgpu",
-        source: Literal["auto", "local", "system", "torchvision", "package", "synthetic"] = "auto",
+        source: Literal["auto", "local", "torchvision", "package", "synthetic"] = "auto",
         val_size: int = 5000,
         normalize: bool = False,
         augment: bool = False,
@@ -80,11 +80,17 @@ class FashionMNIST(LightningDataModule):
                 raise ValueError(f"data.{name}={value}: it must be at least {least}.")
         if cutout and not augment:
             raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        self.origin = ""  # where the files came from, in words; known after `prepare_data`
+        self.origin = ""  # where the files came from; known after `prepare_data`
 
     @property
     def validates_on_test_set(self) -> bool:
         return self.val_size == 0
+
+    @property
+    def in_words(self) -> str:
+        """`55,000 train, 5,000 val, 10,000 test; files under DIRECTORY`: for the run's header, after `setup`."""
+        sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
+        return ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items()) + f"; {self.origin}"
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
