@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
-from lightning_mgpu.models.initialization import kaiming
+from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable, kaiming
 
 
 class LeNet(Classifier):
@@ -28,9 +27,8 @@ class LeNet(Classifier):
         label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
         flip_tta: bool = False,
-        shift_tta: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta, shift_tta)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),  # (N, 20, 26, 26)

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
-from lightning_mgpu.models.initialization import kaiming
+from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable, kaiming
 
 
 class ResNet18(Classifier):
@@ -34,9 +33,8 @@ class ResNet18(Classifier):
         label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
         flip_tta: bool = False,
-        shift_tta: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta, shift_tta)
+        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta)
         self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),  # (N, 64, 28, 28)
