@@ -127,8 +127,12 @@ class BatchLoader(DataLoader):
         self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0
 
 
-class Samples(Dataset):
-    """Any dataset indexed by sample, as one that is indexed with an `Item`: its samples, collated into a batch."""
+class Batches(Dataset):
+    """A dataset that is indexed with an `Item` and makes a whole batch of it."""
+
+
+class Samples(Batches):
+    """Any dataset indexed by sample, as one of batches: its samples, collated."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -149,24 +153,29 @@ def batch_loader(
     trainer: Trainer | None = None,
     shuffle: bool = False,
     seed: int | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> BatchLoader:
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader`; batches are put together by torch's `default_collate`.
+        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's `default_collate`), or
+            `Batches`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
         shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
         seed: Of the order. Left out: `seed_everything`'s.
+        indices: The samples to visit, a vector, on the device that batches are gathered on. Left out: all.
         kwargs: Further arguments of `DataLoader`, such as `num_workers`.
     """
-    indices = torch.arange(len(dataset))  # type: ignore[arg-type]
+    indices = torch.arange(len(dataset)) if indices is None else indices  # type: ignore[arg-type]
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+    sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
     if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        return BatchLoader(Samples(dataset), sampler=GlobalBatches(indices, batch_size, True, seed, *share), **kwargs)
-    return BatchLoader(Samples(dataset), sampler=SequentialBatches(indices, batch_size, *share), **kwargs)
+        sampler = GlobalBatches(indices, batch_size, True, seed, *share)
+    # by keyword: for `predict` Lightning makes the loader anew from its arguments
+    return BatchLoader(dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, SequentialBatches
+from lightning_mgpu.data.batches import BatchLoader, batch_loader
 from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
@@ -112,25 +112,27 @@ class FashionMNIST(LightningDataModule):
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
-        self.train_set = self._dataset(images, labels, augment=self.augment and not self._overfits())
+        overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
+        self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)  # or images as they are
         self.test_set = self._dataset(test_images, test_labels)
-        self.val_set = self.test_set if self.validates_on_test_set else self._dataset(images, labels)
+        self.val_set = self._dataset(images, labels)
         if self.validates_on_test_set:
-            self.val_indices = self.test_indices
+            self.val_set, self.val_indices = self.test_set, self.test_indices
 
     def train_dataloader(self) -> BatchLoader:
-        if self._overfits():
-            return self._loader(self.train_set, SequentialBatches(self.train_indices, self.batch_size, *self._share()))
-        batches = GlobalBatches(self.train_indices, self.batch_size, True, self.seed, *self._share())
-        return self._loader(self.train_set, batches)
+        return self._loader(self.train_set, self.train_indices, shuffle=True)
 
     def val_dataloader(self) -> BatchLoader:
-        return self._loader(self.val_set, SequentialBatches(self.val_indices, self.batch_size, *self._share()))
+        return self._loader(self.val_set, self.val_indices)
 
     def test_dataloader(self) -> BatchLoader:
-        return self._loader(self.test_set, SequentialBatches(self.test_indices, self.batch_size, *self._share()))
+        return self._loader(self.test_set, self.test_indices)
 
     predict_dataloader = test_dataloader
+
+    def _loader(self, images: InMemoryImages, indices: Tensor, shuffle: bool = False) -> BatchLoader:
+        pin_memory = torch.cuda.is_available() and not self.device_resident
+        return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices, pin_memory=pin_memory)
 
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
@@ -143,19 +145,6 @@ class FashionMNIST(LightningDataModule):
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
         padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
         return InMemoryImages(images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed)
-
-    def _overfits(self) -> bool:
-        """Whether the same few images are trained on again and again: in order, and as they are."""
-        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
-
-    def _share(self) -> tuple[int, int]:
-        """The number of processes that share a global batch, and this one's rank."""
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
-
-    def _loader(self, dataset: InMemoryImages, batches: GlobalBatches) -> BatchLoader:
-        # by keyword: for `predict` Lightning makes the loader anew from its arguments
-        pin_memory = torch.cuda.is_available() and not self.device_resident
-        return BatchLoader(dataset, sampler=batches, pin_memory=pin_memory)
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,11 @@ gather of uint8 and one conversion do the same work about 100 times faster.
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from lightning_mgpu.data.batches import Item
+from lightning_mgpu.data.batches import Batches, Item
 
 
-class InMemoryImages(Dataset):
+class InMemoryImages(Batches):
     """Images (N, C, H, W) of uint8 and labels (N,), indexed with an `Item`; yields float images and their labels.
 
     Batches are made where the images are. Indices may be on the CPU or there too, which spares every step a transfer.
