@@ -3,12 +3,9 @@
 import gzip
 import hashlib
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -91,28 +88,20 @@ def test_a_damaged_file_is_named_and_replaced_or_refused(tmp_path: Path, raw: Pa
     assert not (raw / IMAGES).exists()
 
 
-@contextmanager
-def serving(directory: Path) -> Iterator[str]:
-    handler = partial(SimpleHTTPRequestHandler, directory=str(directory))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
-
-
 def test_torchvisions_download_and_an_interrupted_one(
     tmp_path: Path, raw: Path, system_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = system_dir / f"{IMAGES}.gz"
-    whole = served.read_bytes()
-    with serving(system_dir) as url:
-        monkeypatch.setattr(FashionMNIST, "mirrors", [url])
-        served.write_bytes(whole[:-10])
-        with pytest.raises(DataSourceError, match=rf"torchvision: .*{IMAGES}.gz cannot be read"):
-            ensure(tmp_path, "torchvision")
-        assert not (raw / IMAGES).exists()
-        served.write_bytes(whole)
-        assert ensure(tmp_path) == "torchvision download"
+    def download(url: str, directory: Path) -> None:
+        name = url.removeprefix("http://127.0.0.1:9/")
+        (directory / name).write_bytes((system_dir / name).read_bytes()[:end])
+
+    monkeypatch.setattr(sources, "download_url", download)
+    end = -10
+    with pytest.raises(DataSourceError, match=rf"torchvision: .*{IMAGES}.gz cannot be read"):
+        ensure(tmp_path, "torchvision")
+    assert not (raw / IMAGES).exists()
+    end = 1000
+    assert ensure(tmp_path) == "torchvision download"
     assert_complete(raw)
 
 
