@@ -1,6 +1,6 @@
 """What people look at: run, epoch times, curve, predictions; what they search with; what makes a model fast."""
 
-from lightning_mgpu.callbacks.console import EpochLines, LossBar
+from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
 from lightning_mgpu.callbacks.fast_model import FastModel
 from lightning_mgpu.callbacks.header import RunHeader
@@ -16,7 +16,6 @@ __all__ = [
     "FastModel",
     "LearningCurve",
     "LearningRateSearch",
-    "LossBar",
     "Pictures",
     "PredictionWriter",
     "RunHeader",

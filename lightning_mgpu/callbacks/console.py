@@ -1,55 +1,35 @@
 """What a run prints while it trains: one line an epoch. A terminal has a progress bar below them."""
 
+import sys
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
 
 
-class EpochLines(ProgressBar):
-    """One line an epoch: the progress bar of logs and files."""
+class EpochLines(RichProgressBar):
+    """One line an epoch; on a terminal also Lightning's bar, with the `loss` last logged: no step waits for it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_enabled = True
-
-    @override
-    def disable(self) -> None:  # in other processes than the first, and while Lightning searches
-        self.is_enabled = False
-
-    @override
-    def enable(self) -> None:
-        self.is_enabled = True
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
-        if self.is_enabled:
-            print(line, flush=True)
-
-
-class LossBar(RichProgressBar):
-    """Lightning's bar with the `loss` last logged, so no step waits for it; the epochs' lines stay above the bar."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        super().__init__(refresh_rate=int(sys.stdout.isatty()))  # 0: no bar
         self._loss: dict[str, float] = {}
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
-        if trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in (logged := trainer.logged_metrics):  # type: ignore[attr-defined]
-            self._loss = {"loss": float(logged["loss"])}
+        is_logged = trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in trainer.logged_metrics  # type: ignore[attr-defined]
+        if self.is_enabled and is_logged:
+            self._loss = {"loss": float(trainer.logged_metrics["loss"])}
         super().on_train_batch_end(trainer, pl_module, *args)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
-        if self.progress is not None and self.is_enabled:
-            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._enabled:  # not in other processes than the first
+            print(line, flush=True)  # rich puts it above the bar
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

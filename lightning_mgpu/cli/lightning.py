@@ -6,7 +6,6 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 
 import os
 import shlex
-import sys
 from argparse import ArgumentError
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from lightning_mgpu.callbacks import (
     EpochTimer,
     FastModel,
     LearningCurve,
-    LossBar,
     Pictures,
     PredictionWriter,
     RunHeader,
@@ -176,7 +174,7 @@ class CLI(LightningCLI):
             callbacks.append(LearningRateMonitor())
         has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
         if config.trainer.enable_progress_bar is not False and not has_bar:
-            callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
+            callbacks.append(EpochLines())
         return callbacks
 
     @override

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
+from lightning_mgpu.callbacks import EpochLines, EpochTimer, RunHeader
 from lightning_mgpu.models import LeNet
 from tests.callbacks.conftest import Named
 
@@ -55,11 +55,13 @@ def test_epoch_lines_show_metrics_of_any_name(
     assert capsys.readouterr().out.splitlines() == [f"epoch 1/2  {first}", f"epoch 2/2  {second}"]
 
 
-def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(make_data: Callable, make_trainer: Callable) -> None:
-    class Bar(LossBar):
+def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
+    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bar(EpochLines):
         def __init__(self) -> None:
             super().__init__()
-            self._console_kwargs = {"file": screen, "force_terminal": True, "width": 80}
+            self._console_kwargs = {"file": screen, "force_terminal": True, "width": 120}
             self.shown: list[float] = []
 
         def on_train_batch_end(self, trainer: object, *args: object) -> None:  # type: ignore[override]
@@ -67,6 +69,7 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(make_data: Ca
             self.refresh(hard=True)
             self.shown.append(self.get_metrics(trainer, None).get("loss", 0.0))  # type: ignore[arg-type]
 
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     screen = io.StringIO()
     bar = Bar()
     make_trainer(enable_progress_bar=True, callbacks=[bar], log_every_n_steps=2, max_epochs=2).fit(LeNet(), make_data())
