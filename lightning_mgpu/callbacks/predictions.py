@@ -54,7 +54,7 @@ def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor 
     """All samples of a process, (N, 1 + C) of float64, the index first; `None` of what is no table."""
     try:
         rows = [
-            torch.column_stack([torch.tensor(numbers), *(batch[key].cpu() for key in batches[0])]).double()
+            torch.column_stack([torch.tensor(numbers).double(), *(batch[key].double().cpu() for key in batches[0])])
             for batch, numbers in zip(batches, indices)
         ]
         return torch.cat(rows)

@@ -28,7 +28,9 @@ def train(make_trainer: Callable, root: Path) -> Callable[..., LeNet]:
 
     def run(strategy: str = "auto", fast: Any = None, data: Any = None, optimizer: Any = None, **options: Any) -> LeNet:
         torch.manual_seed(0)
-        model = LeNet(partial(SGD, lr=0.1, momentum=0.9, **(optimizer or {})), partial(OneCycleLR, max_lr=0.1))
+        model = LeNet(
+            partial(SGD, lr=0.1, momentum=0.9, **(optimizer or {})), lr_scheduler=partial(OneCycleLR, max_lr=0.1)
+        )
         images = FashionMNIST(**{"root": str(root), "batch_size": 64, "val_size": 101, "augment": True, **(data or {})})
         callbacks = [FastModel(**(fast or {})), *options.pop("callbacks", [])]
         trainer = make_trainer(strategy=strategy, devices=DEVICES[strategy], callbacks=callbacks, **options)
