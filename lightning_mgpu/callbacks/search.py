@@ -49,7 +49,7 @@ class LearningRateSearch(LearningRateFinder):
             if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
-                print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
+                print(f"lr_find:  {found}\n          losses: {run_directory(trainer)}/lr_find.png", flush=True)
         raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
 
@@ -73,13 +73,11 @@ def suggestion(rates: list[float], losses: list[float]) -> float | None:
 
 
 def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
-    """Losses by rate; the axis is that of the sane ones."""
+    """Losses by rate, without those that explode: they would squeeze the rest."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
-    axes.plot(rates, losses)
+    axes.plot(rates, [loss if loss < SANE * losses[0] else math.nan for loss in losses])
     axes.grid(alpha=0.4)
-    if math.isfinite(losses[0]):
-        axes.set_ylim(top=SANE * losses[0])
     if lr is not None:
         axes.axvline(lr, color="C1", label=f"{lr:.3g}")
         axes.legend()
