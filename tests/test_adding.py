@@ -109,27 +109,21 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
 
 
 def test_what_top_k_keeps(project: Path, make_data: Callable, make_trainer: Callable[..., Trainer]) -> None:
-    """A resumed run goes on bit for bit; fewer devices lose nothing of what more have kept."""
+    """A resumed run goes on bit for bit."""
     make_strategy = importlib.import_module("my_top_k").TopKStrategy
 
-    def fit(devices: int = 2, **kwargs: Any) -> tuple[Any, LeNet]:
+    def fit(**kwargs: Any) -> tuple[Any, LeNet]:
         seed_everything(1, verbose=False)
         module, strategy = LeNet(), make_strategy(fraction=0.2)
         saving = ModelCheckpoint(project, "{epoch}", save_top_k=-1)
         limits = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": True}
-        trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[saving], **limits)
-        trainer.fit(module, datamodule=make_data(), **kwargs)
+        make_trainer(devices=2, strategy=strategy, callbacks=[saving], **limits).fit(module, make_data(), **kwargs)
         return strategy, module
 
     strategy, whole = fit()
     assert any(rest.abs().max() > 0 for rest in strategy.kept.values())
     _, resumed = fit(ckpt_path=project / "epoch=0.ckpt", weights_only=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-    four, _ = fit(devices=4)
-    two = make_strategy(parallel_devices=["cpu", "cpu"])
-    two.load_state_dict(four.state_dict())
-    for n in {name for name, _ in four.kept}:
-        torch.testing.assert_close(*(sum(kept for key, kept in own.kept.items() if key[0] == n) for own in (four, two)))
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:

@@ -1,5 +1,6 @@
 """What a run prints while it trains: one line an epoch. A terminal has a progress bar below them."""
 
+import re
 import sys
 from typing import Any
 
@@ -7,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
+NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")  # `train/loss`, `validation_f1`
 
 
 class EpochLines(RichProgressBar):
@@ -54,3 +55,26 @@ def epoch_line(trainer: Trainer) -> str:
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
     asked = [name for name in metrics if quantity(name) or name in trainer.progress_bar_metrics]
     return "  ".join([epoch_number(trainer), *(f"{name} {metrics[name]:.4f}" for name in asked or metrics), *seconds])
+
+
+def epoch_metrics(trainer: Trainer) -> dict[str, float]:
+    """The values of this epoch by name; every process has to call it, as they meet to reduce what was logged.
+
+    Where nothing was validated, Lightning still has values of an epoch before. They are left out. Of a value that is
+    logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`: `x` is taken.
+    """
+    every = trainer.check_val_every_n_epoch or 1
+    has_validated = (trainer.current_epoch + 1) % every == 0
+    metrics = {}
+    for name, value in trainer.callback_metrics.items():
+        measured = quantity(name)
+        is_stale = measured is not None and measured[1] and not has_validated
+        if not is_stale and not name.endswith(("_step", "_epoch")):
+            metrics[name] = float(value)
+    return metrics
+
+
+def quantity(name: str) -> tuple[str, bool] | None:
+    """What a metric of training or validation measures, and whether of validation: `val/mae` -> ('mae', True)."""
+    match = NAME.fullmatch(name)
+    return (match[2], match[1].startswith("val")) if match else None

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
+from lightning_mgpu.callbacks.console import epoch_metrics, quantity
 from lightning_mgpu.callbacks.pictures import save_picture
 
 MOST_PANELS = 4  # losses first

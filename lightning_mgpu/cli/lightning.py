@@ -32,8 +32,8 @@ from lightning_mgpu.callbacks import (
     PredictionWriter,
     RunHeader,
     is_search,
+    keep_freed_memory,
 )
-from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.cli.arguments import given_options
 from lightning_mgpu.cli.checks import check_devices, check_secrets
 from lightning_mgpu.cli.errors import SWITCH, UsageError, mistakes
