@@ -3,8 +3,8 @@
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed --malloc=keep
     python -m lightning_mgpu fit --fast.compile=default
 
-The options of `--fast` apply to the networks a LightningModule holds, its children. Losses and metrics stay as they are,
-and so do the keys of checkpoints.
+The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics and the keys of
+checkpoints stay as they are.
 """
 
 import ctypes
