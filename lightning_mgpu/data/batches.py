@@ -28,10 +28,7 @@ class GlobalBatches(DistributedSampler):
 
     A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`. It repeats no sample.
 
-    Args:
-        indices: The samples to visit, a vector, on the device that batches are gathered on.
-        batch_size: Samples of a *global* batch; the last one is smaller if they do not divide.
-        shuffle: Draw a new order every epoch, from `seed` and the epoch alone.
+    `indices` are the samples to visit, a vector, on the device that batches are gathered on. `batch_size` is global.
 
     Raises:
         ValueError: If some global batch has fewer samples than there are processes, so that one would get none.

@@ -1,11 +1,6 @@
 """Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey images of 28x28 pixels in ten classes of clothing.
 
---data.batch_size=512            # global: split over the devices, whatever the strategy
---data.val_size=0                # validate on the test set after every epoch, as the book does
---data.augment=true              # random crop and horizontal flip
---data.cutout=8                  # and a square of 8 pixels a side cut out
---data.device_resident=true      # all images on the device, as bytes; batches are gathered and augmented there
---data.source=synthetic          # a stand-in made of noise, for demonstrations and tests
+python -m lightning_mgpu fit --data.batch_size=512 --data.val_size=0 --data.augment=true --data.cutout=8
 """
 
 import os
