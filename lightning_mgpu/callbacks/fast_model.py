@@ -10,6 +10,7 @@ checkpoints stay as they are.
 import ctypes
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -63,16 +64,18 @@ class FastModel(Callback):
                 "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs its own entries
-        for network in networks(pl_module):
-            # one graph serves all replicas: their parameters are its inputs. `Module.compile` would leave torch's own
-            # classes, as `nn.Sequential`, alone
-            call = network._call_impl
-            network._compiled_call_impl = torch.compile(lambda *X, _call=call, **k: _call(*X, **k), mode=self.compile)
+        for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
+            network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
 
 
 def networks(module: LightningModule) -> list[nn.Module]:
     """The children that compute something: all but metrics."""
     return [child for child in module.children() if not isinstance(child, (Metric, MetricCollection))]
+
+
+def _call(network: nn.Module) -> Callable[..., Any]:
+    """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
+    return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
 def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
