@@ -40,8 +40,8 @@ class Pictures(Callback):
                 self._metric = metric.to(logits.device)
             self._metric.update(logits, y)
             if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
-                first = [tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1))]
-                figure = draw_grid(*first, class_names(trainer, logits.shape[1]))
+                X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
+                figure = draw_grid(X, y, classes, class_names(trainer, logits.shape[1]))
                 save_picture(trainer, figure, "predictions.png")
 
     @override
