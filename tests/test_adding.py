@@ -38,18 +38,13 @@ PLAIN_MODEL = """
 import torch
 from lightning.pytorch import LightningModule
 
-
 class Plain(LightningModule):
     def __init__(self, lr: float = 0.1):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-        self.lr = lr
+        self.net, self.lr = torch.nn.Linear(28, 10), lr
 
     def training_step(self, batch):
-        X, y = batch
-        loss = torch.nn.functional.cross_entropy(self.net(X), y)
-        self.log("my_loss", loss)
-        return loss
+        return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -114,27 +109,21 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
 
 
 def test_what_top_k_keeps(project: Path, make_data: Callable, make_trainer: Callable[..., Trainer]) -> None:
-    """A resumed run goes on bit for bit; fewer devices lose nothing of what more have kept."""
+    """A resumed run goes on bit for bit."""
     make_strategy = importlib.import_module("my_top_k").TopKStrategy
 
-    def fit(devices: int = 2, **kwargs: Any) -> tuple[Any, LeNet]:
+    def fit(**kwargs: Any) -> tuple[Any, LeNet]:
         seed_everything(1, verbose=False)
         module, strategy = LeNet(), make_strategy(fraction=0.2)
         saving = ModelCheckpoint(project, "{epoch}", save_top_k=-1)
         limits = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": True}
-        trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[saving], **limits)
-        trainer.fit(module, datamodule=make_data(), **kwargs)
+        make_trainer(devices=2, strategy=strategy, callbacks=[saving], **limits).fit(module, make_data(), **kwargs)
         return strategy, module
 
     strategy, whole = fit()
     assert any(rest.abs().max() > 0 for rest in strategy.kept.values())
     _, resumed = fit(ckpt_path=project / "epoch=0.ckpt", weights_only=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-    four, _ = fit(devices=4)
-    two = make_strategy(parallel_devices=["cpu", "cpu"])
-    two.load_state_dict(four.state_dict())
-    for n in {name for name, _ in four.kept}:
-        torch.testing.assert_close(*(sum(kept for key, kept in own.kept.items() if key[0] == n) for own in (four, two)))
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:
@@ -156,7 +145,7 @@ def test_a_plain_lightning_module(project: Path, main: Callable[..., int], capfd
     (project / "my_plain.py").write_text(PLAIN_MODEL)
     strategy = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
     assert main("fit", "--model=my_plain.Plain", "--model.lr=0.5", *SHORT, *LIMITS, *strategy) == 0
-    assert "model:    Plain, 7,850 parameters" in capfd.readouterr().out
+    assert "model:    Plain, 290 parameters" in capfd.readouterr().out
 
 
 def test_a_model_inside_the_package(tmp_path: Path) -> None:

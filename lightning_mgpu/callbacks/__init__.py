@@ -1,28 +1,24 @@
 """What people look at: run, epoch times, curve, predictions; what they search with; what makes a model fast."""
 
-from lightning_mgpu.callbacks.confusion_matrix import ConfusionMatrix
-from lightning_mgpu.callbacks.console import EpochLines, LossBar
+from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
-from lightning_mgpu.callbacks.fast_model import FastModel
+from lightning_mgpu.callbacks.fast_model import FastModel, keep_freed_memory
 from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
-from lightning_mgpu.callbacks.prediction_grid import PredictionGrid
+from lightning_mgpu.callbacks.pictures import Pictures
 from lightning_mgpu.callbacks.predictions import PredictionWriter
-from lightning_mgpu.callbacks.profile import Profile
 from lightning_mgpu.callbacks.search import BatchSizeSearch, LearningRateSearch, is_search
 
 __all__ = [
     "BatchSizeSearch",
-    "ConfusionMatrix",
     "EpochLines",
     "EpochTimer",
     "FastModel",
     "LearningCurve",
     "LearningRateSearch",
-    "LossBar",
-    "PredictionGrid",
+    "Pictures",
     "PredictionWriter",
-    "Profile",
     "RunHeader",
     "is_search",
+    "keep_freed_memory",
 ]

@@ -1,55 +1,36 @@
 """What a run prints while it trains: one line an epoch. A terminal has a progress bar below them."""
 
+import re
+import sys
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, quantity
+NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")  # `train/loss`, `validation_f1`
 
 
-class EpochLines(ProgressBar):
-    """One line an epoch: the progress bar of logs and files."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_enabled = True
-
-    @override
-    def disable(self) -> None:  # in other processes than the first, and while Lightning searches
-        self.is_enabled = False
-
-    @override
-    def enable(self) -> None:
-        self.is_enabled = True
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
-        if self.is_enabled:
-            print(line, flush=True)
-
-
-class LossBar(RichProgressBar):
-    """Lightning's bar with the `loss` last logged, so no step waits for it; the epochs' lines stay above the bar."""
+class EpochLines(RichProgressBar):
+    """One line an epoch; on a terminal also Lightning's bar, with the `loss` last logged: no step waits for it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(refresh_rate=int(sys.stdout.isatty()))  # 0: no bar
         self._loss: dict[str, float] = {}
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
-        if trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in (logged := trainer.logged_metrics):  # type: ignore[attr-defined]
-            self._loss = {"loss": float(logged["loss"])}
+        is_logged = trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in trainer.logged_metrics  # type: ignore[attr-defined]
+        if self.is_enabled and is_logged:
+            self._loss = {"loss": float(trainer.logged_metrics["loss"])}
         super().on_train_batch_end(trainer, pl_module, *args)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
-        if self.progress is not None and self.is_enabled:
-            self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._enabled:  # not in other processes than the first
+            print(line, flush=True)  # rich puts it above the bar
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -72,7 +53,28 @@ def epoch_line(trainer: Trainer) -> str:
     """
     metrics = epoch_metrics(trainer)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
-    asked = [name for name in metrics if quantity(name)]
-    asked += [name for name in metrics if name in trainer.progress_bar_metrics and name not in asked]
-    values = [f"{name} {metrics[name]:.4f}" for name in asked or metrics]
-    return "  ".join([epoch_number(trainer), *values, *seconds])
+    asked = [name for name in metrics if quantity(name) or name in trainer.progress_bar_metrics]
+    return "  ".join([epoch_number(trainer), *(f"{name} {metrics[name]:.4f}" for name in asked or metrics), *seconds])
+
+
+def epoch_metrics(trainer: Trainer) -> dict[str, float]:
+    """The values of this epoch by name; every process has to call it, as they meet to reduce what was logged.
+
+    Where nothing was validated, Lightning still has values of an epoch before. They are left out. Of a value that is
+    logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`: `x` is taken.
+    """
+    every = trainer.check_val_every_n_epoch or 1
+    has_validated = (trainer.current_epoch + 1) % every == 0
+    metrics = {}
+    for name, value in trainer.callback_metrics.items():
+        measured = quantity(name)
+        is_stale = measured is not None and measured[1] and not has_validated
+        if not is_stale and not name.endswith(("_step", "_epoch")):
+            metrics[name] = float(value)
+    return metrics
+
+
+def quantity(name: str) -> tuple[str, bool] | None:
+    """What a metric of training or validation measures, and whether of validation: `val/mae` -> ('mae', True)."""
+    match = NAME.fullmatch(name)
+    return (match[2], match[1].startswith("val")) if match else None

@@ -1,13 +1,13 @@
-"""Makes any model faster without its knowledge: memory format of weights and images, and torch.compile.
+"""Makes any model faster without its knowledge: memory format of weights and images, torch.compile, malloc.
 
-    python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
+    python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed --malloc=keep
     python -m lightning_mgpu fit --fast.compile=default
-    python -m lightning_mgpu fit --fast.compile=reduce-overhead       # CUDA graphs
 
-They apply to the networks a LightningModule holds, its children. Losses and metrics stay as they are, and so do the
-keys of checkpoints.
+The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics and the keys of
+checkpoints stay as they are.
 """
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
-COMPILERS = ("c++", "g++", "clang++", "gcc", "clang", os.environ.get("CC", "gcc"))  # that torch looks for
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 
 
 class FastModel(Callback):
@@ -32,14 +32,14 @@ class FastModel(Callback):
     Args:
         memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
             with, in half precision above all.
-        compile: Mode of `torch.compile`: `default`, or `reduce-overhead` (CUDA graphs), or
-            `max-autotune-no-cudagraphs`. Every shape of batch is compiled: choose a batch size that divides the data.
+        compile: Mode of `torch.compile`. Every shape of batch is compiled: choose a batch size that divides the data.
+            Of the other modes, CUDA graphs overwrite what a replica has returned.
     """
 
     def __init__(
         self,
         memory_format: Literal["channels_last"] | None = None,
-        compile: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] | None = None,
+        compile: Literal["default", "max-autotune-no-cudagraphs"] | None = None,
     ) -> None:
         self.memory_format = memory_format
         self.compile = compile
@@ -55,31 +55,17 @@ class FastModel(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.compile is None:
             return
-        if not any(map(shutil.which, COMPILERS)):
-            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++")
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++, or name yours in CXX")
         num_devices = len(own_devices(trainer))
-        if self.compile == "reduce-overhead" and (trainer.accumulate_grad_batches > 1 or num_devices > 1):
+        if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise UsageError(
-                "--fast.compile=reduce-overhead: the next batch or replica overwrites the gradients of a CUDA graph: "
-                "take --fast.compile=default, or one device (or ddp) and --trainer.accumulate_grad_batches=1"
+                f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: leave out "
+                "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
-        meets = getattr(trainer.strategy, "_layer_sync", None) is not None
-        meets |= any(getattr(layer, "max_norm", None) is not None for layer in pl_module.modules())
-        if meets and num_devices > 1:
-            raise UsageError(
-                f"--fast.compile={self.compile}: with --trainer.sync_batchnorm=true or Embedding(max_norm=...) "
-                "replicas meet inside of what would be compiled: leave one out, or take --trainer.strategy=ddp"
-            )
-        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs entries of its own
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs its own entries
         for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
             network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
-
-    def _begin_step(self, *_: Any, **__: Any) -> None:
-        """What CUDA graphs return lives for a batch, whose step may call several networks, or one of them twice."""
-        if self.compile == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-
-    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step  # type: ignore[assignment]
 
 
 def networks(module: LightningModule) -> list[nn.Module]:
@@ -102,3 +88,19 @@ def _to_channels_last(X: Tensor) -> Tensor:
         _, C, H, W = X.shape
         return X.as_strided(X.shape, (C * H * W, 1, W * C, C))
     return X.contiguous(memory_format=torch.channels_last)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one: memory grows to its peak and stays there.
+
+    By default freed activations go back to the kernel, which zeroes them anew: a page fault for every 4 KiB.
+
+    Raises:
+        OSError: If the C library is not glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        raise OSError("malloc=keep sets glibc's allocator, and this system has another: leave it at malloc=default")
+    libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap as well
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
+    libc.mallopt(M_TOP_PAD, 64 * 2**20)  # and which grows in large steps

@@ -1,8 +1,5 @@
 """What runs, in a few lines at the start of a run, and in the loggers' tables."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
@@ -28,62 +25,46 @@ class RunHeader(Callback):
         if self._printed or trainer.sanity_checking:
             return
         self._printed = True
-        batch_size, is_shared = batch_of(trainer)
-        lines, facts = header(trainer, pl_module, batch_size)
+        name, strategy = type(pl_module).__name__, type(trainer.strategy).__name__
+        num_parameters = sum(p.numel() for p in pl_module.parameters() if not is_lazy(p))
+        where = in_words(devices(trainer))
+        facts = {"model_class": name, "strategy": strategy, "num_parameters": num_parameters, "devices": where}
+        lines = {
+            "model": f"{name}, {num_parameters:,} parameters, precision {trainer.precision}",
+            "strategy": f"{strategy} on {where}",
+        }
+        if (batch_size := global_batch_size(trainer)) is not None:
+            facts |= {"global_batch_size": batch_size, "per_device_batch_size": per_device(batch_size, trainer)}
+            lines["batch"] = f"{batch_size} global, {facts['per_device_batch_size']} per device"
+        if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
+            lines["data"] = f"{type(data).__name__} {getattr(data, 'in_words', '')}".strip()
+        if directory := run_directory(trainer):
+            lines["run"] = str(directory)
         for logger in trainer.loggers:
             logger.log_hyperparams(facts)
         if trainer.is_global_zero:
             for label, text in {**lines, **self.notes}.items():
                 print(f"{label + ':':<10}{text}", flush=True)
-        if trainer.training and not is_shared:
-            rank_zero_warn(
-                f"each of the {trainer.world_size} processes takes batches of its own: make the loader with "
-                "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True), which deals one "
-                "batch out to all processes"
-            )
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
 
-def header(
-    trainer: Trainer, pl_module: LightningModule, batch_size: int | None
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """What runs: the header's lines by label, and the same as columns of a table."""
-    num_parameters = sum(p.numel() for p in pl_module.parameters() if not is_lazy(p))
-    names = {"model_class": type(pl_module).__name__, "strategy": type(trainer.strategy).__name__}
-    facts: dict[str, Any] = {**names, "num_parameters": num_parameters, "devices": in_words(devices(trainer))}
-    lines = {
-        "model": f"{names['model_class']}, {num_parameters:,} parameters, precision {trainer.precision}",
-        "strategy": f"{names['strategy']} on {facts['devices']}",
-    }
-    if batch_size is not None:
-        shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-        facts |= {"global_batch_size": batch_size, "per_device_batch_size": per_device(batch_size, shares)}
-        lines["batch"] = f"{batch_size} global, {facts['per_device_batch_size']} per device"
-    if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
-        sizes = {stage: getattr(data, f"{stage}_indices", None) for stage in ("train", "val", "test")}
-        shown = ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items() if indices is not None)
-        lines["data"] = "; ".join(filter(None, [f"{type(data).__name__} {shown}".strip(), getattr(data, "origin", "")]))
-    if directory := run_directory(trainer):
-        lines["run"] = str(directory)
-    return lines, facts
+def global_batch_size(trainer: Trainer) -> int | None:
+    """The samples of a batch in all processes, where the loader knows them; warns of processes that share no batch."""
+    loader = trainer._active_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
+    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
+        return sampler.batch_size
+    if trainer.training and trainer.world_size > 1:
+        rank_zero_warn(
+            f"each of the {trainer.world_size} processes takes batches of its own: make the loader with "
+            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True), which deals one "
+            "batch out to all processes"
+        )
+    own = getattr(loader, "batch_size", None)
+    return own and own * trainer.world_size
 
 
-def batch_of(trainer: Trainer) -> tuple[int | None, bool]:
-    """The samples of a batch in all processes, where the loader knows them, and whether the processes share it."""
-    combined = trainer._active_loop._combined_loader  # type: ignore[union-attr]
-    if combined is None:  # a search prints the header before there is a loader
-        return getattr(trainer.datamodule, "batch_size", None), True  # type: ignore[attr-defined]
-    samplers: list[Any] = [getattr(loader, "sampler", None) for loader in combined.flattened]
-    if all(isinstance(sampler, GlobalBatches) for sampler in samplers):
-        return samplers[0].batch_size, True
-    own = getattr(combined.flattened[0], "batch_size", None)
-    return own and own * trainer.world_size, trainer.world_size == 1
-
-
-def per_device(batch_size: int, shares: Sequence[float]) -> str:
-    """The samples of a global batch each device gets: '128', '85 to 86', or '179 and 77' for uneven shares."""
-    if len(set(shares)) > 1:
-        return " and ".join(str(round(batch_size * share / sum(shares))) for share in shares)
-    least, rest = divmod(batch_size, len(shares))
-    return f"{least} to {least + 1}" if rest else str(least)
+def per_device(batch_size: int, trainer: Trainer) -> str:
+    """The samples of a global batch each device gets, on average: '128', '85.3', '179.2 and 76.8'."""
+    shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
+    return " and ".join(dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares))

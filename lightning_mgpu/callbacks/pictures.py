@@ -1,18 +1,77 @@
-"""What pictures share: where they are written, and what they need to know of a model that tells classes apart."""
+"""What is drawn of a test, for models that tell classes apart: a confusion matrix and the first images."""
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
+from typing_extensions import override
 
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.files import replacing
 
+NUM_IMAGES = 24  # in rows of eight
+
+
+class Pictures(Callback):
+    """Draws which test samples are taken for what (`confusion.png`) and the first images (`predictions.png`).
+
+    Needs batches (X, y) of one class index a sample and a `test_step` that returns a dict with `logits` (N, C); other
+    models get no picture. Images are (N, C, H, W), grey or of three colours.
+    """
+
+    def __init__(self) -> None:
+        self._metric: MulticlassConfusionMatrix | None = None
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._metric = None
+
+    @override
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        if found := logits_and_labels(outputs, batch):
+            X, (logits, y) = batch[0], found
+            if self._metric is None:  # -100 is cross-entropy's 'no class'
+                metric = MulticlassConfusionMatrix(logits.shape[1], ignore_index=-100, validate_args=False)
+                self._metric = metric.to(logits.device)
+            self._metric.update(logits, y)
+            if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
+                X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
+                figure = draw_grid(X, y, classes, class_names(trainer, logits.shape[1]))
+                save_picture(trainer, figure, "predictions.png")
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._metric is not None:
+            counts = self._metric.compute().cpu()  # (C, C), rows are true classes, summed over all processes
+            size = 3 + 0.6 * len(counts)
+            figure = Figure(figsize=(size, size - 1), layout="constrained")
+            labels = class_names(trainer, len(counts))
+            self._metric.plot(counts, ax=figure.add_subplot(), labels=labels, cmap="Blues")
+            save_picture(trainer, figure, "confusion.png")
+
+
+def draw_grid(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
+    rows = -(-len(X) // 8)
+    figure = Figure(figsize=(12, 1.9 * rows), layout="constrained")
+    for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
+        axes = figure.add_subplot(rows, 8, i + 1)
+        axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
+        axes.set_axis_off()
+        if label == prediction:
+            axes.set_title(names[label], fontsize=9)
+        else:
+            title = f"{names[prediction]}\n(is: {names[label] if label >= 0 else 'no class'})"
+            axes.set_title(title, fontsize=9, color="red")
+    return figure
+
 
 def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool = True) -> None:
-    """Write a picture to the run directory, in the format of its suffix, and show it in Weights & Biases."""
+    """Write a picture to the run directory and show it in Weights & Biases."""
     if (directory := run_directory(trainer)) is None:
         return
     path = directory / filename
@@ -25,13 +84,12 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
 
 def logits_and_labels(outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
     """The `logits` (N, C) that a `test_step` returned and the batch's class indices (N,); `None` for other models."""
-    if not isinstance(outputs, dict) or not isinstance(batch, (list, tuple)) or len(batch) < 2:
+    logits = outputs.get("logits") if isinstance(outputs, dict) else None
+    if not isinstance(logits, Tensor) or not isinstance(batch, (list, tuple)) or len(batch) != 2:
         return None
-    logits, y = outputs.get("logits"), batch[1]
-    if not isinstance(logits, Tensor) or not isinstance(y, Tensor):
-        return None
-    fits = logits.ndim == 2 and y.shape == logits.shape[:1] and not y.is_floating_point()
-    return (logits.detach(), y) if fits else None
+    X, y = batch
+    are_classes = isinstance(y, Tensor) and y.shape == logits.shape[:1] and not y.is_floating_point()
+    return (logits.detach(), y) if logits.ndim == 2 and are_classes and isinstance(X, Tensor) else None
 
 
 def class_names(trainer: Trainer, num_classes: int) -> list[str]:

@@ -2,9 +2,9 @@
 
 import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -17,15 +17,12 @@ from lightning_mgpu.data.batches import GlobalBatches
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.files import replacing
 
-Table = dict[str, Tensor]
-"""Columns by name: a vector (N,), or a matrix (N, C) for C columns."""
-
 
 class PredictionWriter(BasePredictionWriter):
     """Writes `predictions.csv` in dataset order: the sample's index, and all that `predict_step` returned of it.
 
-    That is a tensor with a row a sample, or a dict of such tensors. A sample that several processes have predicted has
-    one row. Other returns are not written, with a warning.
+    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns are not written, with
+    a warning. A sample that several processes have predicted has one row.
     """
 
     def __init__(self) -> None:
@@ -35,48 +32,47 @@ class PredictionWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        tables = gather_lists([table_of(predictions, sample_indices(trainer))] if predictions else [])
-        if not tables or None in tables:
+        batches = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in predictions]
+        tables = gathered(table_of(batches, sample_indices(trainer)))
+        if any(table is None for table in tables):
             rank_zero_warn(
                 f"predictions.csv is not written: it needs one loader that says which samples are in a batch, as a "
                 f"DataLoader with a batch_size does, and a {type(pl_module).__name__}.predict_step that returns a "
                 "tensor, or a dict of tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
-            write(path := directory / "predictions.csv", tables, trainer)
+            table = torch.cat(tables).numpy()
+            _, rows = np.unique(table[:, 0], return_index=True)  # sorted, each index once
+            head = {"index": "%d", **columns(batches[0], trainer)}
+            with replacing(path := directory / "predictions.csv") as part, part.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow(head)
+                np.savetxt(file, table[rows], fmt=list(head.values()), delimiter=",")
             print(f"predictions: {path}")
 
 
-def table_of(batches: Sequence[Any], indices: list[list[Any]]) -> Table | None:
-    """All batches as one, with every row's `index`; `None` if they are no tables, or the indices are not known."""
-    tables = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in batches]
-    is_column = all(isinstance(x, Tensor) and x.ndim in (1, 2) for table in tables for x in table.values())
-    if not is_column or any(table.keys() != tables[0].keys() for table in tables):
+def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor | None:
+    """All samples of a process, (N, 1 + C) of float64, the index first; `None` of what is no table."""
+    try:
+        rows = [
+            torch.column_stack([torch.tensor(numbers).double(), *(batch[key].double().cpu() for key in batches[0])])
+            for batch, numbers in zip(batches, indices)
+        ]
+        return torch.cat(rows)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return None
-    columns = {key: torch.cat([table[key] for table in tables]).cpu() for key in tables[0]}
-    rows = [int(i) for batch in indices[: len(tables)] for i in batch]
-    if {len(column) for column in columns.values()} != {len(rows)}:
-        return None
-    return {"index": torch.tensor(rows), **columns}
 
 
-def write(path: Path, tables: list[Table], trainer: Trainer) -> None:
-    head: list[str] = []
-    for key, column in tables[0].items():
-        names = class_names(trainer, column.shape[1]) if column.ndim == 2 else []
-        head += [f"{'p' if key == 'probabilities' else key}({name})" for name in names] or [key]
-    rows: dict[int, list[Any]] = {}  # by index: of what several processes have predicted, one stays
-    for table in tables:
-        for index, *cells in zip(*(column.tolist() for column in table.values())):
-            rows[index] = [x for cell in cells for x in (cell if isinstance(cell, list) else [cell])]
-    with replacing(path) as part, part.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(head)
-        for index, row in sorted(rows.items()):
-            writer.writerow([index, *(f"{x:.6g}" if isinstance(x, float) else x for x in row)])
+def columns(batch: dict[str, Tensor], trainer: Trainer) -> dict[str, str]:
+    """Names and formats of a table's columns; a matrix (N, C) has C, by class."""
+    found: dict[str, str] = {}
+    for key, values in batch.items():
+        name = "p" if key == "probabilities" else key
+        names = [f"{name}({each})" for each in class_names(trainer, values.shape[1])] if values.ndim == 2 else [key]
+        found |= dict.fromkeys(names, "%.6g" if values.is_floating_point() else "%d")
+    return found
 
 
-def sample_indices(trainer: Trainer) -> list[list[Any]]:
+def sample_indices(trainer: Trainer) -> list[list[int]]:
     """The dataset's indices of the samples in every batch of this process; empty if the loader does not tell them."""
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
@@ -84,10 +80,10 @@ def sample_indices(trainer: Trainer) -> list[list[Any]]:
     return trainer.predict_loop.epoch_batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
 
 
-def gather_lists(own: list[Any]) -> list[Any]:
-    """The lists of all processes as one, in order of rank; every process has to call it."""
+def gathered(own: Any) -> list[Any]:
+    """What every process has, in order of rank; every process has to call it."""
     if not torch.distributed.is_initialized():
-        return own
-    gathered: list[list[Any]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(gathered, own)
-    return [item for process in gathered for item in process]
+        return [own]
+    of_all = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_all, own)
+    return of_all

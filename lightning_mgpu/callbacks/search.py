@@ -4,6 +4,7 @@ import math
 from itertools import pairwise, takewhile
 from statistics import mean
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -11,7 +12,6 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.pictures import save_picture
 from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.errors import UsageError
@@ -40,7 +40,6 @@ class LearningRateSearch(LearningRateFinder):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _show_header(trainer, pl_module)
         super().on_fit_start(trainer, pl_module)
         if self.optimal_lr is not None:  # fast_dev_run has none
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
@@ -50,7 +49,7 @@ class LearningRateSearch(LearningRateFinder):
             if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
-                print(f"lr_find:  {found}\n          all losses: {run_directory(trainer)}/lr_find.png", flush=True)
+                print(f"lr_find:  {found}\n          losses: {run_directory(trainer)}/lr_find.png", flush=True)
         raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
 
@@ -74,15 +73,13 @@ def suggestion(rates: list[float], losses: list[float]) -> float | None:
 
 
 def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
-    """Losses by rate; the axis is that of the sane ones."""
+    """Losses by rate, without those that explode: they would squeeze the rest."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
-    axes.plot(rates, losses)
+    axes.plot(rates, [loss if loss < SANE * losses[0] else math.nan for loss in losses])
     axes.grid(alpha=0.4)
-    if math.isfinite(losses[0]):
-        axes.set_ylim(top=SANE * losses[0])
     if lr is not None:
-        axes.plot([lr], [losses[rates.index(lr)]], "o", label=f"{lr:.3g}")
+        axes.axvline(lr, color="C1", label=f"{lr:.3g}")
         axes.legend()
     return figure
 
@@ -95,27 +92,21 @@ class BatchSizeSearch(BatchSizeFinder):
         max_trials: Sizes that are tried.
     """
 
-    def __init__(self, init_val: int = 256, max_trials: int = 6) -> None:
-        if min(init_val, max_trials) < 1:
-            raise ValueError(f"init_val={init_val}, max_trials={max_trials}: both must be at least 1.")
+    def __init__(self, init_val: PositiveInt = 256, max_trials: PositiveInt = 6) -> None:
         super().__init__("power", 3, init_val, max_trials, max_val=NO_LIMIT)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
         if trainer.world_size > 1:
-            raise UsageError(
-                f"the batch-size search runs in one process, not in {trainer.world_size}: search with "
-                f"--trainer.devices=1 and multiply by {trainer.world_size}, or with --trainer.strategy=manual_allreduce"
-            )
+            raise UsageError("the batch-size search runs in one process: take --trainer.devices=1 or manual_allreduce")
         super().setup(trainer, pl_module, stage)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _show_header(trainer, pl_module)
         lightning_setattr(pl_module, "batch_size", self._init_val)  # or Lightning's first trial has the batch given
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
-        if size is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if size is not None:  # fast_dev_run has none
             largest = self._init_val * 2 ** (self._max_trials - 1)
             limit = "the largest tried, nothing ran out of memory" if size >= largest else "twice as many do not fit"
             print(f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}", flush=True)
@@ -125,9 +116,3 @@ class BatchSizeSearch(BatchSizeFinder):
 def is_search(callbacks: list[Callback]) -> bool:
     """Whether a run searches for a setting, and trains nothing."""
     return any(isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks)
-
-
-def _show_header(trainer: Trainer, pl_module: LightningModule) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunHeader):  # its turn would come after the search's
-            callback.on_train_start(trainer, pl_module)

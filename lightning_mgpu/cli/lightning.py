@@ -6,7 +6,6 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 
 import os
 import shlex
-import sys
 from argparse import ArgumentError
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -25,18 +24,16 @@ import lightning_mgpu.data
 import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu.callbacks import (
-    ConfusionMatrix,
     EpochLines,
     EpochTimer,
     FastModel,
     LearningCurve,
-    LossBar,
-    PredictionGrid,
+    Pictures,
     PredictionWriter,
     RunHeader,
     is_search,
+    keep_freed_memory,
 )
-from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.cli.arguments import given_options
 from lightning_mgpu.cli.checks import check_devices, check_secrets
 from lightning_mgpu.cli.errors import SWITCH, UsageError, mistakes
@@ -164,7 +161,7 @@ class CLI(LightningCLI):
         if self.ckpt_path or self.resumed:
             header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
         self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
+        callbacks = [header, self.timer, LearningCurve(), Pictures()]
         if self.run_dir is not None:
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             if config.no_wandb:
@@ -177,7 +174,7 @@ class CLI(LightningCLI):
             callbacks.append(LearningRateMonitor())
         has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
         if config.trainer.enable_progress_bar is not False and not has_bar:
-            callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
+            callbacks.append(EpochLines())
         return callbacks
 
     @override

@@ -28,10 +28,7 @@ class GlobalBatches(DistributedSampler):
 
     A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`. It repeats no sample.
 
-    Args:
-        indices: The samples to visit, a vector, on the device that batches are gathered on.
-        batch_size: Samples of a *global* batch; the last one is smaller if they do not divide.
-        shuffle: Draw a new order every epoch, from `seed` and the epoch alone.
+    `indices` are the samples to visit, a vector, on the device that batches are gathered on. `batch_size` is global.
 
     Raises:
         ValueError: If some global batch has fewer samples than there are processes, so that one would get none.
@@ -127,8 +124,12 @@ class BatchLoader(DataLoader):
         self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0
 
 
-class Samples(Dataset):
-    """Any dataset indexed by sample, as one that is indexed with an `Item`: its samples, collated into a batch."""
+class Batches(Dataset):
+    """A dataset that is indexed with an `Item` and makes a whole batch of it."""
+
+
+class Samples(Batches):
+    """Any dataset indexed by sample, as one of batches: its samples, collated."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -138,7 +139,7 @@ class Samples(Dataset):
 
     def __getitem__(self, item: Item) -> Any:
         _, indices = item
-        if isinstance(self.dataset, TensorDataset) and type(self.dataset).__getitem__ is TensorDataset.__getitem__:
+        if type(self.dataset) is TensorDataset:
             return [tensor[indices] for tensor in self.dataset.tensors]  # at once: far faster than collating
         return default_collate([self.dataset[i] for i in indices.tolist()])
 
@@ -149,24 +150,29 @@ def batch_loader(
     trainer: Trainer | None = None,
     shuffle: bool = False,
     seed: int | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> BatchLoader:
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader`; batches are put together by torch's `default_collate`.
+        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's `default_collate`), or
+            `Batches`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
         shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
         seed: Of the order. Left out: `seed_everything`'s.
+        indices: The samples to visit, a vector, on the device that batches are gathered on. Left out: all.
         kwargs: Further arguments of `DataLoader`, such as `num_workers`.
     """
-    indices = torch.arange(len(dataset))  # type: ignore[arg-type]
+    indices = torch.arange(len(dataset)) if indices is None else indices  # type: ignore[arg-type]
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+    sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
     if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        return BatchLoader(Samples(dataset), sampler=GlobalBatches(indices, batch_size, True, seed, *share), **kwargs)
-    return BatchLoader(Samples(dataset), sampler=SequentialBatches(indices, batch_size, *share), **kwargs)
+        sampler = GlobalBatches(indices, batch_size, True, seed, *share)
+    # by keyword: for `predict` Lightning makes the loader anew from its arguments
+    return BatchLoader(dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs)
 
 
 def _as_it_is(batch: Any) -> Any:

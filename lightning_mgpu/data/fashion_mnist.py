@@ -1,11 +1,6 @@
 """Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey images of 28x28 pixels in ten classes of clothing.
 
---data.batch_size=512            # global: split over the devices, whatever the strategy
---data.val_size=0                # validate on the test set after every epoch, as the book does
---data.augment=true              # random crop and horizontal flip
---data.cutout=8                  # and a square of 8 pixels a side cut out
---data.device_resident=true      # all images on the device, as bytes; batches are gathered and augmented there
---data.source=synthetic          # a stand-in made of noise, for demonstrations and tests
+python -m lightning_mgpu fit --data.batch_size=512 --data.val_size=0 --data.augment=true --data.cutout=8
 """
 
 import os
@@ -19,7 +14,7 @@ from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from lightning_mgpu.data.batches import BatchLoader, GlobalBatches, SequentialBatches
+from lightning_mgpu.data.batches import BatchLoader, batch_loader
 from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
@@ -32,7 +27,7 @@ class FashionMNIST(LightningDataModule):
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         root: Where the files are, or are put, once for all working directories: `{root}/FashionMNIST/raw`.
-        source: Where missing files come from. `auto` tries `system` (the distribution's package
+        source: Where missing files come from. `auto` tries `local` (under `root`, or the distribution's package
             `dataset-fashion-mnist`, if it is installed), `torchvision` (its download) and `package` (the same package
             through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
         val_size: Images set apart from the 60,000 for validation, by a draw from `seed`; 0 validates on the test set.
@@ -55,7 +50,7 @@ class FashionMNIST(LightningDataModule):
         self,
         batch_size: int = 256,
         root: str = "~/.cache/lightning_mgpu",
-        source: Literal["auto", "local", "system", "torchvision", "package", "synthetic"] = "auto",
+        source: Literal["auto", "local", "torchvision", "package", "synthetic"] = "auto",
         val_size: int = 5000,
         normalize: bool = False,
         augment: bool = False,
@@ -80,11 +75,17 @@ class FashionMNIST(LightningDataModule):
                 raise ValueError(f"data.{name}={value}: it must be at least {least}.")
         if cutout and not augment:
             raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        self.origin = ""  # where the files came from, in words; known after `prepare_data`
+        self.origin = ""  # where the files came from; known after `prepare_data`
 
     @property
     def validates_on_test_set(self) -> bool:
         return self.val_size == 0
+
+    @property
+    def in_words(self) -> str:
+        """`55,000 train, 5,000 val, 10,000 test; files under DIRECTORY`: for the run's header, after `setup`."""
+        sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
+        return ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items()) + f"; {self.origin}"
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
@@ -106,25 +107,27 @@ class FashionMNIST(LightningDataModule):
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
-        self.train_set = self._dataset(images, labels, augment=self.augment and not self._overfits())
+        overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
+        self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)  # or images as they are
         self.test_set = self._dataset(test_images, test_labels)
-        self.val_set = self.test_set if self.validates_on_test_set else self._dataset(images, labels)
+        self.val_set = self._dataset(images, labels)
         if self.validates_on_test_set:
-            self.val_indices = self.test_indices
+            self.val_set, self.val_indices = self.test_set, self.test_indices
 
     def train_dataloader(self) -> BatchLoader:
-        if self._overfits():
-            return self._loader(self.train_set, SequentialBatches(self.train_indices, self.batch_size, *self._share()))
-        batches = GlobalBatches(self.train_indices, self.batch_size, True, self.seed, *self._share())
-        return self._loader(self.train_set, batches)
+        return self._loader(self.train_set, self.train_indices, shuffle=True)
 
     def val_dataloader(self) -> BatchLoader:
-        return self._loader(self.val_set, SequentialBatches(self.val_indices, self.batch_size, *self._share()))
+        return self._loader(self.val_set, self.val_indices)
 
     def test_dataloader(self) -> BatchLoader:
-        return self._loader(self.test_set, SequentialBatches(self.test_indices, self.batch_size, *self._share()))
+        return self._loader(self.test_set, self.test_indices)
 
     predict_dataloader = test_dataloader
+
+    def _loader(self, images: InMemoryImages, indices: Tensor, shuffle: bool = False) -> BatchLoader:
+        pin_memory = torch.cuda.is_available() and not self.device_resident
+        return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices, pin_memory=pin_memory)
 
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
@@ -137,19 +140,6 @@ class FashionMNIST(LightningDataModule):
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
         padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
         return InMemoryImages(images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed)
-
-    def _overfits(self) -> bool:
-        """Whether the same few images are trained on again and again: in order, and as they are."""
-        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
-
-    def _share(self) -> tuple[int, int]:
-        """The number of processes that share a global batch, and this one's rank."""
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer is not None else (1, 0)
-
-    def _loader(self, dataset: InMemoryImages, batches: GlobalBatches) -> BatchLoader:
-        # by keyword: for `predict` Lightning makes the loader anew from its arguments
-        pin_memory = torch.cuda.is_available() and not self.device_resident
-        return BatchLoader(dataset, sampler=batches, pin_memory=pin_memory)
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -6,23 +6,16 @@ gather of uint8 and one conversion do the same work about 100 times faster.
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from lightning_mgpu.data.batches import Item
+from lightning_mgpu.data.batches import Batches, Item
 
 
-class InMemoryImages(Dataset):
+class InMemoryImages(Batches):
     """Images (N, C, H, W) of uint8 and labels (N,), indexed with an `Item`; yields float images and their labels.
 
     Batches are made where the images are. Indices may be on the CPU or there too, which spares every step a transfer.
-
-    Args:
-        mean, std: Normalisation of the pixels, which are scaled to [0, 1] first, as `torchvision.transforms.ToTensor`
-            does.
-        crop_padding, flip: Augmentation, see `augment`; 0 and False for none.
-        cutout: Augmentation, see `cut_out`: pixels of the square's side; 0 for none.
-        seed: Of the augmentation, which depends on the seed, the epoch and the sample alone: not on how samples are
-            grouped into batches or spread over devices.
+    Pixels are scaled to [0, 1] as by torchvision's `ToTensor`, then normalised by `mean` and `std`. What `augment` and
+    `cut_out` draw depends on the seed, the epoch and the sample alone, not on batches or devices.
     """
 
     def __init__(

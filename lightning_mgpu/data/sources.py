@@ -8,7 +8,6 @@ read, check size and MD5, write beside the target, rename. Nothing unchecked eve
 
 import gzip
 import hashlib
-import logging
 import os
 import socket
 import subprocess
@@ -16,20 +15,16 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal, get_args
+from typing import NamedTuple
 
 from filelock import FileLock
-
-logger = logging.getLogger(__name__)
-
-Source = Literal["auto", "local", "system", "torchvision", "package"]
+from torchvision.datasets import FashionMNIST
+from torchvision.datasets.utils import download_url
 
 
-@dataclass(frozen=True)
-class IdxFile:
+class IdxFile(NamedTuple):
     """An IDX file, known by the size and MD5 of its uncompressed bytes (compressors differ, these do not)."""
 
     name: str
@@ -46,7 +41,6 @@ FILES = (
 PACKAGE = "dataset-fashion-mnist"  # of Debian and Ubuntu
 SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")  # where that package puts the files
 ANSWER_SECONDS = 8.0  # a server silent for longer is not there
-APT_SECONDS = 300.0  # 2 s on a fast line
 FETCH = f"""
 mkdir -p lists/partial cache/archives/partial
 set -- -o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache" -o Debug::NoLocking=1 \\
@@ -65,135 +59,107 @@ class _Unavailable(Exception):
 
 
 def ensure_fashion_mnist(
-    root: str | Path, source: Source = "auto", *, files: Sequence[IdxFile] = FILES, system_dir: Path = SYSTEM_DIR
+    root: str | Path, source: str = "auto", *, files: Sequence[IdxFile] = FILES, system_dir: Path = SYSTEM_DIR
 ) -> str:
     """Put the Fashion-MNIST files, checked, under `{root}/FashionMNIST/raw` and say in a phrase where they came from.
 
-    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz` files beside them),
-    `system` (the installed Debian package), `torchvision` (its mirrors), `package` (the Debian archive through
-    `apt-get`, without root). Damaged files are named in a warning and replaced. Safe to call from several processes.
+    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz` files beside them,
+    or the installed Debian package), `torchvision` (its mirror), `package` (the Debian archive through `apt-get`,
+    without root). Damaged files are replaced. Safe to call from several processes.
 
     Raises:
         DataSourceError: no source has the files, or `root` cannot be written.
     """
-    if source not in get_args(Source):
-        raise DataSourceError(f"unknown data source {source!r}: choose one of {', '.join(get_args(Source))}")
     raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
-    if all(_is_good(raw / file.name, file) for file in files):
-        return f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
     try:
+        if all(_is_good(raw / file.name, file) for file in files):
+            return f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
         raw.mkdir(parents=True, exist_ok=True)
-        with FileLock(raw / ".lock"):
-            return _collect(raw, source, files, system_dir)
+        with FileLock(raw / ".lock"), tempfile.TemporaryDirectory() as work:
+            return _collect(raw, source, files, system_dir, Path(work))
     except OSError as error:
-        raise DataSourceError(
-            f"cannot write under {raw}: {error.strerror or error}; choose a data directory that can be written"
-        ) from error
+        raise DataSourceError(f"cannot write under {raw}: {error}; choose another with --data.root") from error
 
 
-def _collect(raw: Path, source: Source, files: Sequence[IdxFile], system_dir: Path) -> str:
+def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path, work: Path) -> str:
     """Go through the sources until every file is in `raw`; returns the last one's phrase."""
-    sources: dict[str, tuple[str, Callable[[Path], Path]]] = {  # the functions get an empty directory to work in
-        "local": (f"files under {raw}", lambda work: raw),
-        "system": (f"Debian package {PACKAGE} ({system_dir})", lambda work: system_dir),
-        "torchvision": ("torchvision download", lambda work: _download(files, work)),
-        "package": (f"{PACKAGE} through apt-get", _unpack_package),
-    }
+    sources: list[tuple[str, str, Callable[[], Path]]] = [  # name, phrase, and what finds the directory
+        ("local", f"files under {raw}", lambda: raw),
+        ("local", f"files under {system_dir}", lambda: system_dir),
+        ("torchvision", "torchvision download", lambda: _download(files, work)),
+        ("package", f"{PACKAGE} through apt-get", lambda: _unpack_package(work)),
+    ]
     failures = []
-    for name in sources if source == "auto" else dict.fromkeys(("local", source)):
-        phrase, find_directory = sources[name]
+    for name, phrase, find_directory in sources:
+        if source not in ("auto", name):
+            continue
         try:
-            with tempfile.TemporaryDirectory() as work:
-                directory = find_directory(Path(work))
-                for file in files:
-                    _adopt(directory, file, raw)
+            directory = find_directory()
+            for file in files:
+                part = raw / f".{file.name}.part"
+                part.write_bytes(_checked(directory, file))
+                os.replace(part, raw / file.name)
             return phrase
         except _Unavailable as error:
             failures.append(f"{name}: {error}")
     fix = (
         f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four files under {raw}, or "
-        "try --data.source=synthetic for a demonstration. Tried were"
+        f"try --data.source=synthetic for a demonstration. With data.source={source} were tried"
     )
     raise DataSourceError("\n".join([fix, *failures]))
 
 
-def _adopt(directory: Path, file: IdxFile, raw: Path) -> None:
-    """Bring a file, which may be there already, from `directory`, plain or gzipped, into `raw`."""
-    target = raw / file.name
-    if _is_good(target, file):
-        return
-    found = [path for path in (directory / file.name, directory / f"{file.name}.gz") if path.exists()]
-    for path in found:
-        try:
-            data = _read(path, file)
-        except _Unavailable as error:
-            logger.warning("%s %s; it is not used", path, error)
-            if path == found[-1]:
-                raise _Unavailable(f"{directory}: {path.name} {error}") from error
-            continue
-        part = raw / f".{file.name}.part"
-        part.write_bytes(data)
-        os.replace(part, target)
-        return
-    raise _Unavailable(f"{directory}: no {file.name}")
-
-
-def _read(path: Path, file: IdxFile) -> bytes:
-    """The checked, uncompressed bytes; raises `_Unavailable` for any others."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            data = stream.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise _Unavailable(f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if (len(data), md5) != (file.num_bytes, file.md5):
-        raise _Unavailable(f"has {len(data)} bytes with MD5 {md5}, not {file.num_bytes} with {file.md5}")
-    return data
+def _checked(directory: Path, file: IdxFile) -> bytes:
+    """The uncompressed bytes of a file in `directory`, plain or gzipped; raises `_Unavailable` for any others."""
+    problem = f"{directory}: no {file.name}"
+    for path in (directory / file.name, directory / f"{file.name}.gz"):
+        if path.exists():
+            try:
+                with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+                    data = stream.read()
+            except (OSError, EOFError, zlib.error) as error:
+                problem = f"{path} cannot be read ({error})"
+                continue
+            if (len(data), _md5(data)) == (file.num_bytes, file.md5):
+                return data
+            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, not {file.num_bytes} with {file.md5}"
+    raise _Unavailable(problem)
 
 
 def _is_good(path: Path, file: IdxFile) -> bool:
-    try:
-        return bool(_read(path, file))
-    except _Unavailable:
-        return False
+    return path.exists() and path.stat().st_size == file.num_bytes and _md5(path.read_bytes()) == file.md5
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 def _download(files: Sequence[IdxFile], work: Path) -> Path:
-    """Download the files from torchvision's mirrors, with torchvision's progress bar."""
-    from torchvision.datasets import FashionMNIST
-    from torchvision.datasets.utils import download_url
-
-    failures, before = [], socket.getdefaulttimeout()
+    """Download the files from torchvision's mirror, with torchvision's progress bar."""
+    mirror, before = FashionMNIST.mirrors[0], socket.getdefaulttimeout()
+    print(f"Downloading Fashion-MNIST from {mirror}", file=sys.stderr, flush=True)
     socket.setdefaulttimeout(ANSWER_SECONDS)  # torchvision has none
     try:
-        for mirror in FashionMNIST.mirrors:
-            print(f"Downloading Fashion-MNIST from {mirror}", file=sys.stderr, flush=True)
-            try:
-                for file in files:
-                    download_url(f"{mirror}{file.name}.gz", work)
-                return work
-            except (OSError, RuntimeError, HTTPException) as error:
-                failures.append(f"{mirror}: {' '.join(str(error).split())}")
+        for file in files:
+            download_url(f"{mirror}{file.name}.gz", work)
+    except (OSError, RuntimeError, HTTPException) as error:
+        raise _Unavailable(f"{mirror}: {' '.join(str(error).split())}") from error
     finally:
         socket.setdefaulttimeout(before)
-    raise _Unavailable("; ".join(failures))
+    return work
 
 
 def _unpack_package(work: Path) -> Path:
     """Fetch the Debian package into `work` and unpack it there: needs neither root nor the system's package lists."""
     print(f"Fetching {PACKAGE} (31 MB) with apt-get", file=sys.stderr, flush=True)
-    try:
-        done = subprocess.run(
-            ["sh", "-c", FETCH],
-            cwd=work,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,  # nothing can ask
-            capture_output=True,
-            text=True,
-            timeout=APT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _Unavailable(str(error)) from error
+    done = subprocess.run(
+        ["sh", "-c", FETCH],
+        cwd=work,
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,  # nothing can ask
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         complaints = [line for line in done.stderr.splitlines() if line.startswith(("E:", "sh:"))]
         raise _Unavailable("; ".join(complaints[:3]) or f"{PACKAGE} cannot be unpacked")

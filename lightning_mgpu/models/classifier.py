@@ -23,8 +23,6 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_mgpu.models.views import mean_over_views
-
 OptimizerCallable = Callable[[Iterable], Optimizer]
 LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
 
@@ -69,8 +67,8 @@ class Classifier(LightningModule):
         num_classes: Width of the logits.
         label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
             is the smoothed one, `val_loss` and `test_loss` are not.
-        flip_tta, shift_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image,
-            of an image and of the same moved by a pixel, or both (test-time augmentation, see `views.py`).
+        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image (test-time
+            augmentation; evaluation takes twice as long).
     """
 
     net: nn.Module
@@ -83,7 +81,6 @@ class Classifier(LightningModule):
         num_classes: int = 10,
         label_smoothing: float = 0.0,
         flip_tta: bool = False,
-        shift_tta: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
@@ -95,15 +92,15 @@ class Classifier(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
-        self.flip_tta, self.shift_tta = flip_tta, shift_tta
+        self.flip_tta = flip_tta
         for stage in ("train", "val", "test"):
             setattr(self, f"{stage}_loss", MeanLoss())
             setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
 
     def forward(self, X: Tensor) -> Tensor:
-        if self.training or not (self.flip_tta or self.shift_tta):
+        if self.training or not self.flip_tta:
             return self.net(X)
-        return mean_over_views(self.net, X, self.flip_tta, self.shift_tta)
+        return (self.net(X) + self.net(X.flip(-1))) / 2  # one after the other: a compiler knows the shape from training
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)
@@ -126,7 +123,6 @@ class Classifier(LightningModule):
     # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
     # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
     def on_train_start(self) -> None:
-        self._check_schedule()
         if self.trainer.fit_loop.restarted_mid_epoch:
             self._log_epoch("train")  # a run resumed in the middle of an epoch calls no on_train_epoch_start
 
@@ -168,17 +164,6 @@ class Classifier(LightningModule):
         for name in (f"{stage}_loss", f"{stage}_acc"):
             self.log(name, getattr(self, name), prog_bar=stage == "val")
 
-    def _check_schedule(self) -> None:
-        """Refuse a run longer than its OneCycleLR, which would end it in an error then: one that goes on, mostly."""
-        for config in self.trainer.lr_scheduler_configs:
-            scheduler, interval = config.scheduler, config.interval
-            run = self.trainer.estimated_stepping_batches if interval == "step" else self.trainer.max_epochs or inf
-            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < run < inf:
-                raise ValueError(
-                    f"model.lr_scheduler=OneCycleLR is over after {scheduler.total_steps} {interval}s and cannot be "
-                    f"prolonged to {run}: leave trainer.max_epochs as it was, or start a new run"
-                )
-
     def _run_length(self) -> dict[str, int]:
         """The scheduler's missing `total_steps`: OneCycleLR needs to know how often it is stepped in the whole run.
 
@@ -198,3 +183,11 @@ class Classifier(LightningModule):
                 f"{'' if by_epoch else 'trainer.max_steps '}or model.lr_scheduler.total_steps"
             )
         return {"total_steps": int(num_steps)}  # type: ignore[arg-type]
+
+
+def kaiming(module: nn.Module) -> None:
+    """He et al. (2015): N(0, 2 / fan_in) for layers followed by ReLU, so that activations keep their size; no bias."""
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

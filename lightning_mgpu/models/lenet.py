@@ -3,14 +3,13 @@
 python -m lightning_mgpu fit --model=LeNet
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
-from lightning_mgpu.models.initialization import kaiming
+from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaiming
 
 
 class LeNet(Classifier):
@@ -22,15 +21,11 @@ class LeNet(Classifier):
     def __init__(
         self,
         optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.2),
-        lr_scheduler: LRSchedulerCallable | None = None,
-        lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
-        label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
-        flip_tta: bool = False,
-        shift_tta: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta, shift_tta)
+        super().__init__(optimizer, num_classes=num_classes, **kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),  # (N, 20, 26, 26)

@@ -6,15 +6,14 @@ A smaller stem than He et al. (2016): a 3x3 convolution of stride 1 and no max-p
     python -m lightning_mgpu fit --config experiment/resnet18_book_2dev.yaml
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_mgpu.models.classifier import Classifier, LRSchedulerCallable, OptimizerCallable
-from lightning_mgpu.models.initialization import kaiming
+from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaiming
 
 
 class ResNet18(Classifier):
@@ -27,16 +26,12 @@ class ResNet18(Classifier):
     def __init__(
         self,
         optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.1),
-        lr_scheduler: LRSchedulerCallable | None = None,
-        lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
         in_channels: int = 1,
-        label_smoothing: float = 0.0,
         init: Literal["book", "kaiming"] = "book",
-        flip_tta: bool = False,
-        shift_tta: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, lr_interval, num_classes, label_smoothing, flip_tta, shift_tta)
+        super().__init__(optimizer, num_classes=num_classes, **kwargs)
         self.example_input_array = torch.zeros(1, in_channels, 28, 28)
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),  # (N, 64, 28, 28)

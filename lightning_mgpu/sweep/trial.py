@@ -3,7 +3,7 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_mgpu.callbacks import ConfusionMatrix, LearningCurve, PredictionGrid
+from lightning_mgpu.callbacks import LearningCurve, Pictures
 from lightning_mgpu.runs.errors import UsageError
 
 
@@ -18,6 +18,6 @@ class Trial(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
             raise UsageError("a sweep that validates on the test set would tune on it: give --data.val_size=5000")
-        pictures = (LearningCurve, PredictionGrid, ConfusionMatrix)
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pictures)]  # type: ignore[attr-defined]
+        drawing = (LearningCurve, Pictures)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, drawing)]  # type: ignore[attr-defined]
         trainer.limit_test_batches = 0

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.callbacks import EpochLines, EpochTimer, LossBar, RunHeader
-from lightning_mgpu.callbacks.header import per_device
+from lightning_mgpu.callbacks import EpochLines, EpochTimer, RunHeader
 from lightning_mgpu.models import LeNet
 from tests.callbacks.conftest import Named
 
@@ -20,16 +19,16 @@ def test_a_header_then_a_line_an_epoch(
 ) -> None:
     header, lines = RunHeader(), EpochLines()
     header.notes["wandb"] = "off"
-    two = {"devices": 2, "strategy": "manual_allreduce", "max_epochs": 2}
-    trainer = make_trainer(callbacks=[header, EpochTimer(), lines], enable_progress_bar=True, **two)
+    three = {"devices": 3, "strategy": "manual_allreduce", "max_epochs": 2}
+    trainer = make_trainer(callbacks=[header, EpochTimer(), lines], enable_progress_bar=True, **three)
     data, model = make_data(), LeNet()
     trainer.fit(model, data)
     epochs = capsys.readouterr().out.splitlines()
     shown = dict(line.split(":", 1) for line in (epochs.pop(0) for _ in range(6)))
     assert list(shown) == ["model", "strategy", "batch", "data", "run", "wandb"]
     assert "LeNet, 129,068 parameters, precision 32-true" in shown["model"]
-    assert shown["strategy"].endswith(" on 2 x cpu")
-    assert shown["batch"].strip() == "64 global, 32 per device"
+    assert shown["strategy"].endswith(" on 3 x cpu")
+    assert shown["batch"].strip() == "64 global, 21.3 per device"
     assert "402 train, 101 val, 107 test; files under" in shown["data"]
     assert shown["run"].strip() == str(tmp_path)
     assert [line[:11] for line in epochs] == ["epoch 1/2  ", "epoch 2/2  "]
@@ -37,11 +36,6 @@ def test_a_header_then_a_line_an_epoch(
     assert all(f"  {name} " in line for line in epochs for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
     trainer.test(model, data, verbose=False)
     assert capsys.readouterr().out == ""
-
-
-def test_per_device_batch_says_when_it_is_uneven() -> None:
-    shown = (per_device(256, [1, 1]), per_device(256, [1, 1, 1]), per_device(2, [1, 1, 1]), per_device(256, [0.7, 0.3]))
-    assert shown == ("128", "85 to 86", "0 to 1", "179 and 77")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +55,13 @@ def test_epoch_lines_show_metrics_of_any_name(
     assert capsys.readouterr().out.splitlines() == [f"epoch 1/2  {first}", f"epoch 2/2  {second}"]
 
 
-def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(make_data: Callable, make_trainer: Callable) -> None:
-    class Bar(LossBar):
+def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
+    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bar(EpochLines):
         def __init__(self) -> None:
             super().__init__()
-            self._console_kwargs = {"file": screen, "force_terminal": True, "width": 80}
+            self._console_kwargs = {"file": screen, "force_terminal": True, "width": 120}
             self.shown: list[float] = []
 
         def on_train_batch_end(self, trainer: object, *args: object) -> None:  # type: ignore[override]
@@ -73,6 +69,7 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(make_data: Ca
             self.refresh(hard=True)
             self.shown.append(self.get_metrics(trainer, None).get("loss", 0.0))  # type: ignore[arg-type]
 
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     screen = io.StringIO()
     bar = Bar()
     make_trainer(enable_progress_bar=True, callbacks=[bar], log_every_n_steps=2, max_epochs=2).fit(LeNet(), make_data())

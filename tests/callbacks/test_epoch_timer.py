@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lightning_mgpu.callbacks import EpochTimer, epoch_timer
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.devices import own_devices
 
 
 def test_timer_leaves_validation_out(
@@ -34,14 +34,9 @@ def test_timer_leaves_validation_out(
     assert float(trainer.callback_metrics["epoch_seconds"]) == 7.0
 
 
-def test_a_process_waits_for_its_own_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_for_its_own_devices_alone() -> None:
     """Waiting for the GPU of another process opens a context there: hundreds of MB, or an error if it is exclusive."""
     gpus = [torch.device("cuda", i) for i in range(2)]
-    waited: list[Any] = []
-    monkeypatch.setattr(epoch_timer, "synchronize", waited.append)
-    for strategy in (
-        SimpleNamespace(root_device=gpus[1], parallel_devices=gpus, world_size=2),  # ddp's second process
-        SimpleNamespace(root_device=gpus[0], parallel_devices=gpus, world_size=1),
-    ):
-        EpochTimer().on_train_epoch_start(SimpleNamespace(strategy=strategy), None)  # type: ignore[arg-type]
-    assert waited == [gpus[1:], gpus]
+    for num_processes, first, own in ((2, gpus[1], gpus[1:]), (1, gpus[0], gpus)):
+        strategy = SimpleNamespace(root_device=first, parallel_devices=gpus, world_size=num_processes)
+        assert own_devices(SimpleNamespace(strategy=strategy)) == own  # type: ignore[arg-type]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.callbacks import ConfusionMatrix, LearningCurve, PredictionGrid
+from lightning_mgpu.callbacks import LearningCurve, Pictures
+from lightning_mgpu.callbacks.learning_curve import draw
 from lightning_mgpu.models import LeNet
 from tests.callbacks.conftest import Named, VectorNet
 
@@ -22,45 +22,39 @@ def is_png(path: Path) -> bool:
         return picture.format == "PNG" and min(picture.size) > 100
 
 
-def panels(curve: LearningCurve, trainer: Trainer) -> dict[str, list[str]]:
+def panels(curve: LearningCurve) -> dict[str, list[str]]:
     """What each panel of the curve shows, by its label."""
-    return {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in curve._draw(trainer).axes}
+    return {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in draw(curve.points, "other").axes}
 
 
-@pytest.mark.parametrize(("val_size", "label"), [(0, "test"), (101, "validation")])
-def test_curve_is_redrawn_every_epoch(
-    val_size: int, label: str, make_data: Callable, make_trainer: Callable, tmp_path: Path
-) -> None:
+def test_curve_is_redrawn_every_epoch(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
     class Seen(LeNet):
         def on_train_epoch_end(self) -> None:  # after the callbacks'
             (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
 
     curve = LearningCurve()
-    trainer = make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2)
-    trainer.fit(Seen(), make_data(val_size=val_size))
+    make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2).fit(Seen(), make_data())
     assert all(is_png(tmp_path / f"{name}.png") for name in (0, 1, 2, "curve"))
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
     found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
     assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}  # values of their own epochs
-    both = ["training", label]
-    assert panels(curve, trainer) == {"loss": both, "accuracy": both}
+    both = ["training", "other"]
+    assert panels(curve) == {"loss": both, "accuracy": both}
 
 
 def test_curve_draws_metrics_of_any_name(make_trainer: Callable) -> None:
     model = Named((), ("train/loss", "lr"), ("val/loss", "val/mae", "valid_f1"))
     curve, loader = LearningCurve(), DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
-    trainer = make_trainer(callbacks=[curve], max_epochs=-1, max_steps=12)
-    trainer.fit(model, loader, loader)
-    assert panels(curve, trainer) == {"loss": ["training", "validation"], "f1": ["validation"], "mae": ["validation"]}
-    assert curve._draw(trainer).axes[0].get_xlim() == (1, 3)
+    make_trainer(callbacks=[curve], max_epochs=-1, max_steps=12).fit(model, loader, loader)
+    assert panels(curve) == {"loss": ["training", "other"], "f1": ["other"], "mae": ["other"]}
 
 
 def test_matrix_and_grid_are_of_the_test_set(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, data, matrix = LeNet(), make_data(batch_size=25), ConfusionMatrix()
+    model, data, pictures = LeNet(), make_data(batch_size=25), Pictures()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    trainer = make_trainer(callbacks=[matrix, PredictionGrid(num_images=11)])
+    trainer = make_trainer(callbacks=[pictures])
     X, y = data.test_set[0, torch.arange(107)]
     expected = torch.zeros(10, 10, dtype=torch.long)
     with torch.no_grad():
@@ -68,7 +62,7 @@ def test_matrix_and_grid_are_of_the_test_set(make_data: Callable, make_trainer: 
             expected[label, prediction] += 1
     for _ in range(2):  # the second test starts from nothing
         trainer.test(model, data, verbose=False)
-        assert matrix._metric is not None and torch.equal(matrix._metric.compute(), expected)
+        assert pictures._metric is not None and torch.equal(pictures._metric.compute(), expected)
     assert expected.count_nonzero() > 10  # not all in one column
     assert is_png(tmp_path / "confusion.png") and is_png(tmp_path / "predictions.png")
 
@@ -98,6 +92,6 @@ ROWS, IMAGES, CLASSES = torch.zeros(6, 4), torch.zeros(6, 3, 5, 5), torch.arange
 def test_other_models_get_what_can_be_drawn(
     model: type[VectorNet], samples: Any, pictures: list[str], make_trainer: Callable, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(callbacks=[PredictionGrid(), ConfusionMatrix()])
+    trainer = make_trainer(callbacks=[Pictures()])
     trainer.test(model(), DataLoader(samples, 4), verbose=False)
     assert [path.name for path in tmp_path.iterdir()] == pictures

@@ -1,4 +1,4 @@
-"""Searches end the run with a suggestion, and a profile sees every thread: through the command line."""
+"""Searches end the run with a suggestion, and a profile sees every replica: through the command line."""
 
 import json
 import math
@@ -32,11 +32,11 @@ def test_learning_rate_search_agrees_over_strategies(
     for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
         assert fit("--config=mode/lr_find.yaml", "--model.init=kaiming", f"--run_dir=run{number}", *args) == 0
         out = capfd.readouterr().out
-        assert out.startswith("model: ") and "test acc" not in out and "epoch" not in out
+        assert "test acc" not in out and "epoch" not in out
         found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
         assert f"falls fastest: --model.optimizer.lr={found[-1]}\n" in out
         left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
-        assert left == {"config.yaml", "hparams.yaml", "model.txt", "lr_find.png"}
+        assert left == {"config.yaml", "model.txt", "lr_find.png"}
     assert found[0] == found[1] and 0.001 < float(found[0]) < 1
 
 
@@ -47,8 +47,8 @@ FALLS_THEN_EXPLODES = [2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.
 def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
     lr = suggestion(RATES, FALLS_THEN_EXPLODES)
     assert lr == RATES[50]
-    axes = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0]
-    assert axes.get_ylim()[1] < 4  # the explosion does not squeeze the rest
+    low, high = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0].get_ylim()
+    assert 1 < low < high < 4  # the explosion does not squeeze the rest
 
 
 @pytest.mark.parametrize("losses", [[2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]])
@@ -80,18 +80,13 @@ def test_batch_size_search_counts_global_batches(
 
 
 def test_batch_size_search_refuses_several_processes() -> None:
-    with pytest.raises(UsageError, match="runs in one process, not in 2: search"):
+    with pytest.raises(UsageError, match="runs in one process: take"):
         BatchSizeSearch().setup(SimpleNamespace(world_size=2), LeNet(), "fit")  # type: ignore[arg-type]
 
 
-def test_profile_looks_at_operators_and_hooks(fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    assert fit("--config=mode/profile.yaml", "--trainer.max_epochs=2", "--run_dir=run", *TWO_REPLICAS) == 0
-    captured = capfd.readouterr()
-    assert "profile:  run/profile.txt and run/trace.json" in captured.out and "too short" not in captured.err
-    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "profile.txt").read_text()
-    assert "run_training_epoch" in (tmp_path / "run" / "fit-hooks.txt").read_text()
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    num_forward = sum(event.get("name") == "aten::conv2d" for event in events)
-    assert num_forward == (5 + 2) * 2 * 2  # batches with those validated on, replicas, convolutions
-    with pytest.warns(UserWarning, match="Profile looks at 5 batches after 3, and the run was too short"):
-        assert fit("--config=mode/profile.yaml", "--trainer.limit_train_batches=3") == 0
+def test_profile_sees_the_operators_of_all_replicas(fit: Callable, tmp_path: Path) -> None:
+    assert fit("--config=mode/profile.yaml", "--run_dir=run", *TWO_REPLICAS) == 0
+    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "fit-profile.txt").read_text()
+    (trace,) = (tmp_path / "run").glob("fit-profile-*.json")
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("aten::conv2d") == 3 * 2 * 2  # batches, replicas, convolutions

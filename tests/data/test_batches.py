@@ -62,11 +62,10 @@ class Doubled(TensorDataset):
         return tuple(2 * value for value in super().__getitem__(index))
 
 
-@pytest.mark.parametrize(("kind", "factor"), [(TensorDataset, 1), (Doubled, 2)])
-def test_a_datasets_own_getitem_makes_its_samples(kind: type[TensorDataset], factor: int) -> None:
-    batches = batch_loader(kind(torch.arange(5), torch.ones(5, 2)), 3)
-    X, y = (torch.cat(parts) for parts in zip(*batches))
-    assert X.tolist() == [factor * i for i in range(5)] and torch.equal(y, torch.full((5, 2), float(factor)))
+def test_a_datasets_own_getitem_makes_its_samples() -> None:
+    for kind, factor in ((TensorDataset, 1), (Doubled, 2)):
+        values = [X.tolist() for (X,) in batch_loader(kind(torch.arange(5)), 3)]
+        assert values == [[0, factor, 2 * factor], [3 * factor, 4 * factor]]
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -61,6 +61,5 @@ def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> Non
 def test_kaiming_keeps_the_size_of_activations() -> None:
     torch.manual_seed(0)
     X = torch.randn(64, 1, 28, 28)
-    for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")):
-        assert 0.1 < model(X).std().item() < 10
+    assert all(0.1 < model(X).std().item() < 10 for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")))
     assert LeNet()(X).std().item() < 1e-3  # the book's
