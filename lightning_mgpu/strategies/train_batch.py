@@ -63,8 +63,6 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     ) -> None:
         devices = [find_device(name) for name in parallel_devices] if parallel_devices else None
         super().__init__(parallel_devices=devices, **kwargs)
-        if isinstance(split, str) and split != "auto":
-            raise MisconfigurationException(f"split={split!r}: give one share a device, [0.9, 0.1] say, or 'auto'.")
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
         self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
@@ -102,9 +100,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and "
                 "leave `split` out."
             )
-        if isinstance(split, list) and not (len(split) == len(own) and all(0 < s < float("inf") for s in split)):
+        is_shares = isinstance(split, list) and len(split) == len(own) and all(0 < s < float("inf") for s in split)
+        if split not in (None, "auto") and not is_shares:
             raise MisconfigurationException(
-                f"split={split} needs one positive share for each of the {len(own)} devices."
+                f"split={split!r}: give 'auto', or one positive share a device ({len(own)})."
             )
         super().setup_environment()
 

@@ -13,9 +13,8 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 WRONG_OPTIONS = [  # given for two devices; what the one line says
-    *(({"split": split}, "one positive share for each of the 2 devices") for split in ([1.0], [1.0, 0.0])),
+    *(({"split": split}, "one positive share a device (2)") for split in ([1.0], [1.0, 0.0], "even")),
     *(({"split": [1.0, share]}, "one positive share") for share in (float("nan"), float("inf"))),
-    ({"split": "even"}, "give one share a device, [0.9, 0.1] say, or 'auto'"),
     ({"replicas": 3}, "replicas=3: choose a multiple of the 2 device"),
     ({"replicas": 0}, "replicas=0: choose a multiple"),
     ({"replicas": 4, "split": "auto"}, "leave `split` out"),
