@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_mgpu.benchmark import cli, steps
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
-from lightning_mgpu.benchmark.references import train_batch
+from lightning_mgpu.benchmark.steps import train_batch
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
@@ -61,20 +61,19 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:
     """Else replicas would not update themselves, and something else than they would be measured."""
-    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts())
+    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts(), 1)
     assert not updates._is_users("on_train_batch_end", stretches)
 
 
-def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:
+def test_two_stretches_after_the_warm_up() -> None:
     now = 0.0
     parts = Parts(lambda: now)
-    stretches, is_last, watched = steps.Stretches(parts), False, []
+    stretches, is_last, watched = steps.Stretches(parts, 5), False, []
     while not is_last:
-        now += 7.0 if stretches.count == 0 else 0.1  # compiles
+        now += 7.0 if len(watched) < 3 else 0.1  # compiles
         watched.append(parts.is_on)
-        is_last = stretches.step_done(lambda num_steps: num_steps + 1)
-    assert stretches.num_steps == 21 and stretches.seconds == pytest.approx([2.1, 2.1])
-    assert watched == [False] * (3 + 21) + [True] * 21
+        is_last = stretches.step_done()
+    assert stretches.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
 
 
 @pytest.mark.slow

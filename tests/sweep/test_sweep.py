@@ -16,7 +16,7 @@ import yaml
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial, trials
-from lightning_mgpu.sweep.plan import TRIAL
+from lightning_mgpu.sweep.trials import TRIAL
 
 LR = "model.optimizer.lr"
 
@@ -55,8 +55,8 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(command: Any,
     assert code == 0, err
     log_text = (sweep_dir / "trial_000.log").read_text()
     assert log_text.count("run:      sweeps/rates/trial_000") == 2 and log_text.count("epoch 3/3") == 1  # resumed
-    assert "trial 1: failed: diverged: val_loss is nan" in out
-    assert f"trial 2: failed: status 2: error: --{LR}=oops" in out
+    assert "trial_001: failed: diverged: val_loss is nan" in out
+    assert f"trial_002: failed: status 2: error: --{LR}=oops" in out
     rows = table(sweep_dir)
     assert [(row["trial"], bool(row["val_loss"])) for row in rows] == [("0", True), ("1", False), ("2", False)]
     assert (sweep_dir / "sweep.md").read_text() in out and (sweep_dir / "sweep.png").exists()
@@ -139,13 +139,13 @@ def test_ctrl_c_more_trials_and_failures(
     assert sweep() == 0 and fits.rates == ["0.1", "0.2", "0.3", "0.7"]
     assert sweep() == 0 and len(fits.rates) == 4
     out = capsys.readouterr().out
-    assert "trial 1: failed: status 1: RuntimeError: https://host is away" in out
-    assert "trial 3: failed: metric: name: val_loss: no such metric is logged" in out
+    assert "trial_001: failed: status 1: RuntimeError: https://host is away" in out
+    assert "trial_003: failed: metric: name: val_loss: no such metric is logged" in out
     rows = [(row["trial"], row["val_loss"]) for row in table(tmp_path / "sweeps/rates")]
     assert rows == [("2", "1.3"), ("0", "1.1"), ("1", ""), ("3", "")]
     assert (tmp_path / "sweeps/rates/sweep.png").exists()
     assert sweep("--seed=1") == 2
-    assert "error: sweeps/rates holds another sweep: repeat" in capsys.readouterr().err
+    assert "error: sweeps/rates holds another sweep, that of its sweep.json: repeat" in capsys.readouterr().err
 
 
 def test_arguments_of_a_trial(
