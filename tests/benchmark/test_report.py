@@ -64,13 +64,9 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert row["/ `ddp`"] == "2.00" and row["/ one device"] == "1.50" and row["/ loop"] == ""
     assert row["of it the strategy's own, ms"] == "5.00"
     assert row["ms a step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
+    replicas = cells([*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)")
+    assert replicas["/ one device"] == "0.75" and replicas["/ `ddp`"] == ""
     assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)["forward"] == pytest.approx(0.025)
-
-
-def test_replicas_on_one_device_are_compared_with_it() -> None:
-    results = [result("auto", [0.2, 0.2], 1), result("ddp", [0.2, 0.2]), result("dp", [0.4, 0.4], 1, replicas=8)]
-    row = cells(results, "dp (8 replicas on one device)")
-    assert row["/ one device"] == "0.50" and row["/ `ddp`"] == ""
 
 
 def test_a_report_of_before_makes_the_same_table() -> None:

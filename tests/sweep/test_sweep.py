@@ -3,6 +3,8 @@
 import csv
 import fcntl
 import os
+import re
+import shlex
 import signal
 import sys
 import time
@@ -16,6 +18,8 @@ import yaml
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial, trials
+from lightning_mgpu.sweep.cli import parser
+from lightning_mgpu.sweep.plan import read_sweep
 from lightning_mgpu.sweep.trials import TRIAL
 
 LR = "model.optimizer.lr"
@@ -168,16 +172,13 @@ def test_arguments_of_a_trial(
 @pytest.mark.parametrize(
     ("args", "changes", "words"),
     [
-        (["--config=nope.yaml"], {}, "--config=nope.yaml: no such file"),
         (["--config=model/lenet.yaml"], {}, "it has no method and no metric and no parameters"),
         (["--config=my.yaml"], {"method": "bayes"}, "needs a number of trials: --count=20 here, or run_cap"),
         (["--config=my.yaml", f"--{LR}=3"], {}, f"--{LR}: the sweep sets it"),
         (["--config=my.yaml", "--sweep_dir=my.yaml/x"], {}, "my.yaml/x cannot be made"),
         (["--config=my.yaml", "--sweep_dir=."], {}, ". is no sweep's"),
         (["--config=my.yaml"], {"method": "gird"}, "method: gird, goal: minimize: choose grid"),
-        (["--config=my.yaml"], {"command": ["train.py"]}, "my.yaml is no sweep: 'fit' is not in list"),
         (["--config=my.yaml"], {"parameters": {"x": {"min": 1}}}, "x: give value, values, or min and max"),
-        (["--config=my.yaml"], {"parameters": {"x": {"min": 1, "max": 2, "distribution": "normal"}}}, "or none"),
         (["--config=my.yaml"], {"parameters": {"x": {"min": 0.1, "max": 1.0}}}, "a grid needs values"),
     ],
 )
@@ -209,3 +210,13 @@ def test_without_optuna(
 def test_a_trial_does_not_tune_on_the_test_set(make_data: Callable, make_trainer: Callable) -> None:
     with pytest.raises(UsageError, match=r"would tune on it: give --data\.val_size=5000"):
         make_trainer(callbacks=[Trial()]).fit(LeNet(), make_data(val_size=0))
+
+
+@pytest.mark.slow
+def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
+    root = Path(__file__).parents[2]
+    text = "\n".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
+    for line in dict.fromkeys(re.findall("^python -m lightning_mgpu sweep (.*)$", text, flags=re.MULTILINE)):
+        args, fit = parser().parse_known_args(shlex.split(line))
+        assert read_sweep(args.config[0], args.count, args.seed, args.sweep_dir, fit), line
+        assert main("fit", *fit, *(f"--config={config}" for config in args.config[1:]), "--print_config") == 0, line
