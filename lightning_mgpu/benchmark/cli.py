@@ -18,7 +18,7 @@ import torch
 
 from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.exchange import ALGORITHMS, LIMIT, check_algorithm, exchange_tables, plot_exchange
-from lightning_mgpu.benchmark.plan import configurations, find_strategy, make_model
+from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import load_now, machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
 from lightning_mgpu.runs.errors import ToolParser, UsageError
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if "--quick" in arguments:  # other defaults; what is given goes before them
         result.set_defaults(**QUICK)
     args = result.parse_args(arguments)
-    checks = ((find_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
+    checks: Any = ((make_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
     for check, names in checks:
         for name in names:
             check(name)

@@ -42,13 +42,14 @@ def configurations(args: argparse.Namespace) -> list[Configuration]:
     ]
 
 
-def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
-    """The class of a strategy, by its name or dotted path, and the arguments that its name stands for."""
+def make_strategy(name: str, **options: Any) -> Strategy:
+    """A strategy, by its name or dotted path."""
     if name in StrategyRegistry:
-        return StrategyRegistry[name]["strategy"], dict(StrategyRegistry[name]["init_params"])
+        entry = StrategyRegistry[name]
+        return entry["strategy"](**entry["init_params"], **options)  # type: ignore[no-any-return]
     found = pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, Strategy):
-        return found, {}
+        return found(**options)
     known = "ddp, dp, manual_allreduce, another name that Lightning knows, or a path, my_package.MyStrategy"
     raise UsageError(f"--strategies {name}: no such strategy; take {known}")
 
@@ -62,5 +63,5 @@ def make_model(name: str) -> LightningModule:
 
 
 def _takes_replicas(name: str) -> bool:
-    bases: Any = find_strategy(name)[0].__mro__
+    bases: Any = type(make_strategy(name)).__mro__
     return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts
-from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, find_strategy, make_model
+from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.processes import leave_group
@@ -69,11 +68,17 @@ class Stretches(Callback):
 def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
     stretches = Stretches(Parts(), configuration.num_steps)
+    strategy: Any = "auto"
+    if configuration.engine != "auto":
+        replicas = configuration.replicas
+        strategy = make_strategy(configuration.engine, **({"replicas": replicas} if replicas else {}))
+    if hasattr(strategy, "reduce_gradients"):
+        strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=configuration.devices,
-        strategy=make_strategy(configuration, stretches.parts),
+        strategy=strategy,
         max_epochs=-1,
         callbacks=[stretches],
         profiler=stretches.parts,
@@ -82,19 +87,6 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     )
     trainer.fit(make_model(configuration.model), data)
     return stretches.result() if trainer.is_global_zero else None
-
-
-def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
-    """The configuration's strategy; where it has a `reduce_gradients`, that is timed as the allreduce."""
-    if configuration.engine == "auto":
-        return "auto"
-    strategy_class, options = find_strategy(configuration.engine)
-    if configuration.replicas:
-        options["replicas"] = configuration.replicas
-    strategy: Any = strategy_class(**options)
-    if hasattr(strategy, "reduce_gradients"):
-        strategy.reduce_gradients = timed(strategy.reduce_gradients, parts, "allreduce")
-    return strategy  # type: ignore[no-any-return]
 
 
 def watch(strategy: Any, parts: Parts) -> None:

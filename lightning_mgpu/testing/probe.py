@@ -137,7 +137,9 @@ class TwoOptimizers(Probe):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.there.parameters(), 0.1), torch.optim.Adam(self.back.parameters(), 0.01)
+        return torch.optim.SGD(self.there.parameters(), 0.1, momentum=0.9), torch.optim.Adam(
+            self.back.parameters(), 0.01
+        )
 
 
 class Fails(Probe):
