@@ -170,4 +170,4 @@ def read_column(path: Path, name: str) -> list[float]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str("" if value is None else value)

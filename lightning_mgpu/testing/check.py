@@ -64,7 +64,7 @@ def _run_worker(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, s
         environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
         environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        hangs, output, told = "", b"", dict[str, str]()
+        hangs, output, told = "", b"", dict[str, str | None]()
         (results := Path(directory, "results")).touch()
         with process_group(command, env=environment, **pipes) as process:
             try:  # the output ends with the last process that the strategy has started
@@ -74,9 +74,9 @@ def _run_worker(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, s
         for name, wrong in map(json.loads, results.read_text().splitlines()):
             told[name] = told.get(name) or wrong
     last = list(told)[-1] if told else names[0]
-    if process.returncode and not told.get(last):
-        end = (output.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        told[last] = f"ended with status {process.returncode}: {end}"
     if hangs:
         told[last] = hangs
-    return told
+    elif not told.get(last) and (process.returncode or told.get(last) is None):
+        end = (output.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        told[last] = f"ended with status {process.returncode}: {end}"
+    return {name: wrong or "" for name, wrong in told.items()}

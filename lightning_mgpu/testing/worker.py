@@ -1,7 +1,7 @@
 """Runs cases on one device, then under a strategy, and judges: a process, and the children that the strategy starts.
 
-It adds to a file, as lines of JSON, the name of each case as it begins and what was wrong with it. It ends at the first
-case that raises: processes that were in step no longer are.
+It adds lines of JSON to a file: the name of a case and `null` as it begins, then the name and what was wrong with it.
+It ends at the first case that raises: processes that were in step no longer are.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
     kind, directory, names = Kind(*order["kind"]), Path(order["directory"]), order["names"]
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # Lightning's launcher sets it
 
-    def tell(name: str, wrong: str = "") -> None:
+    def tell(name: str, wrong: str | None) -> None:
         with (directory / "results").open("a") as file:
             file.write(json.dumps([name, wrong]) + "\n")
 
@@ -31,7 +31,7 @@ def main() -> None:
                 expected[name] = (promise.alone or promise.case)(alone, directory)
         for name in names:
             if is_first:
-                tell(name)
+                tell(name, None)
             found = PROMISES[name].case(kind, directory)
             if is_first:
                 tell(name, PROMISES[name].judge(found, expected.get(name)))

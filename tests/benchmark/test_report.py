@@ -11,7 +11,7 @@ from lightning_mgpu.benchmark import processes
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
-from lightning_mgpu.benchmark.report import HEAD, draw, parts, tables
+from lightning_mgpu.benchmark.report import HEAD, parts, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
@@ -101,10 +101,3 @@ def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(monk
     assert tried == ["loop", "ddp", "auto", "auto", "loop", "auto", "loop"]
     assert "| ddp | 256" + " | " * (len(HEAD) - 2) + " |" in tables(results)
     assert tables(results)[-1] == "\nNot measured: ddp: no port."
-
-
-def test_picture(tmp_path: Path) -> None:
-    machine = {"gpus": [], "cores": 2, "cpu": "a CPU"}
-    draw([result("auto", [0.2], 1), result("dp", [0.1]), result("ddp", [None])], machine, tmp_path)
-    assert (tmp_path / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
-    draw([result("dp", [None])], machine, tmp_path / "no such directory")
