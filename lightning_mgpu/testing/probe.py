@@ -33,8 +33,8 @@ class Kind:
             return entry["strategy"](**entry["init_params"], **options)
         if make := pydoc.locate(self.strategy):
             return make(**options)  # type: ignore[operator, no-any-return]
-        known = ", ".join(["auto", *sorted(StrategyRegistry)])
-        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or one of {known}")
+        known = "a name that Lightning knows, such as ddp, dp or manual_allreduce"
+        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}")
 
     def trainer(self, **kwargs: Any) -> Trainer:
         """A quiet Trainer of two epochs; `kwargs` go before its settings."""
