@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.exchange import check_algorithm, exchange_tables, plot_exchange
-from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, LIMIT
-from lightning_mgpu.benchmark.plan import configurations, find_strategy, make_model
+from lightning_mgpu.benchmark.exchange import ALGORITHMS, LIMIT, check_algorithm, exchange_tables, plot_exchange
+from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import load_now, machine, measure, new_directory
-from lightning_mgpu.benchmark.report import draw, headline, tables
+from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
 from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 PROG = "python -m lightning_mgpu benchmark"
@@ -42,9 +41,8 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", nargs="+", type=above_0, default=[2])
     add("--replicas", nargs="+", type=above_0, default=[], help="also measure so many replicas on one device")
     add("--batch_size", type=above_0, default=256, help="global, shared by the devices")
-    add("--num_steps", type=above_0, help="of a stretch; left out, about two seconds")
+    add("--num_steps", type=above_0, default=20, help="of each of the two stretches that are timed")
     add("--algorithms", nargs="+", default=list(ALGORITHMS), help="also dotted paths of your own")
-    add("--ks", nargs="+", type=above_0, default=[2, 4, 8], help="of the allreduce alone: numbers of devices")
     add("--sizes", nargs="*", type=above_0, default=SIZES, help="of the allreduce alone: bytes a device")
     add("--seconds", type=float, default=0.2, help="of the allreduce alone: for each algorithm, size, k and repeat")
     add("--run_dir", help="must be new")
@@ -60,10 +58,11 @@ def above_0(text: str) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What to measure. Whatever does not exist, or computes wrong sums, is found now."""
     result = parser()
+    result.set_defaults(ks=[2, 4, 8])  # of the allreduce alone: numbers of devices
     if "--quick" in arguments:  # other defaults; what is given goes before them
         result.set_defaults(**QUICK)
     args = result.parse_args(arguments)
-    checks = ((find_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
+    checks: Any = ((make_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
     for check, names in checks:
         for name in names:
             check(name)
@@ -89,12 +88,12 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
     try:
         if args.only != "exchange":
-            plan = {str(each): vars(each) for each in configurations(args)}
+            plan = {f"{each.model}, {name_of(vars(each))}": vars(each) for each in configurations(args)}
             measure("steps", plan, args.repeats, report["results"])
         if args.only != "steps":
             shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
             plan = {f"{name} alone": {"algorithm": name, **shared} for name in (*args.algorithms, LIMIT)}
-            measure("exchange_worker", plan, args.repeats, report["exchange"])
+            measure("exchange", plan, args.repeats, report["exchange"])
     finally:  # also on Ctrl-C
         finish(report, run_dir)
 

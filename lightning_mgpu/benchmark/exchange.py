@@ -1,21 +1,40 @@
-"""The allreduce functions alone: tables and a picture, beside what memory can do with the same bytes."""
+"""The allreduce functions alone: tables and a picture, beside what memory can do with the same bytes.
 
-import statistics
-from collections.abc import Sequence
+Each function is timed in a process of its own (`main`): OpenMP's threads of a compiled one slow down those after it.
+"""
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
-from lightning_mgpu.allreduce import check_allreduce
-from lightning_mgpu.benchmark.exchange_worker import ALGORITHMS, LIMIT, find_algorithm
+from lightning_mgpu import allreduce
+from lightning_mgpu.allreduce import Allreduce, allreduce_many, check_allreduce
+from lightning_mgpu.benchmark.parts import finished_time
+from lightning_mgpu.benchmark.plan import make_model
 from lightning_mgpu.benchmark.processes import Result
-from lightning_mgpu.benchmark.report import over_repeats
+from lightning_mgpu.benchmark.report import markdown, not_measured, over_repeats
 from lightning_mgpu.runs.errors import UsageError
 
-Row = dict[str, Any]
-"""`case`, `k`, `algorithm`, the `bytes` and `num_tensors` of a device, and `repeats`: seconds, or `None`."""
+ALGORITHMS: dict[str, Allreduce] = {
+    name: getattr(allreduce, f"{name}_allreduce")
+    for name in ("textbook", "tree", "sharded", "ring", "blocked", "foreach", "compiled")
+}
+LIMIT = "read-modify-write"
+"""No allreduce but what memory can do with the same bytes: `t.add_` on each of the k tensors."""
+
+
+def find_algorithm(name: str) -> Allreduce:
+    """An allreduce by its name or its dotted path."""
+    module, _, attribute = name.rpartition(".")
+    return ALGORITHMS.get(name) or getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 
 def check_algorithm(name: str) -> None:
@@ -27,55 +46,85 @@ def check_algorithm(name: str) -> None:
         raise UsageError(f"--algorithms {name}: {error}; {known}") from error
 
 
-def rows_of(results: Sequence[Result]) -> list[Row]:
-    """A row for every case, k and algorithm, from what the processes have measured."""
-    rows: dict[tuple[str, int, str], Row] = {}
-    for result in results:
-        name, repeats = result["configuration"]["algorithm"], result["repeats"]
-        for repeat, measured in enumerate(repeats):
-            for each in measured or ():
-                new = {**each, "algorithm": name, "repeats": [None] * len(repeats)}
-                row = rows.setdefault((each["case"], each["k"], name), new)
-                row["repeats"][repeat] = each["seconds"]
-    return list(rows.values())
+def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, list[torch.Size]]:
+    """Shapes of the gradients to exchange, by what they are: `4 kB`, `LeNet`, `LeNet, flat`.
+
+    `flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
+    """
+    cases = {f"{size / 2**10:.4g} kB": [torch.Size([size // 4])] for size in sizes if size < 2**20}
+    cases |= {f"{size / 2**20:.4g} MB": [torch.Size([size // 4])] for size in sizes if size >= 2**20}
+    for model in models:
+        shapes = [p.shape for p in model.parameters() if p.requires_grad]
+        cases[type(model).__name__] = shapes
+        cases[f"{type(model).__name__}, flat"] = [torch.Size([sum(shape.numel() for shape in shapes)])]
+    return cases
 
 
-def seconds_of(row: Row) -> float:
-    return statistics.median(seconds for seconds in row["repeats"] if seconds)
+@torch.no_grad()
+def read_modify_write(gradients: list[list[Tensor]]) -> None:
+    for same in gradients:
+        for tensor in same:
+            tensor.add_(0.0)  # zeros stay zeros: a sum of sums of sums would end as inf
+
+
+def time_function(name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float) -> float:
+    """Seconds of a call on float32 gradients of these shapes, measured for so many `seconds`."""
+    from torch.utils.benchmark import Timer  # which says that there is no CUDA: only where it is needed
+
+    gradients = [[torch.zeros(*shape, device=device) for device in devices] for shape in shapes]
+    call: Callable[[], None] = functools.partial(read_modify_write, gradients)
+    if name != LIMIT:
+        call = functools.partial(allreduce_many, find_algorithm(name), gradients)
+    call()  # compiles, allocates
+    timer = Timer("call()", globals={"call": call}, timer=finished_time, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=seconds).median)
+
+
+def seconds_of(result: Result, case: str, k: int) -> float | None:
+    """The median of a call; `None` where nothing was measured."""
+    return over_repeats(lambda this: this[case][str(k)], result)
 
 
 def exchange_tables(results: Sequence[Result]) -> list[str]:
     """For every case a table: milliseconds, and how many times as fast as the textbook and as the memory."""
+    by_name = {result["configuration"]["algorithm"]: result for result in results}
     lines = []
-    rows = rows_of(results)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        own = {(row["algorithm"], row["k"]): row for row in rows if row["case"] == case}
-        ks = sorted({k for _, k in own})
-        lines += ["", f"**The allreduce alone: {case}**", ""]
-        lines.append(f"| {' | '.join(['', *(f'k = {k}, ms | / textbook | / limit' for k in ks)])} |")
-        lines.append("| --- |" + " ---: | ---: | ---: |" * len(ks))
-        for name in dict.fromkeys(name for name, _ in own):
+    for case in cases_measured(results):
+        ks = results[0]["configuration"]["ks"]
+        rows = [["", *(head for k in ks for head in (f"k = {k}, ms", "/ textbook", "/ limit"))]]
+        for name, result in by_name.items():
             cells = [name]
             for k in ks:
-                row = own.get((name, k))
-                cells.append(f"{seconds_of(row) * 1e3:.3f}" if row else "")
-                for other in ("textbook", LIMIT):
-                    times = over_repeats(lambda other, this: other / this, own.get((other, k)), row)
-                    cells.append("" if times is None else f"{times:.2f}")
-            lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *(f"\nNot measured: {result['error']}." for result in results if result["error"])]
+                seconds = seconds_of(result, case, k)
+                cells.append("" if seconds is None else f"{seconds * 1e3:.3f}")
+                cells += [_times(result, by_name.get(other), case, k) for other in ("textbook", LIMIT)]
+            rows.append(cells)
+        lines += markdown(f"The allreduce alone: {case}", rows[0], rows[1:])
+    return [*lines, *not_measured(results)]
+
+
+def _times(result: Result, other: Result | None, case: str, k: int) -> str:
+    times = over_repeats(lambda this, other: other[case][str(k)] / this[case][str(k)], result, other)
+    return "" if times is None else f"{times:.2f}"
+
+
+def cases_measured(results: Sequence[Result]) -> dict[str, Any]:
+    """What the first process that has ended found in each case."""
+    return next((repeat for result in results for repeat in result["repeats"] if repeat), {})
 
 
 def plot_exchange(results: Sequence[Result], directory: Path) -> None:
     """`exchange.png`, bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
-    if not (single := [row for row in rows_of(results) if row["num_tensors"] == 1]):
+    single = {case: found["bytes"] for case, found in cases_measured(results).items() if found["num_tensors"] == 1}
+    if not single:
         return
-    ks = sorted({row["k"] for row in single})
+    ks = results[0]["configuration"]["ks"]
     figure = Figure(figsize=(4.5 * len(ks) + 1.5, 4), layout="constrained")
     for k, panel in zip(ks, figure.subplots(1, len(ks), sharey=True, squeeze=False)[0]):
-        for name in dict.fromkeys(row["algorithm"] for row in single):
-            own = [row for row in single if (row["k"], row["algorithm"]) == (k, name)]
-            points = sorted((row["bytes"], row["bytes"] / seconds_of(row)) for row in own)
+        for result in results:
+            seconds = {case: seconds_of(result, case, k) for case in single}
+            points = sorted((size, size / its) for case, size in single.items() if (its := seconds[case]))
+            name = result["configuration"]["algorithm"]
             style = {"linestyle": "--", "color": "black"} if name == LIMIT else {}
             panel.plot([size for size, _ in points], [rate for _, rate in points], marker=".", label=name, **style)
         panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
@@ -84,3 +133,21 @@ def plot_exchange(results: Sequence[Result], directory: Path) -> None:
     handles = figure.axes[-1].get_legend_handles_labels()
     figure.legend(*handles, loc="outside right center", fontsize="small")
     figure.savefig(directory / "exchange.png", dpi=120)
+
+
+def main() -> None:
+    """Print for every case its `bytes` and `num_tensors` a device, and for each k the seconds of a call."""
+    order = json.loads(sys.argv[1])
+    cases = cases_of(order["sizes"], [make_model(name) for name in order["models"]])
+    num_gpus = torch.cuda.device_count()
+    found: dict[str, Any] = {}
+    for case, shapes in cases.items():
+        found[case] = {"num_tensors": len(shapes), "bytes": sum(4 * shape.numel() for shape in shapes)}
+        for k in order["ks"]:
+            devices = [torch.device("cuda", i % num_gpus) if num_gpus else torch.device("cpu") for i in range(k)]
+            found[case][k] = time_function(order["algorithm"], shapes, devices, order["seconds"])
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,8 @@
-"""What is measured: configurations, in an order that a drifting machine cannot favour."""
+"""What is measured: models under strategies, beside loops written by hand."""
 
 import argparse
 import inspect
 import pydoc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning_mgpu import models
 from lightning_mgpu.runs.errors import UsageError
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
-"""Engines that are the loop of `references.py`, in words."""
+"""Engines that are a loop by hand, in words."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,7 @@ class Configuration:
     devices: int = 2
     batch_size: int = 256  # global
     replicas: int | None = None  # that share the one device; left out, one a device
-    num_steps: int | None = None  # of a stretch; left out, about two seconds
-
-    def __str__(self) -> str:
-        replicas = f"/replicas={self.replicas}" if self.replicas else ""
-        return f"{self.model}/{self.engine}/{self.devices}/{self.batch_size}{replicas}"
+    num_steps: int = 20  # of a stretch
 
 
 def configurations(args: argparse.Namespace) -> list[Configuration]:
@@ -40,29 +35,23 @@ def configurations(args: argparse.Namespace) -> list[Configuration]:
     engines += [(engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)]
     for r in args.replicas:
         engines += [(engine, 1, r) for engine in ("book", *filter(_takes_replicas, args.strategies))]
-    plan = [
+    return [
         Configuration(engine, model, devices, args.batch_size, replicas, args.num_steps)
         for model in args.models
         for engine, devices, replicas in engines
     ]
-    return list(dict.fromkeys(plan))
 
 
-def interleaved(plan: Sequence[Any], repeats: int) -> list[tuple[int, Any]]:
-    """All of them once a repeat, another one first every time."""
-    orders = ([*plan[i % len(plan) :], *plan[: i % len(plan)]] for i in range(repeats))
-    return [(repeat, each) for repeat, order in enumerate(orders) for each in order]
-
-
-def find_strategy(name: str) -> tuple[type[Strategy], dict[str, Any]]:
-    """The class of a strategy, by its name or dotted path, and the arguments that its name stands for."""
+def make_strategy(name: str, **options: Any) -> Strategy:
+    """A strategy, by its name or dotted path."""
     if name in StrategyRegistry:
-        return StrategyRegistry[name]["strategy"], dict(StrategyRegistry[name]["init_params"])
+        entry = StrategyRegistry[name]
+        return entry["strategy"](**entry["init_params"], **options)  # type: ignore[no-any-return]
     found = pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, Strategy):
-        return found, {}
-    known = ", ".join(name for name in StrategyRegistry if name.startswith(("dp", "manual_allreduce")))
-    raise UsageError(f"--strategies {name}: no such strategy; take ddp, {known}, or a path, my_package.MyStrategy")
+        return found(**options)
+    known = "ddp, dp, manual_allreduce, another name that Lightning knows, or a path, my_package.MyStrategy"
+    raise UsageError(f"--strategies {name}: no such strategy; take {known}")
 
 
 def make_model(name: str) -> LightningModule:
@@ -74,5 +63,5 @@ def make_model(name: str) -> LightningModule:
 
 
 def _takes_replicas(name: str) -> bool:
-    bases: Any = find_strategy(name)[0].__mro__
+    bases: Any = type(make_strategy(name)).__mro__
     return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)

@@ -13,65 +13,44 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.benchmark.plan import interleaved
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.processes import process_group
-
-TIMEOUT = 1800.0  # seconds of one measurement
-SEVERAL_PROCESSES = ("ddp", "fsdp", "deepspeed")  # how the names of strategies begin that start a process a device
 
 Result = dict[str, Any]
 """Of a configuration: `configuration`, `error`, and `repeats`: what its process has printed each time, or `None`."""
 
 
-class MeasurementError(RuntimeError):
-    """Something could not be measured; the message is the last line that its process wrote."""
-
-
 def measure(worker: str, plan: Mapping[str, dict[str, Any]], repeats: int, results: list[Result]) -> None:
     """Measure every configuration of a plan, by its name, and fill the empty list of results on the way.
 
-    What fails is not tried again.
+    Every repeat has all of them, another one first each time: a machine that drifts favours none. What fails is not
+    tried again.
     """
     results += [{"configuration": order, "repeats": [None] * repeats, "error": None} for order in plan.values()]
-    turns = interleaved(list(zip(plan, results)), repeats)
-    for number, (repeat, (name, result)) in enumerate(turns, start=1):
-        print(f"{number}/{len(turns)} {name}", flush=True)
-        if result["error"]:
-            continue
-        try:
-            result["repeats"][repeat] = output_of(worker, result["configuration"])
-        except MeasurementError as error:
-            result["error"] = f"{name}: {error}"
+    named = list(zip(plan, results))
+    for repeat in range(repeats):
+        first = repeat % len(named)
+        for name, result in named[first:] + named[:first]:
+            print(f"{repeat + 1}/{repeats} {name}", flush=True)
+            if not result["error"]:
+                result["repeats"][repeat], error = output_of(worker, result["configuration"])
+                result["error"] = error and f"{name}: {error}"
 
 
-def output_of(worker: str, order: dict[str, Any]) -> Any:
-    """The JSON that a worker of this package prints in a process of its own."""
+def output_of(worker: str, order: dict[str, Any]) -> tuple[Any, str | None]:
+    """The JSON that a worker of this package prints in a process of its own, or `None` and its last words."""
     command = [sys.executable, "-m", f"{__package__}.{worker}", json.dumps(order)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with process_group(command, env=environment(order), **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise MeasurementError(f"not done after {TIMEOUT:g} s") from None
+    with process_group(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        output, errors = process.communicate()
     if process.returncode:
-        last = errors.strip().splitlines()[-1:] or [f"status {process.returncode}"]
-        raise MeasurementError(last[0][:300])
-    [answer] = [line for line in output.splitlines() if line.startswith(("{", "["))]  # libraries print lines, too
-    return json.loads(answer)
-
-
-def environment(order: dict[str, Any]) -> dict[str, str]:
-    """The processes of a strategy share out the cores. The exchange alone has the threads that it would have anyway."""
-    if "engine" not in order:
-        return {**os.environ}
-    num_processes = order["devices"] if order["engine"].startswith(SEVERAL_PROCESSES) else 1
-    return {**os.environ, "OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}
+        return None, (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]
+    [answer] = [line for line in output.splitlines() if line.startswith("{")]  # libraries print lines, too
+    return json.loads(answer), None
 
 
 def num_cores() -> int:
     """How many this process may run on: under `taskset`, SLURM or in a container fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def load_now() -> float:

@@ -64,10 +64,17 @@ def tables(results: Sequence[Result]) -> list[str]:
     """A table for every model; cells nobody measured stay empty."""
     lines = []
     for model, own in by_model(results).items():
-        lines += ["", f"**{model}**", "", f"| {' | '.join(HEAD)} |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
-        lines += [f"| {' | '.join(_cells(result, own))} |" for result in own]
-        lines += [f"\nNot measured: {result['error']}." for result in own if result["error"]]
-    return lines
+        lines += markdown(model, HEAD, [_cells(result, own) for result in own])
+    return [*lines, *not_measured(results)]
+
+
+def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    ruler = ["---", *["---:"] * (len(head) - 1)]
+    return ["", f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (head, ruler, *rows))]
+
+
+def not_measured(results: Sequence[Result]) -> list[str]:
+    return [f"\nNot measured: {result['error']}." for result in results if result["error"]]
 
 
 def by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -101,11 +108,12 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
     """`parts_MODEL.png` for every model that was measured."""
     for model, own in by_model([result for result in results if steps(result)]).items():
-        title = f"{model}: where the time of a step goes; {hardware(machine)}"
-        parts_figure(own, title).savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
+        figure = parts_figure(own)
+        figure.suptitle(f"{model}: where the time of a step goes; {hardware(machine)}", fontsize=9)
+        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
 
 
-def parts_figure(results: Sequence[Result], title: str) -> Figure:
+def parts_figure(results: Sequence[Result]) -> Figure:
     """Horizontal bars, one a configuration, made of the parts of a step."""
     figure = Figure(figsize=(9, 1.6 + 0.45 * len(results)), layout="constrained")
     axes = figure.add_subplot()
@@ -120,6 +128,5 @@ def parts_figure(results: Sequence[Result], title: str) -> Figure:
         axes.annotate(f" {rate:,.0f} samples/s", (step, i), va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))
-    figure.suptitle(title, fontsize=9)
     figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
     return figure

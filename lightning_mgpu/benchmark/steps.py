@@ -6,6 +6,7 @@ The images are synthetic: a step takes as long as with real ones.
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,45 +15,41 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts
-from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, find_strategy, make_model
-from lightning_mgpu.benchmark.references import train_batch
+from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, make_strategy
+from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.processes import leave_group
 
-WARM_UP = 3  # steps; the first one allocates and compiles, the others tell how long a step takes
+WARM_UP = 3  # steps; the first one allocates and compiles
 OWN = (  # what a strategy of this package does beside a step's other parts
     *("replicas.begin", "replicas.turn", "replicas.end", "replicas.average_statistics"),
-    *("recorder.recording", "gradients.copy_changed", "updates.begin", "updates.turn"),
+    *("recorder.recording", "replicas.copy_edited", "updates.begin", "updates.turn"),
 )
-SECONDS, LEAST, MOST = 2.0, 4, 60  # of a stretch, in seconds and in steps
 
 
 class Stretches(Callback):
-    """Counts steps and times two stretches of `num_steps`; left out, a stretch is about two seconds."""
+    """Times two stretches of `num_steps` after the warm-up, the second one with a clock at every part of a step."""
 
     # where this file runs it is `__main__`: strategies would take its hooks for a user's, which may edit weights
     __module__ = "lightning_mgpu.benchmark.steps"
 
-    def __init__(self, parts: Parts, num_steps: int | None = None) -> None:
+    def __init__(self, parts: Parts, num_steps: int) -> None:
         self.parts, self.num_steps = parts, num_steps
-        self.count, self.start, self.seconds = 0, 0.0, list[float]()
+        self.count, self.start, self.seconds = -WARM_UP, 0.0, list[float]()
 
-    def step_done(self, agree: Callable[[int], int] = lambda num_steps: num_steps) -> bool:
-        """Count a step; whether it was the last one. `agree` has all processes take the same number of steps."""
+    def step_done(self) -> bool:
+        """Count a step; whether it was the last one."""
         self.count += 1
-        ends_stretch = self.count > WARM_UP and (self.count - WARM_UP) % (self.num_steps or 1) == 0
-        if self.count not in (1, WARM_UP) and not ends_stretch:
+        if self.count < 0 or self.count % self.num_steps:
             return False
-        now = self.parts.clock()
-        if self.count == WARM_UP:
-            step = (now - self.start) / (WARM_UP - 1)
-            self.num_steps = agree(self.num_steps or max(LEAST, min(MOST, round(SECONDS / step))))
-        elif ends_stretch:
-            self.seconds.append(now - self.start)
-            self.parts.is_on = len(self.seconds) == 1
+        if self.count > 0:
+            self.seconds.append(self.parts.clock() - self.start)
+        self.parts.is_on = self.count == self.num_steps
         self.start = self.parts.clock()
         return len(self.seconds) == 2
 
@@ -60,11 +57,10 @@ class Stretches(Callback):
         watch(trainer.strategy, self.parts)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        trainer.should_stop = self.step_done(trainer.strategy.broadcast)
+        trainer.should_stop = self.step_done()
 
     def result(self) -> dict[str, Any]:
         """Seconds of a step, and of its parts."""
-        assert self.num_steps is not None
         plain, watched = self.seconds
         return {"step": plain / self.num_steps, "parts": self.parts.of_step(watched, self.num_steps)}
 
@@ -72,11 +68,17 @@ class Stretches(Callback):
 def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
     stretches = Stretches(Parts(), configuration.num_steps)
+    strategy: Any = "auto"
+    if configuration.engine != "auto":
+        replicas = configuration.replicas
+        strategy = make_strategy(configuration.engine, **({"replicas": replicas} if replicas else {}))
+    if hasattr(strategy, "reduce_gradients"):
+        strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=configuration.devices,
-        strategy=make_strategy(configuration, stretches.parts),
+        strategy=strategy,
         max_epochs=-1,
         callbacks=[stretches],
         profiler=stretches.parts,
@@ -85,19 +87,6 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     )
     trainer.fit(make_model(configuration.model), data)
     return stretches.result() if trainer.is_global_zero else None
-
-
-def make_strategy(configuration: Configuration, parts: Parts) -> Strategy | str:
-    """The configuration's strategy; where it has a `reduce_gradients`, that is timed as the allreduce."""
-    if configuration.engine == "auto":
-        return "auto"
-    strategy_class, options = find_strategy(configuration.engine)
-    if configuration.replicas:
-        options["replicas"] = configuration.replicas
-    strategy: Any = strategy_class(**options)
-    if hasattr(strategy, "reduce_gradients"):
-        strategy.reduce_gradients = timed(strategy.reduce_gradients, parts, "allreduce")
-    return strategy  # type: ignore[no-any-return]
 
 
 def watch(strategy: Any, parts: Parts) -> None:
@@ -128,8 +117,43 @@ def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[...
     return call
 
 
+def train_batch(replicas: list[nn.Module], parts: Parts, lr: float = 0.01) -> Callable[[tuple[Tensor, Tensor]], None]:
+    """A training step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
+
+    With one copy that is a plain PyTorch loop.
+    """
+    devices = [next(replica.parameters()).device for replica in replicas]
+    optimizers = [torch.optim.SGD(replica.parameters(), lr) for replica in replicas]
+    parameters = list(zip(*(replica.parameters() for replica in replicas)))
+
+    def shards(part: Tensor) -> list[Tensor]:
+        return [s.to(d, non_blocking=True) for s, d in zip(part.tensor_split(len(devices)), devices)]
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        X, y = batch
+        with parts.profile("transfer"):
+            X_shards, y_shards = shards(X), shards(y)
+        with parts.profile("forward"):
+            losses: list[Any] = [
+                F.cross_entropy(replica(X_shard), y_shard, reduction="sum") / len(y)
+                for replica, X_shard, y_shard in zip(replicas, X_shards, y_shards)
+            ]
+        with parts.profile("backward"):
+            for loss in losses:
+                loss.backward()
+        with parts.profile("allreduce"):
+            for copies in parameters:
+                textbook_allreduce([parameter.grad for parameter in copies])
+        with parts.profile("update"):
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return step
+
+
 def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str, Any]:
-    """Measure the loop of `references.py`."""
+    """Measure the loop by hand."""
     data.prepare_data()
     data.setup("fit")
     model, parts, replicas = make_model(configuration.model), Parts(), list[Any]()
@@ -149,6 +173,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
 
 def main() -> None:
     configuration = Configuration(**json.loads(sys.argv[1]))
+    torch.set_num_threads(num_cores())
+    os.environ.pop("OMP_NUM_THREADS", None)  # then Lightning shares the cores out among the processes of `ddp`
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")

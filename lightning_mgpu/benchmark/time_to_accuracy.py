@@ -10,6 +10,7 @@ its recipe, in a process of its own.
 
 import argparse
 import csv
+import itertools
 import json
 import shlex
 import statistics
@@ -58,8 +59,6 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run_in_group(command):
-        if not any(run_dir.parent.iterdir()):  # a mistake has ended `fit`
-            run_dir.parent.rmdir()
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
     epochs = read_epochs(list(csv.DictReader(metrics.read_text().splitlines()))) if metrics.exists() else []
@@ -71,17 +70,13 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
 
 def read_epochs(rows: Sequence[dict[str, str]]) -> list[dict[str, float]]:
     """From the rows of `metrics.csv`: an epoch's `accuracy`, where it was tested, and `seconds` of training so far."""
-    epochs: dict[int, dict[str, float]] = {}
-    seconds = 0.0
-    for row in (row for row in rows if row["epoch"]):  # others have a step's learning rate alone
-        number = int(float(row["epoch"])) + 1
-        epoch = epochs.setdefault(number, {"epoch": number})
-        if row.get("val_acc"):
-            epoch["accuracy"] = float(row["val_acc"])
-        if row.get("epoch_seconds"):
-            seconds += float(row["epoch_seconds"])
-            epoch["seconds"] = seconds
-    return [epoch for epoch in epochs.values() if "seconds" in epoch]
+    accuracy = {row["epoch"]: float(row["val_acc"]) for row in rows if row.get("val_acc")}
+    seconds = {row["epoch"]: float(row["epoch_seconds"]) for row in rows if row.get("epoch_seconds")}
+    epochs = []
+    for epoch, so_far in zip(seconds, itertools.accumulate(seconds.values())):
+        tested = {"accuracy": accuracy[epoch]} if epoch in accuracy else {}
+        epochs.append({"epoch": int(epoch) + 1, "seconds": so_far, **tested})
+    return epochs
 
 
 def summary(runs: Sequence[dict[str, Any]], target: float) -> str:

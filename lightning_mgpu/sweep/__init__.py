@@ -1,8 +1,26 @@
 """Many runs from one YAML, without an account: `python -m lightning_mgpu sweep`. `wandb sweep` takes the same files.
 
-`plan.py` reads the YAML, `trials.py` chooses and runs trials, `trial.py` makes a `fit` a trial, `report.py` shows them.
+`plan.py` reads the YAML, `trials.py` chooses, runs and shows trials; `Trial` makes a `fit` a trial, W&B's too.
 """
 
-from lightning_mgpu.sweep.trial import Trial
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
-__all__ = ["Trial"]
+from lightning_mgpu.callbacks import LearningCurve, Pictures
+from lightning_mgpu.runs.errors import UsageError
+
+
+class Trial(Callback):
+    """Makes a run a trial: it does not look at the test set, and draws no pictures.
+
+    Raises:
+        UsageError: If the run would validate on the test set, so that the sweep would tune on it.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
+            raise UsageError("a sweep that validates on the test set would tune on it: give --data.val_size=5000")
+        drawing = (LearningCurve, Pictures)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, drawing)]  # type: ignore[attr-defined]
+        trainer.limit_test_batches = 0

@@ -15,11 +15,9 @@ from pathlib import Path
 from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 try:
-    from lightning_mgpu.sweep.plan import read_plan
+    from lightning_mgpu.sweep.plan import read_sweep
 except ModuleNotFoundError as error:
     raise UsageError(f"a sweep needs Optuna: pip install optuna ({error})") from error
-from lightning_mgpu.sweep.report import write_report
-from lightning_mgpu.sweep.trials import Sweep
 
 
 def parser() -> ArgumentParser:
@@ -29,7 +27,7 @@ def parser() -> ArgumentParser:
     result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
     result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
     result.add_argument("--seed", type=int, default=0, help="of the draws; that of training is --seed_everything")
-    result.add_argument("--sweep_dir", type=Path, help="where trials and results go; sweeps/NAME if left out")
+    result.add_argument("--sweep_dir", type=Path, help="where trials and results go; sweeps/YAML if left out")
     return result
 
 
@@ -40,16 +38,13 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: For arguments that make no sense, before any trial is run.
     """
     args, others = parser().parse_known_args(arguments)
-    plan = read_plan(args.config[0], args.count)
+    more = [*(f"--config={config}" for config in args.config[1:]), *others]
+    sweep = read_sweep(args.config[0], args.count, args.seed, args.sweep_dir, more)
     for name in (argument.removeprefix("--").partition("=")[0] for argument in others):
-        if name in (*plan.space, "run_dir", "resume", "trainer.fast_dev_run"):
+        if name in (*sweep.space, "run_dir", "resume"):
             raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")
-    fit = [*plan.fit, *(f"--config={config}" for config in args.config[1:]), *others]
-    sweep = Sweep(plan, fit, args.seed, Path(args.sweep_dir or Path("sweeps", plan.name)).expanduser())
-    print(f"{plan.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on", flush=True)
+    sweep.open()
+    print(f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on", flush=True)
     for _ in sweep.run():
-        with sweep.lock:
-            write_report(sweep.records(), plan, sweep.dir)
-    with sweep.lock:
-        table = write_report(sweep.records(), plan, sweep.dir)
-    print(f"\n{table}\nreport: {sweep.dir}/sweep.md, sweep.csv, sweep.png", flush=True)
+        sweep.write_report()
+    print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.csv, sweep.png", flush=True)

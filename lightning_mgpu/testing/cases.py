@@ -4,6 +4,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_mgpu.testing.probe import Data, Fails, Kind, Logs, Probe, Sees, TwoOptimizers, adamw_one_cycle, mlp
+from lightning_mgpu.testing.probe import Data, Fails, Kind, Logs, Probe, Sees, TwoOptimizers
 
-UNEVEN = (47, 11)  # samples, in batches of 11, 11, 11, 11 and 3
+EVEN = (48, 12)  # samples, in batches of so many
+UNEVEN = (47, 11)  # 11, 11, 11, 11, 3
 SMALL = (25, 12)  # 12, 12, 1
 LOOSE = 1e-5  # what is logged is float32
+ADAMW, NORMED = partial(Probe, adamw=True), partial(Probe, batchnorm=True)
 NO_OPTION = "it has no option `replicas`"
 
 Case = Callable[[Kind, Path], Any]
@@ -31,11 +34,11 @@ class Promise:
     """A row of the table.
 
     Args:
-        case: Runs a Trainer. It returns what it has seen: a nesting of dicts and lists of tensors and numbers.
-        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The default, in float64,
-            leaves room for the order of sums. None: nothing is compared, the case itself returns what is wrong.
+        case: Runs a Trainer, and returns what it has seen: a nesting of dicts and lists of tensors and numbers.
+        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The default is for
+            float64 and sums in another order. None: the case returns what is wrong, and nothing is compared.
         alone: What one device runs; left out, the same case.
-        error: What the error says that the case must end with; left out, none.
+        error: What the error says that the case must end with; left out, there must be none.
     """
 
     statement: str
@@ -56,7 +59,7 @@ class Promise:
 
 
 def fitted(
-    kind: Kind, make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = (48, 12), **kwargs: Any
+    kind: Kind, make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = EVEN, **kwargs: Any
 ) -> LightningModule:
     """A module made from the seed, and trained on so many samples, in batches of so many."""
     seed_everything(1, verbose=False)
@@ -74,50 +77,33 @@ def trains(make: Callable[[], LightningModule] = Probe, **kwargs: Any) -> Case:
     return lambda kind, directory: state(fitted(kind, make, **kwargs))
 
 
+@cache
+def watched(kind: Kind, data: tuple[int, int]) -> dict[str, Any]:
+    """One run with all that it shows. Several promises are judged by it."""
+    module = fitted(kind, Logs, data, callbacks=[sees := Sees()])
+    names = "loss_step", "loss_epoch"
+    return {
+        "parameters": state(module),
+        "gradients": sees.gradients,
+        "losses": [{name: row[name] for name in names if name in row} for row in sees.logged],
+        "metrics": [row["error"] for row in sees.logged if "error" in row],
+        "replicas": f"they differ after {sees.num_different} steps" if sees.num_different else "",
+    }
+
+
+def shows(what: str, data: tuple[int, int] = EVEN) -> Case:
+    return lambda kind, directory: watched(kind, data)[what]
+
+
 def clipping(kind: Kind, directory: Path) -> Any:
     by_norm = fitted(kind, gradient_clip_val=0.1)
     by_value = fitted(kind, gradient_clip_val=0.01, gradient_clip_algorithm="value")
     return [state(by_norm), state(by_value)]
 
 
-def scaler(kind: Kind, directory: Path) -> Any:
-    plugins = _scaling(kind)
-    return {"parameters": state(fitted(kind, plugins=plugins)), "scaler": plugins[0].state_dict()}
-
-
-def _scaling(kind: Kind) -> list[MixedPrecision]:
-    """Float64 runs as it is under autocast: only the scaling is left, by powers of two, which changes no digit."""
-    device = "cuda" if kind.accelerator in ("gpu", "cuda") else "cpu"
-    return [MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))]
-
-
-def sync_batchnorm(kind: Kind, directory: Path) -> Any:
-    return state(fitted(kind, lambda: Probe(mlp(nn.BatchNorm1d(8))), sync_batchnorm=kind.devices > 1))
-
-
 def bf16(kind: Kind, directory: Path) -> Any:
     module = fitted(kind, lambda: Logs().float(), precision="bf16-mixed", callbacks=[sees := Sees()])
     return {"parameters": state(module), "in_bf16": [row["in_bf16"] for row in sees.logged]}
-
-
-def replicas(kind: Kind, directory: Path) -> str:
-    fitted(kind, callbacks=[sees := Sees()], data=UNEVEN)
-    return f"they differ after {sees.num_different} steps of 10" if sees.num_different else ""
-
-
-def gradients(kind: Kind, directory: Path) -> Any:
-    fitted(kind, callbacks=[sees := Sees()])
-    return sees.gradients
-
-
-def logged(*names: str, **kwargs: Any) -> Case:
-    """A case that shows what is logged under these names, in every step and at the end of an epoch."""
-
-    def case(kind: Kind, directory: Path) -> Any:
-        fitted(kind, Logs, callbacks=[sees := Sees()], **kwargs)
-        return [{name: row[name] for name in names if name in row} for row in sees.logged]
-
-    return case
 
 
 def evaluation(kind: Kind, directory: Path) -> Any:
@@ -132,31 +118,38 @@ def predictions(kind: Kind, directory: Path) -> Any:
     return torch.cat([part.cpu() for part in returned])  # type: ignore[misc, union-attr]
 
 
-def save(kind: Kind, directory: Path, resume_from: Path | None = None) -> Any:
-    """Trains for three epochs, with a GradScaler, and saves a checkpoint in the middle of the second one."""
+@cache
+def saved(kind: Kind, directory: Path, resume_from: Path | None = None) -> dict[str, Any]:
+    """Three epochs with a GradScaler, and a checkpoint in the middle of the second one."""
     seed_everything(2 if resume_from else 1, verbose=False)  # what is not restored shows
     saving = ModelCheckpoint(directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6)
-    module, plugins = Probe(configure=adamw_one_cycle), _scaling(kind)
-    trainer = kind.trainer(max_epochs=3, plugins=plugins, callbacks=[saving], enable_checkpointing=True)
+    # float64 stays float64 under autocast: only the scaling is left, by powers of two, which changes no digit
+    device = "cuda" if kind.accelerator in ("gpu", "cuda") else "cpu"
+    scaling = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))
+    trainer = kind.trainer(max_epochs=3, plugins=[scaling], callbacks=[saving], enable_checkpointing=True)
+    module = ADAMW()
     trainer.fit(module, datamodule=Data(), ckpt_path=resume_from, weights_only=False if resume_from else None)
     path = resume_from or directory / f"{kind.strategy}-step=6.ckpt"
     content = torch.load(path, map_location="cpu", weights_only=False)
     [scheduler] = content["lr_schedulers"]
     return {
-        "parameters": state(module),
-        "saved": [content[name] for name in ("state_dict", "optimizer_states")],
+        "scaled": [state(module), scaling.state_dict(), content["optimizer_states"]],
+        "checkpoint": [content[name] for name in ("state_dict", "optimizer_states")],
         "scheduler": [scheduler[name] for name in ("last_epoch", "_last_lr")],
-        "scaler": plugins[0].state_dict(),
     }
+
+
+def scaler(kind: Kind, directory: Path) -> Any:
+    return saved(kind, directory)["scaled"]
 
 
 def resume(kind: Kind, directory: Path) -> Any:
     """Goes on from one device's checkpoint."""
-    return save(kind, directory, resume_from=directory / "auto-step=6.ckpt")
+    return saved(kind, directory, directory / "auto-step=6.ckpt")
 
 
 def reproducible(kind: Kind, directory: Path) -> str:
-    return _same_bits([state(fitted(kind, lambda: Probe(mlp(dropout=0.3)))) for _ in range(2)])
+    return _same_bits([state(fitted(kind, partial(Probe, dropout=0.3))) for _ in range(2)])
 
 
 def any_devices(kind: Kind, directory: Path) -> str:
@@ -166,7 +159,7 @@ def any_devices(kind: Kind, directory: Path) -> str:
         return NO_OPTION
     num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
-    make = lambda: Probe(mlp(nn.BatchNorm1d(8), dropout=0.3), adamw_one_cycle)  # noqa: E731
+    make = partial(Probe, batchnorm=True, dropout=0.3, adamw=True)
     return _same_bits([state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds])
 
 
@@ -195,39 +188,35 @@ def cleanup(kind: Kind, directory: Path) -> str:
 
 
 def _settings() -> dict[str, Any]:
+    owners = (torch, torch.random, torch.autograd, F, Tensor, nn.Module, torch.optim.Optimizer)
+    items = [(o, *item) for o in (*owners, LightningModule, Trainer, Metric) for item in vars(o).items()]
+    functions = {f"{owner.__name__}.{name}": value for owner, name, value in items if callable(value)}
     modes = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}
     modes |= {"inference mode": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled("cpu")}
-    owners = (torch, torch.random, torch.autograd, F, Tensor, nn.Module, torch.optim.Optimizer)
-    functions = [vars(owner).items() for owner in (*owners, LightningModule, Trainer, Metric)]
-    return {**modes, **{name: value for items in functions for name, value in items if callable(value)}}
+    return {**functions, **modes}
 
-
-WITH_ADAMW = trains(lambda: Probe(configure=adamw_one_cycle))
-WITH_BATCH_NORM = trains(lambda: Probe(mlp(nn.BatchNorm1d(8))))
-TWO_LOSSES = logged("loss_step", "loss_epoch")
-TWO_LOSSES_UNEVEN = logged("loss_step", "loss_epoch", data=UNEVEN)
 
 PROMISES = {
-    "parameters": Promise("parameters after training are those of one device", trains()),
-    "uneven": Promise("... with batches that do not divide evenly", trains(data=UNEVEN)),
+    "parameters": Promise("parameters after training are those of one device", shows("parameters")),
+    "uneven": Promise("... with batches that do not divide evenly", shows("parameters", UNEVEN)),
     "small": Promise("... with a batch smaller than the number of devices", trains(data=SMALL)),
     "clipping": Promise("... with gradients clipped, by norm and by value", clipping),
     "accumulation": Promise("... with gradients accumulated over batches", trains(accumulate_grad_batches=3)),
-    "schedulers": Promise("... with AdamW and a scheduler stepped every batch", WITH_ADAMW),
+    "schedulers": Promise("... with AdamW and a scheduler stepped every batch", trains(ADAMW)),
     "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
     "scaler": Promise("... with a GradScaler", scaler),
-    "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", sync_batchnorm),
-    "batchnorm": Promise("... with BatchNorm as it is", WITH_BATCH_NORM),
+    "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", trains(NORMED, sync_batchnorm=True)),
+    "batchnorm": Promise("... with BatchNorm as it is", trains(NORMED)),
     "bf16": Promise("bf16 autocast reaches every replica", bf16, 0.02),
-    "replicas": Promise("replicas are bit-identical after every step", replicas, None),
-    "gradients": Promise("callbacks see the reduced gradient", gradients),
-    "logging": Promise("logged values are those of one device, in every step", TWO_LOSSES, LOOSE),
-    "logging_uneven": Promise("... with batches that do not divide evenly", TWO_LOSSES_UNEVEN, LOOSE),
-    "metrics": Promise("torchmetrics objects have the value of one device", logged("error"), LOOSE),
+    "replicas": Promise("replicas are bit-identical after every step", shows("replicas", UNEVEN), None),
+    "gradients": Promise("callbacks see the reduced gradient", shows("gradients")),
+    "logging": Promise("logged values are those of one device, in every step", shows("losses"), LOOSE),
+    "logging_uneven": Promise("... with batches that do not divide evenly", shows("losses", UNEVEN), LOOSE),
+    "metrics": Promise("torchmetrics objects have the value of one device", shows("metrics"), LOOSE),
     "evaluation": Promise("every test sample counts once (10,007)", evaluation),
     "predictions": Promise("`predict` returns all samples in dataset order", predictions),
-    "save": Promise("checkpoints have the module's own keys", save),
-    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume, alone=save),
+    "save": Promise("checkpoints have the module's own keys", saved),
+    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume, alone=saved),
     "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, None),
     "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, None),
     "error": Promise("an error in one replica ends the run with it", error, None, error="sample 47 cannot be used"),

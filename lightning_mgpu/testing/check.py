@@ -12,7 +12,6 @@ from pathlib import Path
 from lightning_mgpu.runs.processes import process_group
 from lightning_mgpu.testing.cases import CANNOT, NO_OPTION, PROMISES, Promise
 from lightning_mgpu.testing.probe import Kind
-from lightning_mgpu.testing.worker import RESULTS
 
 
 @dataclass(frozen=True)
@@ -41,54 +40,43 @@ def check_strategy(
     promises: Sequence[str] = tuple(PROMISES),
     timeout: float = 600.0,
 ) -> Iterator[Result]:
-    """Try out what a strategy promises.
+    """Try out what a strategy promises; yields a `Result` for every promise.
 
     Args:
         strategy: A name Lightning knows, or a dotted path to a Strategy class or a function that returns a Strategy.
-        devices: How many.
-        promises: Keys of `PROMISES`.
+        promises: Keys of `PROMISES`; a `KeyError` for others.
         timeout: Seconds that the cases may take together before the one that runs counts as hanging.
-
-    Yields:
-        A `Result` for every promise.
-
-    Raises:
-        KeyError: For a promise nobody knows.
     """
-    chosen = {name: PROMISES[name] for name in promises}
-    while chosen:
-        for name, wrong in _run_worker(Kind(strategy, devices, accelerator), list(chosen), timeout).items():
-            promise = chosen.pop(name)  # a new worker tries what is left
+    left = {name: PROMISES[name] for name in promises}
+    while left:  # a worker ends at a case that raises: a new one tries what is left
+        for name, wrong in _run_worker(Kind(strategy, devices, accelerator), list(left), timeout).items():
+            promise = left.pop(name)
             wrong = "" if promise.error and promise.error in wrong else wrong
             reason = CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
             yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
 
 
 def _run_worker(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, str]:
-    """What a worker finds wrong with each case, until it ends; of one case at least."""
-    output, end = b"", ""
+    """What is wrong with each case, up to the one with which the worker ends."""
     with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
         order = {"kind": astuple(kind), "names": names, "directory": directory}
         command = [sys.executable, "-W", "ignore", "-m", "lightning_mgpu.testing.worker", json.dumps(order)]
         environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
         environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        hangs, output, told = "", b"", dict[str, str | None]()
+        (results := Path(directory, "results")).touch()
         with process_group(command, env=environment, **pipes) as process:
-            try:  # the output ends when the last process has ended that the strategy has started
+            try:  # the output ends with the last process that the strategy has started
                 output, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
-                end = "hangs" if process.poll() is None else "leaves processes behind"
-                end = f"{end}: not done after {timeout:g} s"
-        results = Path(directory, RESULTS)
-        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    told: dict[str, str] = {}
-    for line in lines:  # several processes may raise in a case
-        told[line["name"]] = "; ".join(dict.fromkeys(filter(None, (told.get(line["name"]), line["wrong"]))))
-    has_raised = any("raised" in line for line in lines)
-    if not end and process.returncode != 0 and not has_raised:
-        last = (output.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        end = f"ended with status {process.returncode}: {last}"
-    if end:
-        untold = [name for name in names if name not in told]
-        told[untold[0] if untold and not has_raised else list(told)[-1]] = end
-    return told
+                hangs = f"hangs, or leaves processes behind: not done after {timeout:g} s"
+        for name, wrong in map(json.loads, results.read_text().splitlines()):
+            told[name] = told.get(name) or wrong
+    last = list(told)[-1] if told else names[0]
+    if hangs:
+        told[last] = hangs
+    elif not told.get(last) and (process.returncode or told.get(last) is None):
+        end = (output.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        told[last] = f"ended with status {process.returncode}: {end}"
+    return {name: wrong or "" for name, wrong in told.items()}

@@ -1,7 +1,6 @@
 """What the cases run: modules and data, small, in float64, and the same on every device; and the Trainer for them."""
 
 import pydoc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,7 @@ class Kind:
     accelerator: str = "cpu"
 
     def make_strategy(self, **options: Any) -> Strategy | str:
-        """A new one for every Trainer.
-
-        Raises:
-            ValueError: If there is no such strategy.
-        """
+        """A new one for every Trainer."""
         if self.strategy == "auto":
             return "auto"
         if self.strategy in StrategyRegistry:
@@ -38,15 +33,15 @@ class Kind:
             return entry["strategy"](**entry["init_params"], **options)
         if make := pydoc.locate(self.strategy):
             return make(**options)  # type: ignore[operator, no-any-return]
-        known = ", ".join(["auto", *sorted(StrategyRegistry)])
-        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or one of {known}")
+        known = "a name that Lightning knows, such as ddp, dp or manual_allreduce"
+        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}")
 
     def trainer(self, **kwargs: Any) -> Trainer:
         """A quiet Trainer of two epochs; `kwargs` go before its settings."""
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        settings = {"max_epochs": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-        where = {"strategy": self.make_strategy(), "devices": self.devices, "accelerator": self.accelerator}
-        return Trainer(**{**quiet, **settings, **where, **kwargs})  # type: ignore[arg-type]
+        settings = {"max_epochs": 2, "limit_val_batches": 0, "log_every_n_steps": 1, "strategy": self.make_strategy()}
+        settings |= {"devices": self.devices, "accelerator": self.accelerator}
+        return Trainer(**{**quiet, **settings, **kwargs})  # type: ignore[arg-type]
 
 
 class Data(LightningDataModule):
@@ -69,27 +64,14 @@ class Data(LightningDataModule):
     predict_dataloader = test_dataloader
 
 
-def mlp(*norm: nn.Module, dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
-
-
-def sgd(module: nn.Module) -> Any:
-    return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-
-
-def adamw_one_cycle(module: nn.Module) -> Any:
-    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
 class Probe(LightningModule):
-    """An MLP, or the net given, fitted to `Data`; `configure` is what `configure_optimizers` does."""
+    """An MLP fitted to `Data`, by SGD with momentum, or by AdamW with a scheduler stepped every batch."""
 
-    def __init__(self, net: nn.Module | None = None, configure: Callable[[nn.Module], Any] = sgd) -> None:
+    def __init__(self, batchnorm: bool = False, dropout: float = 0.0, adamw: bool = False) -> None:
         super().__init__()
-        self.net = net or mlp()
-        self.configure = configure
+        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.net: nn.Module = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.adamw = adamw
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -100,7 +82,11 @@ class Probe(LightningModule):
         return batch[2]
 
     def configure_optimizers(self) -> Any:
-        return self.configure(self)
+        if not self.adamw:
+            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Logs(Probe):
@@ -133,7 +119,8 @@ class TwoOptimizers(Probe):
     """Manual optimization: two networks, one trained to undo what the other does, each by its own optimizer."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Identity())
+        super().__init__()
+        self.net = nn.Identity()
         self.there, self.back = nn.Linear(6, 4).double(), nn.Linear(4, 6).double()
         self.automatic_optimization = False
 
@@ -150,7 +137,9 @@ class TwoOptimizers(Probe):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return sgd(self.there), torch.optim.Adam(self.back.parameters(), 0.01)
+        return torch.optim.SGD(self.there.parameters(), 0.1, momentum=0.9), torch.optim.Adam(
+            self.back.parameters(), 0.01
+        )
 
 
 class Fails(Probe):
@@ -163,10 +152,7 @@ class Fails(Probe):
 
 
 class Sees(Callback):
-    """Keeps what callbacks see in every step: the gradients before the update, and what is logged.
-
-    It counts the steps after which the replicas of a strategy, or of all processes, differ in a bit.
-    """
+    """Keeps the gradients before each update and what is logged; counts steps after which replicas differ in a bit."""
 
     __module__ = "lightning_mgpu.testing"  # which tells our strategies that it edits nothing
 
@@ -179,7 +165,7 @@ class Sees(Callback):
         self.gradients += [p.grad.cpu().clone() for p in pl_module.parameters() if p.grad is not None]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.on_train_epoch_end(trainer, pl_module)
         replicas: list[Any] = replicas_of(trainer.strategy, pl_module)
         if torch.distributed.is_initialized():
             [own] = replicas

@@ -1,7 +1,7 @@
 """Runs cases on one device, then under a strategy, and judges: a process, and the children that the strategy starts.
 
-`check.py` starts it. It adds what is wrong to a file, a line a case. It ends at the first case that raises, because
-processes that were in step no longer are.
+It adds lines of JSON to a file: the name of a case and `null` as it begins, then the name and what was wrong with it.
+It ends at the first case that raises: processes that were in step no longer are.
 """
 
 import json
@@ -9,14 +9,10 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.probe import Kind
-
-RESULTS = "results"
 
 
 def main() -> None:
@@ -24,28 +20,25 @@ def main() -> None:
     kind, directory, names = Kind(*order["kind"]), Path(order["directory"]), order["names"]
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # Lightning's launcher sets it
 
-    def tell(**what: Any) -> None:
-        with (directory / RESULTS).open("a") as file:
-            file.write(json.dumps(what) + "\n")
+    def tell(name: str, wrong: str | None) -> None:
+        with (directory / "results").open("a") as file:
+            file.write(json.dumps([name, wrong]) + "\n")
 
-    expected: dict[str, Any] = {}
-    name, where = names[0], "one device: "
+    name, alone, expected = names[0], Kind(accelerator=kind.accelerator), {}
     try:
         for name in names if is_first else ():  # before the strategy starts processes: metrics would add up theirs
-            promise = PROMISES[name]
-            if promise.tolerance is not None:
-                expected[name] = (promise.alone or promise.case)(Kind(accelerator=kind.accelerator), directory)
-        where = ""
+            if (promise := PROMISES[name]).tolerance is not None:
+                expected[name] = (promise.alone or promise.case)(alone, directory)
         for name in names:
+            if is_first:
+                tell(name, None)
             found = PROMISES[name].case(kind, directory)
             if is_first:
-                tell(name=name, wrong=PROMISES[name].judge(found, expected.get(name)))
+                tell(name, PROMISES[name].judge(found, expected.get(name)))
     except BaseException as error:
-        text = " ".join(traceback.format_exception_only(type(error), error)[0].split())
-        tell(name=name, wrong=f"{where}{text}", raised=True)
+        tell(name, " ".join(traceback.format_exception_only(type(error), error)[0].split()))
         os._exit(3)  # not waiting for processes that wait for this one
-    if torch.distributed.is_initialized():  # gloo's threads may end a process with SIGABRT: pytorch/pytorch#179291
-        torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 import runpy
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_mgpu.benchmark import cli, steps
+from lightning_mgpu.benchmark import cli, steps, time_to_accuracy
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
-from lightning_mgpu.benchmark.references import train_batch
+from lightning_mgpu.benchmark.steps import train_batch
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
@@ -44,8 +46,7 @@ def test_the_loop_by_hand_trains_as_plain_torch_does(num_devices: int) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "devices", "replicas"),
-    [("loop", 1, None), ("auto", 1, None), ("book", 1, 2), ("dp", 2, None), ("manual_allreduce", 1, 2)]
-    + [(BY_PATH, 2, None)],
+    [("loop", 1, None), ("auto", 1, None), ("book", 1, 2), ("manual_allreduce", 1, 2), (BY_PATH, 2, None)],
 )
 def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
     configuration = Configuration(engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2)
@@ -61,20 +62,19 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:
     """Else replicas would not update themselves, and something else than they would be measured."""
-    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts())
+    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts(), 1)
     assert not updates._is_users("on_train_batch_end", stretches)
 
 
-def test_stretches_of_two_seconds_and_of_as_many_steps_everywhere() -> None:
+def test_two_stretches_after_the_warm_up() -> None:
     now = 0.0
     parts = Parts(lambda: now)
-    stretches, is_last, watched = steps.Stretches(parts), False, []
+    stretches, is_last, watched = steps.Stretches(parts, 5), False, []
     while not is_last:
-        now += 7.0 if stretches.count == 0 else 0.1  # compiles
+        now += 7.0 if len(watched) < 3 else 0.1  # compiles
         watched.append(parts.is_on)
-        is_last = stretches.step_done(lambda num_steps: num_steps + 1)
-    assert stretches.num_steps == 21 and stretches.seconds == pytest.approx([2.1, 2.1])
-    assert watched == [False] * (3 + 21) + [True] * 21
+        is_last = stretches.step_done()
+    assert stretches.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
 
 
 @pytest.mark.slow
@@ -101,17 +101,25 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
     assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
 
 
-def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
+    assert (given.models, given.repeats, given.num_steps) == (["ResNet18"], 5, 10)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cli.parse(["--devices", "1"]).devices == [1]
     with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
         cli.parse(["--quick"])
 
 
-def test_quick_leaves_what_is_given() -> None:
-    assert (quick := cli.parse(["--quick"])).models == ["LeNet"] and quick.repeats == 2 and quick.num_steps == 10
-    given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
-    assert (given.models, given.repeats, given.num_steps) == (["ResNet18"], 5, 10)
+@pytest.mark.slow
+def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
+    root = Path(__file__).parents[2]
+    text = "\n".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
+    for line in dict.fromkeys(re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)):
+        if line.startswith("time_to_accuracy "):
+            _, of_fit = time_to_accuracy.parse(shlex.split(line)[1:])
+            assert main("fit", *of_fit, "--print_config") == 0, line
+        else:
+            assert cli.parser().parse_args(shlex.split(line)), line
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_mgpu.benchmark import processes
 from lightning_mgpu.benchmark.parts import PARTS, Parts
-from lightning_mgpu.benchmark.plan import Configuration, configurations, interleaved
-from lightning_mgpu.benchmark.processes import MeasurementError, environment, measure
-from lightning_mgpu.benchmark.report import HEAD, draw, headline, parts, tables
+from lightning_mgpu.benchmark.plan import Configuration, configurations
+from lightning_mgpu.benchmark.processes import measure
+from lightning_mgpu.benchmark.report import HEAD, parts, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
@@ -64,13 +64,9 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert row["/ `ddp`"] == "2.00" and row["/ one device"] == "1.50" and row["/ loop"] == ""
     assert row["of it the strategy's own, ms"] == "5.00"
     assert row["ms a step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
+    replicas = cells([*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)")
+    assert replicas["/ one device"] == "0.75" and replicas["/ `ddp`"] == ""
     assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)["forward"] == pytest.approx(0.025)
-
-
-def test_replicas_on_one_device_are_compared_with_it() -> None:
-    results = [result("auto", [0.2, 0.2], 1), result("ddp", [0.2, 0.2]), result("dp", [0.4, 0.4], 1, replicas=8)]
-    row = cells(results, "dp (8 replicas on one device)")
-    assert row["/ one device"] == "0.50" and row["/ `ddp`"] == ""
 
 
 def test_a_report_of_before_makes_the_same_table() -> None:
@@ -80,58 +76,28 @@ def test_a_report_of_before_makes_the_same_table() -> None:
     assert f"| {' | '.join(['manual_allreduce (2 devices)', *list(row.values())[1:]])} |" in page
 
 
-def plan(**given: Any) -> list[tuple[Any, ...]]:
-    defaults = {"models": ["LeNet"], "batch_size": 64, "replicas": [], "num_steps": 3}
-    found = configurations(argparse.Namespace(**{**defaults, "strategies": ["ddp", "dp"], "devices": [2], **given}))
-    assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
-    return [(each.engine, each.devices, each.replicas) for each in found]
-
-
 def test_plan() -> None:
+    def plan(**given: Any) -> list[tuple[Any, ...]]:
+        options = {"models": ["LeNet"], "batch_size": 64, "replicas": [], "num_steps": 3, "devices": [2]}
+        found = configurations(argparse.Namespace(**{**options, "strategies": ["ddp", "dp"], **given}))
+        assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
+        return [(each.engine, each.devices, each.replicas) for each in found]
+
     several = [(engine, k, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
     assert plan(devices=[1, 2, 4]) == [("loop", 1, None), ("auto", 1, None), *several]
     assert plan(replicas=[2, 8])[-4:] == [(engine, 1, r) for r in (2, 8) for engine in ("book", "dp")]
 
 
-def test_every_repeat_begins_with_another() -> None:
-    order = interleaved("abc", 4)
-    assert "".join(each for _, each in order) == "abcbcacababc" and [n for n, _ in order[::3]] == [0, 1, 2, 3]
-
-
-def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "num_cores", lambda: 8)
-    assert environment(vars(Configuration("ddp", devices=2)))["OMP_NUM_THREADS"] == "4"
-    assert environment(vars(Configuration("dp", devices=2)))["OMP_NUM_THREADS"] == "8"
-
-
-def test_warns_of_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(processes, "num_cores", lambda: 2)
-    for now, at_once, at_the_end in ((1.9, False, False), (2.4, True, False), (3.4, True, True)):
-        monkeypatch.setattr("os.getloadavg", lambda now=now: (now, 0.0, 0.0))
-        line = headline(processes.machine(), "benchmark", 3)
-        assert (f"warning: load {now} on 2 cores" in capsys.readouterr().out) == at_once
-        assert (f"(load {now}): the figures mean little" in line) == at_the_end
-
-
-def test_what_fails_is_not_tried_again_and_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, results = [], list[Any]()
 
     def output_of(worker: str, order: dict[str, Any]) -> Any:
         tried.append(order["engine"])
-        if order["engine"] == "ddp":
-            raise MeasurementError("no port")
-        return measurement(0.1)
+        return (None, "no port") if order["engine"] == "ddp" else (measurement(0.1), None)
 
     monkeypatch.setattr(processes, "output_of", output_of)
-    measure("steps", {str(c): vars(c) for c in (Configuration("loop", devices=1), Configuration("ddp"))}, 2, results)
-    assert tried == ["loop", "ddp", "loop"]
-    [row] = [line for line in tables(results) if line.startswith("| ddp")]
-    assert row == "| ddp (2 devices) | 256" + " | " * (len(HEAD) - 2) + " |"
-    assert "Not measured: LeNet/ddp/2/256: no port." in "\n".join(tables(results))
-
-
-def test_picture(tmp_path: Path) -> None:
-    machine = {"gpus": [], "cores": 2, "cpu": "a CPU"}
-    draw([result("auto", [0.2], 1), result("dp", [0.1]), result("ddp", [None])], machine, tmp_path)
-    assert (tmp_path / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
-    draw([result("dp", [None])], machine, tmp_path / "nothing to draw")
+    engines = {name: vars(Configuration(name, devices=1)) for name in ("loop", "ddp", "auto")}
+    measure("steps", engines, 3, results)
+    assert tried == ["loop", "ddp", "auto", "auto", "loop", "auto", "loop"]
+    assert "| ddp | 256" + " | " * (len(HEAD) - 2) + " |" in tables(results)
+    assert tables(results)[-1] == "\nNot measured: ddp: no port."

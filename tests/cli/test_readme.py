@@ -1,6 +1,6 @@
 """Every command of the README and of docs/ is one the command line takes; the files they name are there.
 
-The commands of a room that can be dropped are tried by tests/ROOM/test_pages.py.
+The commands of a room that can be dropped are tried by the tests of that room.
 """
 
 import re

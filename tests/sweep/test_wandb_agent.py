@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,34 +47,21 @@ class Agents(BaseHTTPRequestHandler):
         """Nothing to the console."""
 
 
-@pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
+@pytest.mark.slow
+def test_agent_runs_fit(tmp_path: Path) -> None:
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "PL_GLOBAL_SEED"))}
+    env |= {"WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(path)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # the sweep says `python`
+    command = [sys.executable, "-m", "wandb", "agent", "--count=1", f"me/fashion/{SWEEP_ID}"]
+    files: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     with ThreadingHTTPServer(("127.0.0.1", 0), Agents) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield server
-        server.shutdown()
-
-
-@pytest.mark.slow
-def test_agent_runs_fit(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    repository = str(Path(__file__).parents[2])
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "PL_GLOBAL_SEED"))}
-    env |= {
-        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
-        "WANDB_API_KEY": "0" * 40,
-        "HOME": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")]),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # the sweep says `python`
-    }
-    agent = subprocess.run(
-        [sys.executable, "-m", "wandb", "agent", "--count=1", f"me/fashion/{SWEEP_ID}"],
-        cwd=tmp_path,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+        env["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
+        try:
+            agent = subprocess.run(command, cwd=tmp_path, env=env, timeout=200, **files)
+        finally:
+            server.shutdown()
     output = agent.stdout + agent.stderr
     assert agent.returncode == 0, output
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
