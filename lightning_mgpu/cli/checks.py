@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices that are not here."""
+"""What can be seen to be wrong before anything starts: secrets among the options, absurd numbers of devices."""
 
 import os
 import re
@@ -6,14 +6,12 @@ import re
 import torch
 from jsonargparse import Namespace
 
-from lightning_mgpu.cli.suggest import last_part
+from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
-SECRETS = "password|passwd|secret|token|api_?key|credentials?"
-# `pad_token` and its like are words of a language model
-SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
+SECRET_NAME = re.compile(r"(?i)(.*_)?(password|passwd|secret|api_?key|credentials)|((api|auth|access)_)?token")
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 
@@ -29,12 +27,11 @@ def check_secrets(config: Namespace) -> None:
 
 
 def check_devices(config: Namespace) -> None:
-    """Refuse absurd numbers of CPU devices, of which Lightning would start any, and a GPU that is not here."""
-    accelerator, devices = config.accelerator, config.devices
+    """Refuse a GPU that is not here, and absurd numbers of CPU devices: Lightning would start as many processes."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if accelerator in ("gpu", "cuda") and not has_gpu:
-        raise UsageError(f"--trainer.accelerator={accelerator}: no GPU is found here; take cpu or auto")
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
+    if config.accelerator in ("gpu", "cuda") and not has_gpu:
+        raise UsageError(f"--trainer.accelerator={config.accelerator}: no GPU is found here; take cpu or auto")
+    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
-    if on_cpu and devices != "auto" and str(devices) not in map(str, range(1, most + 1)):
-        raise UsageError(f"--trainer.devices={devices}: take a number of processes from 1 to {most}, or auto")
+    if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
+        raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")

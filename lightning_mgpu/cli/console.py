@@ -9,7 +9,7 @@ WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
     r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
-    r"Checkpoint directory .* exists and is not empty",  # of a resumed run
+    r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
 )
 # How the lines begin that say what the run header says better, or praise other products.
@@ -29,9 +29,4 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_is_wanted)
-
-
-def _is_wanted(record: logging.LogRecord) -> bool:
-    message = re.sub(r"^\[rank: \d+\] ", "", record.getMessage().lstrip())
-    return not message.startswith(INFO)
+            handler.addFilter(lambda record: not re.sub(r"^\[rank: \d+\] ", "", record.getMessage()).startswith(INFO))

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from argparse import ArgumentError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,10 +39,9 @@ from lightning_mgpu.callbacks import (
 from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.cli.arguments import given_options
 from lightning_mgpu.cli.checks import check_devices, check_secrets
-from lightning_mgpu.cli.errors import SWITCH, UsageError, mistakes
+from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
+from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
-from lightning_mgpu.cli.subcommands import RUNS
-from lightning_mgpu.cli.suggest import explain
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.closing_line import closing_line, fingerprint
@@ -52,9 +51,8 @@ from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
 from lightning_mgpu.runs.record import RunRecord
 from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
-from lightning_mgpu.runs.wandb_run import Tracking, upload_model
+from lightning_mgpu.runs.wandb_run import Tracking
 
-PROG = "python -m lightning_mgpu"
 MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 
 
@@ -64,11 +62,11 @@ class CLI(LightningCLI):
     trainer: Trainer
     model: LightningModule
     datamodule: LightningDataModule
-    goes_on = False  # from a checkpoint of the resumed run
 
-    def __init__(self, args: list[str], resumed: Path | None = None) -> None:
+    def __init__(self, args: list[str], resumed: Path | None, saved_model: dict[str, Any]) -> None:
         self.args = args
         self.resumed = resumed  # the run directory to go on in
+        self.saved_model = saved_model  # the configuration of the model in the checkpoint that --ckpt_path names
         self.run_dir: Path | None = resumed  # none in a fast_dev_run, which leaves nothing behind
         shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
@@ -89,7 +87,6 @@ class CLI(LightningCLI):
         parser.add_argument("--run_dir", type=str | None, default=None, help="Where the run's files go; must be new.")
         parser.add_argument(SWITCH, action="store_true", help="Show where an error comes from.")
         parser.add_argument("--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP)
-        parser.add_argument("--no-wandb", action="store_true", help="The same as --wandb.mode=disabled.")
         parser.add_class_arguments(Tracking, "wandb")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.add_lightning_class_args(FastModel, "fast")
@@ -99,28 +96,28 @@ class CLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
-            raise UsageError(explain(str(error), given_options(self.args[1:]), self._options(parser))) from error
+            options = [*self._parser(self.args[0])._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            raise UsageError(explain(str(error), given_options(self.args[1:]), options)) from error
         config = self.config[self.config.subcommand]
         check_secrets(config)
-        for key in ("run_dir", "ckpt_path"):  # a shell expands `~` only where a word begins with it
-            config[key] = config[key] and os.path.expanduser(config[key])
         config.weights_only = True  # a checkpoint runs no code
         self.ckpt_path = config.ckpt_path
         if self.resumed is not None:
-            path = choose_checkpoint(self.resumed, config.trainer.max_epochs)
-            self.goes_on = path is not None
-            self.ckpt_path = str(path) if path else config.ckpt_path
-
-    def _options(self, parser: LightningArgumentParser) -> list[str]:
-        """All options, those of the classes that would run included."""
-        found = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
-        with suppress(ArgumentError):  # of a class that is not there
-            found += flatten(parser.parse_args(self.args[:2])[self.args[0]].as_dict())
-        return [*found, "resume"]
+            self.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
 
     @override
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see arguments.py)."""
+
+    def _check_model(self) -> None:
+        """Refuse another model than the checkpoint's, and, where training goes on, other arguments."""
+        given = flatten({"model": self.config_dump["model"]})
+        for key, value in flatten({"model": self.saved_model}).items():
+            if given.get(key) != value and (key == "model" or self.subcommand == "fit"):
+                raise UsageError(
+                    f"--{key}={given.get(key)}: {self.ckpt_path} has {value}, and a checkpoint's model stays: "
+                    "leave the option out"
+                )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -129,6 +126,8 @@ class CLI(LightningCLI):
         if config.malloc == "keep":
             keep_freed_memory()
         self._dump_config()
+        if self.saved_model:
+            self._check_model()
         if config.trainer.fast_dev_run:
             return
         self.run_dir = self.resumed or new_run_dir(config)
@@ -167,10 +166,8 @@ class CLI(LightningCLI):
         callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
         if self.run_dir is not None:
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
-            if config.no_wandb:
-                self.config_init[self.subcommand].wandb.mode = "disabled"
             tracking = self.config_init[self.subcommand].wandb if has_logger else None
-            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.goes_on, self.opened))
+            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
         if self.subcommand == "predict":
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit" and has_logger and self.run_dir is not None:
@@ -205,7 +202,9 @@ class CLI(LightningCLI):
         trained = fingerprint(self.model.parameters())
         seconds = self.timer.seconds_per_epoch
         best = self.best.best
-        self._tell_wandb(trained, best)
+        for logger in self.trainer.loggers:
+            if isinstance(logger, WandbLogger) and self.trainer.is_global_zero:
+                logger.experiment.summary["fingerprint"] = trained
         metrics: dict[str, Any] = {}
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
             if best is None and self.trainer.is_global_zero:
@@ -215,15 +214,6 @@ class CLI(LightningCLI):
         if self.trainer.is_global_zero:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)
-
-    def _tell_wandb(self, trained: str, best: str | None) -> None:
-        logger = next((logger for logger in self.trainer.loggers if isinstance(logger, WandbLogger)), None)
-        if logger is None or not self.trainer.is_global_zero:
-            return
-        run, tracking = logger.experiment, self.config_init[self.subcommand].wandb
-        run.summary["fingerprint"] = trained
-        if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
-            upload_model(run, path, tracking.finish_timeout)
 
 
 def as_list(given: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
-from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 ROOMS = ("benchmark", "testing", "sweep", "book", "simulated")  # what --drop takes
 CLONE = Path(__file__).parents[2]

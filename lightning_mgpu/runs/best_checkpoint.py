@@ -41,20 +41,20 @@ class RunCheckpoint(ModelCheckpoint):
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
             monitor, mode = VAL_ACC, "max"
-        super().__init__(
+        super().__init__(  # type: ignore[misc]
             *args,
             monitor=monitor,
             mode=mode,
             save_last=False,
             enable_version_counter=enable_version_counter,
             **kwargs,
-        )  # type: ignore[misc]
+        )
         self.keep_last = save_last
 
     @property
     def best(self) -> str | None:
         """The best checkpoint, if there is one. A kill may have come before its file was replaced."""
-        return self.best_model_path if self.best_model_path and Path(self.best_model_path).is_file() else None
+        return self.best_model_path if Path(self.best_model_path).is_file() else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,10 +79,10 @@ class RunCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the best of this run, wherever its directory was moved, and nothing of another run."""
         here = Path(str(self.dirpath))
-        if not (here / LAST).exists():
-            return
-        state = {**state_dict, "dirpath": self.dirpath}
-        for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
-            state[key] = str(here / Path(state[key]).name) if state[key] else ""
-        state["best_k_models"] = {str(here / Path(path).name): score for path, score in state["best_k_models"].items()}
-        super().load_state_dict(state)
+        if (here / LAST).exists():
+            state = {**state_dict, "dirpath": self.dirpath}
+            for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                state[key] = str(here / Path(state[key]).name) if state[key] else ""
+            scores = state["best_k_models"].items()
+            state["best_k_models"] = {str(here / Path(path).name): score for path, score in scores}
+            super().load_state_dict(state)

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, read_checkpoint
-from lightning_mgpu.runs.csv_logger import MetricsWriter, RunCSVLogger
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST
+from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.errors import UsageError
 
 
@@ -35,7 +34,6 @@ class LastCheckpoint(Callback):
         self.seed = seed  # of the random numbers of a step, such as dropout's; null leaves them alone
         self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
-        self._is_checked = False
         self._starts_epoch = False  # the first one after a checkpoint
 
     @override
@@ -44,7 +42,12 @@ class LastCheckpoint(Callback):
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Lightning's would end with status 0
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
-            _check_loaders(trainer)
+            loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
+            if not all(hasattr(loader, "state_dict") for loader in loaders):
+                raise UsageError(
+                    "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: "
+                    "make it with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
+                )
         if self._starts_epoch:  # Lightning would take the batches of the epoch before for those of this one
             loop._restarting = loop.epoch_loop.restarting = False  # its setter knows better where max_steps is given
             loop.reset_restart_stage()
@@ -72,8 +75,8 @@ class LastCheckpoint(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        writer = _writer(trainer)
-        checkpoint[KEY] = {"config": self.config, "rows": writer.sync() if writer else 0}
+        logger = csv_logger(trainer)
+        checkpoint[KEY] = {"config": self.config, "metrics": logger.text() if logger else ""}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -81,23 +84,23 @@ class LastCheckpoint(Callback):
             return
         loop = checkpoint["loops"]["fit_loop"]
         batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
-        ended_within = batches["total"]["ready"] and not batches["is_last_batch"]
-        if ended_within and epochs["processed"] == epochs["ready"]:
+        if batches["is_last_batch"]:
+            loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
+            self._starts_epoch = epochs["completed"] == epochs["started"]
+        elif batches["total"]["ready"] and epochs["processed"] == epochs["ready"]:
             raise UsageError(
                 "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
                 "predict and export take it"
             )
-        if batches["is_last_batch"]:
-            loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
-            self._starts_epoch = epochs["completed"] == epochs["started"]
         for loader in loop["state_dict"].get("combined_loader", []):
             if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
                 loader["num_yielded"] = batches["current"]["processed"]
         if self._starts_epoch:
             for counts in loop["epoch_progress"].values():
                 counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
-        if (writer := _writer(trainer)) and KEY in checkpoint:
-            writer.keep(checkpoint[KEY]["rows"])
+        is_of_this_run = Path(trainer.default_root_dir).resolve() in Path(str(trainer.ckpt_path)).resolve().parents
+        if is_of_this_run and (logger := csv_logger(trainer)):
+            logger.go_on(checkpoint[KEY]["metrics"])
 
     def _save(self, trainer: Trainer) -> None:
         """Write aside, sync, rename: `last.ckpt` is whole, or the one before."""
@@ -107,29 +110,7 @@ class LastCheckpoint(Callback):
         part = last.with_name(f".{LAST}.part")
         self.best.last_model_path = str(last)
         trainer.save_checkpoint(part, self.best.save_weights_only)
-        if not trainer.is_global_zero:
-            return
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, last)
-        if not self._is_checked:
-            self._is_checked = True
-            try:
-                read_checkpoint(last)  # early, rather than when it is needed
-            except UsageError as error:
-                rank_zero_warn(f"{error}. Nothing can go on from this run.")
-
-
-def _check_loaders(trainer: Trainer) -> None:
-    loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
-    if not all(hasattr(loader, "state_dict") for loader in loaders):
-        raise UsageError(
-            "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: make it "
-            "with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
-        )
-
-
-def _writer(trainer: Trainer) -> MetricsWriter | None:
-    if not trainer.is_global_zero:
-        return None
-    return next((logger.experiment for logger in trainer.loggers if isinstance(logger, RunCSVLogger)), None)
+        if trainer.is_global_zero:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, last)

@@ -19,13 +19,12 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
     """
     with process_group(command, stdout=output, stderr=output and subprocess.STDOUT) as process:
         try:
-            process.wait()
+            return int(process.wait())
         except BaseException:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGINT)
                 process.wait(STOP_SECONDS)
             raise
-    return int(process.returncode)
 
 
 @contextlib.contextmanager

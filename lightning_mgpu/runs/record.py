@@ -1,5 +1,6 @@
 """What a run leaves of itself before it trains: configuration, model, and its loggers."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
-from lightning_mgpu.runs.directory import claimed
+from lightning_mgpu.runs.directory import claim
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 
@@ -26,7 +27,6 @@ class RunRecord(Callback):
     config: dict[str, Any]  # as `config.yaml` is to have it
     header: RunHeader  # gets a line of what W&B does
     tracking: Tracking | None  # none where nothing is logged
-    goes_on: bool  # from a checkpoint of this run, which says how many rows of `metrics.csv` to keep
     opened: ExitStack  # what is closed when the run ends: the directory's lock, the W&B run
     is_done: bool = False
 
@@ -39,13 +39,11 @@ class RunRecord(Callback):
             trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]
         if not trainer.is_global_zero:
             return
-        self.opened.enter_context(claimed(self.run_dir))
-        if not self.goes_on:
-            (self.run_dir / "metrics.csv").unlink(missing_ok=True)
+        self.opened.callback(os.close, claim(self.run_dir))
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         replace_text(self.run_dir / "model.txt", f"{ModelSummary(pl_module, max_depth=2)}\n")
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
-            self.header.notes["wandb"] = "by --trainer.logger; --wandb.* and --no-wandb do not count"
+            self.header.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.tracking is not None:
             logger, self.header.notes["wandb"] = start_run(self.tracking, self.run_dir, self.config)
             if logger is not None:

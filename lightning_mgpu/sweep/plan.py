@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +58,8 @@ def _plan(sweep: dict[str, Any], stem: str, count: int | None) -> Plan:
     space = {name: _distribution(name, given) for name, given in sweep["parameters"].items() if name not in fixed}
     command = [str(word) for word in sweep.get("command", ["fit"])]  # what W&B's agent gives `fit`
     fit = [word for word in command[command.index("fit") + 1 :] if word != TRIAL and not word.startswith("${")]
-    fit += [f"--wandb.{key}={sweep[key]}" for key in ("project", "entity") if key in sweep]
+    for key in {"project", "entity"} & sweep.keys():
+        os.environ[f"WANDB_{key.upper()}"] = str(sweep[key])  # W&B's own variables, which the trials inherit
     fit += [as_argument(name, value) for name, value in fixed.items()]
     points: list[dict[str, Any]] = []
     num_trials = count if count is not None else sweep.get("run_cap")

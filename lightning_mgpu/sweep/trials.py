@@ -4,6 +4,7 @@ import csv
 import fcntl
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class Sweep:
 
     def run(self) -> Iterator[int]:
         """Run the trials that have not ended and that no other process runs; yields the number of each."""
+        os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)  # the trials inherit it
         for number in range(self.plan.num_trials):
             with self._path(number, ".log").open("a") as log:
                 try:
@@ -92,7 +94,7 @@ class Sweep:
             arguments = [f"--resume={run_dir}"]
         else:
             shutil.rmtree(run_dir, ignore_errors=True)
-            arguments = [f"--wandb.group={self.dir.name}", *self.fit, *given, f"--run_dir={run_dir}", TRIAL]
+            arguments = [*self.fit, *given, f"--run_dir={run_dir}", TRIAL]
         # the process inherits the lock on its log, and keeps the lock if this one is killed
         status = run_in_group([sys.executable, "-m", "lightning_mgpu", "fit", *arguments], log)
         values, seconds = (read_column(run_dir / "metrics.csv", name) for name in (metric, "epoch_seconds"))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_mgpu.cli import subcommands
-from lightning_mgpu.cli.help import OPTIONS, short_help
+from lightning_mgpu.cli import help as cli_help
+from lightning_mgpu.cli.help import OPTIONS, short_help, subcommands
 from lightning_mgpu.cli.yaml_files import CONFIGS
 
 Config = Callable[..., dict[str, Any]]
@@ -100,8 +100,8 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: pytest.C
 
 
 def test_a_room_that_is_gone_is_not_offered(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setitem(subcommands.TOOLS, "gone", "lightning_mgpu.no_such_room.cli")
-    assert {"fit", "export"} <= {*subcommands.subcommands()} and "gone" not in subcommands.subcommands()
+    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_room.cli")
+    assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
     assert main("gone") == 2
     assert "no subcommand 'gone'" in capfd.readouterr().err
 

@@ -63,7 +63,7 @@ def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Pa
     assert config["seed_everything"] == 5 and config["data"]["init_args"]["batch_size"] == 64
     assert config["data"]["init_args"]["root"] != str(root)  # that is of a machine
     assert main("validate", "--model=LeNet", path, *data) == 2
-    assert "--model=LeNet: run/checkpoints/last.ckpt has own_run.Net" in capfd.readouterr().err
+    assert "models.LeNet: run/checkpoints/last.ckpt has own_run.Net" in capfd.readouterr().err
 
 
 def test_training_on_in_a_new_directory(run: Path, fit: Callable[..., int], capfd: Any) -> None:

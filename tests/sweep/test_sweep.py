@@ -169,9 +169,10 @@ def test_arguments_of_a_trial(
     write(tmp_path / "rates.yaml", parameters=fixed, project="fashion", command=command, early_terminate=early)
     assert sweep("--config", "b.yaml", "--c=d", "--sweep_dir=my") == 0
     assert "early_terminate is left to W&B's agent: here every trial runs to its end" in capsys.readouterr().out
+    assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_RUN_GROUP"]) == ("fashion", "my")  # trials inherit them
     [given] = fits.given
     assert given == [
-        *["--wandb.group=my", "--a=1", "--wandb.project=fashion", "--data.x=8", "--trainer.detect_anomaly=true"],
+        *["--a=1", "--data.x=8", "--trainer.detect_anomaly=true"],
         *["--config=b.yaml", "--c=d", "--x=null", "--run_dir=my/trial_000", TRIAL],
     ]
 
