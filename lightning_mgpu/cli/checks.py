@@ -1,7 +1,8 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, absurd numbers of devices."""
+"""What can be seen to be wrong before anything starts: secrets among the options, devices, another model."""
 
 import os
 import re
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -11,7 +12,9 @@ from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
-SECRET_NAME = re.compile(r"(?i)(.*_)?(password|passwd|secret|api_?key|credentials)|((api|auth|access)_)?token")
+SECRETS = "password|passwd|secret|token|api_?key|credentials"
+# `pad_token` and its like are words of a language model
+SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 
@@ -35,3 +38,13 @@ def check_devices(config: Namespace) -> None:
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
+
+
+def check_model(given: dict[str, Any], saved: dict[str, Any], path: str, trains_on: bool) -> None:
+    """Refuse another model than a checkpoint's, and other arguments where training goes on."""
+    now, before = (flatten({"model": model}) for model in (given, saved))
+    for key, value in before.items() if saved else ():
+        if now.get(key) != value and (trains_on or key == "model"):
+            raise UsageError(
+                f"--{key}={now.get(key)}: {path} has {value}, and a checkpoint's model stays: leave it out"
+            )

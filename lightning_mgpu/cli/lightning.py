@@ -24,21 +24,10 @@ from typing_extensions import override
 import lightning_mgpu.data
 import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
-from lightning_mgpu.callbacks import (
-    ConfusionMatrix,
-    EpochLines,
-    EpochTimer,
-    FastModel,
-    LearningCurve,
-    LossBar,
-    PredictionGrid,
-    PredictionWriter,
-    RunHeader,
-    is_search,
-)
+from lightning_mgpu import callbacks as ours
 from lightning_mgpu.callbacks.malloc import keep_freed_memory
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_secrets
+from lightning_mgpu.cli.checks import check_devices, check_model, check_secrets
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
@@ -47,7 +36,6 @@ from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.closing_line import closing_line, fingerprint
 from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
-from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
 from lightning_mgpu.runs.record import RunRecord
 from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
@@ -89,7 +77,7 @@ class CLI(LightningCLI):
         parser.add_argument("--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP)
         parser.add_class_arguments(Tracking, "wandb")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(FastModel, "fast")
+        parser.add_lightning_class_args(ours.FastModel, "fast")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -98,36 +86,23 @@ class CLI(LightningCLI):
         except ArgumentError as error:
             options = [*self._parser(self.args[0])._option_string_actions, *(name.split()[0] for name in OPTIONS)]
             raise UsageError(explain(str(error), given_options(self.args[1:]), options)) from error
-        config = self.config[self.config.subcommand]
-        check_secrets(config)
-        config.weights_only = True  # a checkpoint runs no code
-        self.ckpt_path = config.ckpt_path
-        if self.resumed is not None:
-            self.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
 
     @override
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see arguments.py)."""
 
-    def _check_model(self) -> None:
-        """Refuse another model than the checkpoint's, and, where training goes on, other arguments."""
-        given = flatten({"model": self.config_dump["model"]})
-        for key, value in flatten({"model": self.saved_model}).items():
-            if given.get(key) != value and (key == "model" or self.subcommand == "fit"):
-                raise UsageError(
-                    f"--{key}={given.get(key)}: {self.ckpt_path} has {value}, and a checkpoint's model stays: "
-                    "leave the option out"
-                )
-
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        config.weights_only = True  # a checkpoint runs no code
+        self._dump_config()
+        check_secrets(config)
         check_devices(config.trainer)
+        check_model(self.config_dump["model"], self.saved_model, config.ckpt_path, trains_on=self.subcommand == "fit")
+        if self.resumed is not None:
+            config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
         if config.malloc == "keep":
             keep_freed_memory()
-        self._dump_config()
-        if self.saved_model:
-            self._check_model()
         if config.trainer.fast_dev_run:
             return
         self.run_dir = self.resumed or new_run_dir(config)
@@ -144,12 +119,11 @@ class CLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
-        config = self.config[self.subcommand]
-        given = self.config_init[self.subcommand].trainer.logger
-        theirs = [each for each in as_list(given) if isinstance(each, Logger)]
+        config = self.config_init[self.subcommand]
+        theirs = [each for each in as_list(config.trainer.logger) if isinstance(each, Logger)]
         kwargs["logger"] = theirs if self.run_dir else False
         kwargs["default_root_dir"] = str(self.run_dir) if self.run_dir else None
-        self.trainer_defaults["callbacks"] = self._callbacks(has_logger=given is not False)
+        self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
@@ -157,32 +131,26 @@ class CLI(LightningCLI):
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer
 
-    def _callbacks(self, has_logger: bool) -> list[Any]:
-        config, objects = self.config[self.subcommand], self.config_init[self.subcommand].trainer.callbacks
-        header = RunHeader()
-        if self.ckpt_path or self.resumed:
-            header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
-        self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), PredictionGrid(), ConfusionMatrix()]
+    def _callbacks(self, config: Namespace, has_logger: bool) -> list[Any]:
+        header, self.timer = ours.RunHeader(), ours.EpochTimer()
+        if config.ckpt_path or self.resumed:
+            header.notes["ckpt"] = config.ckpt_path or "none: no epoch was over, training begins anew"
+        added = [header, self.timer, ours.LearningCurve(), ours.PredictionGrid(), ours.ConfusionMatrix()]
         if self.run_dir is not None:
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
-            tracking = self.config_init[self.subcommand].wandb if has_logger else None
-            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
+            tracking = config.wandb if has_logger else None
+            added.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
+            if self.subcommand == "fit" and has_logger:
+                added.append(LearningRateMonitor())
         if self.subcommand == "predict":
-            callbacks.append(PredictionWriter())
-        if self.subcommand == "fit" and has_logger and self.run_dir is not None:
-            callbacks.append(LearningRateMonitor())
-        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
+            added.append(ours.PredictionWriter())
+        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(config.trainer.callbacks))
         if config.trainer.enable_progress_bar is not False and not has_bar:
-            callbacks.append(LossBar() if sys.stdout.isatty() else EpochLines())
-        return callbacks
-
-    @override
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.ckpt_path}
+            added.append(ours.LossBar() if sys.stdout.isatty() else ours.EpochLines())
+        return added
 
     def before_predict(self) -> None:
-        if self.ckpt_path is None:
+        if self.config_init[self.subcommand].ckpt_path is None:
             rank_zero_warn(f"{self.subcommand} without --ckpt_path: the weights are untrained.")
 
     before_test = before_validate = before_predict
@@ -197,21 +165,20 @@ class CLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Test the best checkpoint, and print the fingerprint of the trained weights and the book's closing line."""
-        if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
+        if ours.is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
-        trained = fingerprint(self.model.parameters())
-        seconds = self.timer.seconds_per_epoch
-        best = self.best.best
+        is_first = self.trainer.is_global_zero
+        trained, seconds, best = fingerprint(self.model.parameters()), self.timer.seconds_per_epoch, self.best.best
         for logger in self.trainer.loggers:
-            if isinstance(logger, WandbLogger) and self.trainer.is_global_zero:
+            if isinstance(logger, WandbLogger) and is_first:
                 logger.experiment.summary["fingerprint"] = trained
         metrics: dict[str, Any] = {}
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
-            if best is None and self.trainer.is_global_zero:
+            if best is None and is_first:
                 print("testing the last epoch: no metric says which one is the best", flush=True)
             tested = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True)
             metrics = dict(tested[0]) if tested else {}  # nothing with `--trainer.limit_test_batches=0`
-        if self.trainer.is_global_zero:
+        if is_first:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)
 

@@ -22,9 +22,6 @@ class Parser(LightningArgumentParser):
 
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # else __main__.py in `--model.help`
-
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Called for the arguments of every class."""

@@ -13,10 +13,8 @@ import netrc
 import os
 import secrets
 import shlex
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,9 +67,6 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
                 return logger, f"online, {logger.experiment.url}"
             except Exception as error:  # refused login, dead server: the run goes on without it
                 reason = _in_one_line(error)
-                import wandb
-
-                _in_time(wandb.teardown, REACH_SECONDS)  # its service still holds the run's id
         logger = _init("offline", tracking, run_dir, config)
         parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
         return logger, f"offline ({reason}); upload it with: wandb sync {parts}"
@@ -143,13 +138,6 @@ def finish(run: "Run") -> None:
     except TimeoutError:
         path = shlex.quote(str(Path(run.settings.sync_dir)))
         print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
-
-
-def _in_time(call: Callable[[], object], seconds: float) -> None:
-    """Make a call that might wait for a server for ever, and wait no longer than that."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _in_one_line(error: BaseException) -> str:

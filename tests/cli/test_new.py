@@ -90,9 +90,7 @@ def test_one_room_goes_alone(tmp_path: Path) -> None:
 REFUSED = {
     "there": "it exists",
     "my-project": "my-project is no name for a package",
-    "class": "class is no name for a package",
-    "torch": "a package torch is installed already",
-    "mine --drop sweep runs cli": "--drop runs cli: what can be dropped is benchmark, testing, sweep, book, simulated",
+    "mine --drop sweep runs": "argument --drop: invalid choice: 'runs' (choose from 'benchmark', 'testing', 'sweep'",
 }
 
 
