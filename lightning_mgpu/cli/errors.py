@@ -85,11 +85,8 @@ def is_mistake(error: BaseException) -> bool:
 
 def in_lines(error: BaseException) -> str:
     """The message of an exception in at most six lines of moderate length."""
-    text = str(error) or type(error).__name__
-    if text.startswith(OTHER_PARAMETERS):
-        text = f"the checkpoint is not one of {text.removeprefix(OTHER_PARAMETERS)}"
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()][:MOST_LINES]
-    return "\n".join(line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..." for line in lines)
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(line[:MOST_CHARACTERS] for line in lines[:MOST_LINES])
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:

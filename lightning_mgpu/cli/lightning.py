@@ -31,13 +31,11 @@ from lightning_mgpu.cli.checks import check_devices, check_model, check_secrets
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
-from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
-from lightning_mgpu.runs.closing_line import closing_line, fingerprint
+from lightning_mgpu.runs.checkpoints import LastCheckpoint, RunCheckpoint
 from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
-from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
-from lightning_mgpu.runs.record import RunRecord
+from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
 from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
 from lightning_mgpu.runs.wandb_run import Tracking
 

@@ -1,14 +1,16 @@
-"""From arguments to a subcommand."""
+"""From arguments to a subcommand, without the messages of other packages that say nothing to a user."""
 
 import importlib
+import logging
 import os
+import re
 import signal
 import sys
+import warnings
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.arguments import given_options, join, prepare, take_resume, with_defaults
-from lightning_mgpu.cli.console import quieten
 from lightning_mgpu.cli.errors import SWITCH, UsageError, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import RUNS, TOOLS, subcommands
 from lightning_mgpu.cli.lightning import CLI
@@ -16,6 +18,24 @@ from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.runs.resume import FLAG
+
+# Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
+WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
+    r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
+    r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
+    r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
+    r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
+)
+# How the lines begin that say what the run header says better, or praise other products.
+INFO = (
+    *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to "),
+    *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
+    *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
+    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
+    "Finished batch size finder, will continue with full run",  # which it does not
+    "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
+)
 
 
 def run(args: list[str]) -> None:
@@ -46,3 +66,14 @@ def _run(subcommand: str, args: list[str]) -> None:
     first = read_config(str(run_dir / "config.yaml")) if run_dir else with_defaults(given, saved)
     CLI([subcommand, *prepare(others, given, first)], run_dir, saved.get("model", {}))
     leave_group()
+
+
+def quieten() -> None:
+    """Filter the messages above, and no others."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(
+                lambda record: not re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage()).startswith(INFO)
+            )

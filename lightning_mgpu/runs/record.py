@@ -1,15 +1,20 @@
-"""What a run leaves of itself before it trains: configuration, model, and its loggers."""
+"""What a run leaves of itself: configuration, model and loggers before it trains, its last two lines at the end."""
 
+import hashlib
+import math
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
@@ -49,3 +54,22 @@ class RunRecord(Callback):
             if logger is not None:
                 trainer.loggers = [*trainer.loggers, logger]
                 self.opened.callback(finish, logger.experiment)
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> str:
+    """The first 12 hex digits of a SHA-256 over the bytes of all parameters in order; buffers are left out.
+
+    Two runs with the same fingerprint have trained the same bits.
+    """
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
+
+
+def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
+    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`; the seconds are NaN where no epoch was trained."""
+    shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
+    results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
+    time = "no epoch trained" if math.isnan(seconds_per_epoch) else f"{seconds_per_epoch:.1f} sec/epoch"
+    return ", ".join([*results, f"{time} on {devices}"])

@@ -17,16 +17,13 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.flatten import flatten
-
-if TYPE_CHECKING:
-    from wandb import Run
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
@@ -131,7 +128,7 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
     return logger
 
 
-def finish(run: "Run") -> None:
+def finish(run: Any) -> None:
     """End a run; if an online one could not upload everything in time, say how to do so later."""
     try:
         run.finish()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_mgpu.runs.closing_line import fingerprint
+from lightning_mgpu.runs.record import fingerprint
 from tests.runs.conftest import last, metrics
 
 
