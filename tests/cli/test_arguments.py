@@ -49,20 +49,6 @@ def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], confi
     assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
 
 
-OWN = """
-from lightning_mgpu.models import LeNet
-
-class Letters(LeNet):
-    def __init__(self, num_classes: int = 26) -> None:
-        super().__init__(num_classes=num_classes)
-"""
-
-
-def test_a_class_of_ones_own_has_its_own_defaults(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "own_classes.py").write_text(OWN)  # found as the console script finds it, which is no `python -m`
-    assert config("fit", "--model=own_classes.Letters")["model"]["init_args"] == {"num_classes": 26}
-
-
 def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
     for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):

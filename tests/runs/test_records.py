@@ -74,9 +74,13 @@ def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, mo
 
 
 def test_a_real_offline_run(fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints are its artifacts, which `wandb sync` uploads."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert fit(*ONE, "--run_dir=run") == 0
-    assert len(list(tmp_path.rglob("offline-run-*/run-*.wandb"))) == 1
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    assert fit(*ONE, "--run_dir=run", "--wandb.log_model=true") == 0
+    wandb.teardown()  # all is written
+    (records,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    assert b"model-" in records.read_bytes() and b"best" in records.read_bytes()
 
 
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
