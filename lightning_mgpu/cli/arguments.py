@@ -14,7 +14,7 @@ from lightning_mgpu.cli.errors import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.resume import FLAG, check_given, find_run
+from lightning_mgpu.runs.resume import FLAG, find_run
 
 HAVE_NO_VALUE = ("-h", "--help", "--help.all", "--print_config", "--traceback")
 STRATEGY = "--trainer.strategy"
@@ -53,17 +53,11 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def take_resume(subcommand: str, args: list[str]) -> tuple[list[str], Path | None]:
+def take_resume(args: list[str]) -> tuple[list[str], Path | None]:
     """The arguments without `--resume`, and the directory of the run it names."""
     named = [arg for arg in args if arg.partition("=")[0] == FLAG]
-    if not named:
-        return args, None
-    if subcommand != "fit":
-        raise UsageError(f"{FLAG} goes on with training: python -m lightning_mgpu fit {FLAG}=RUN_DIR")
     others = [arg for arg in args if arg not in named]
-    run_dir = find_run(named[-1].partition("=")[2])
-    check_given(run_dir, given_options(others))
-    return others, run_dir
+    return others, find_run(named[-1].partition("=")[2]) if named else None
 
 
 def prepare(args: list[str], given: dict[str, Any], first: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from lightning_mgpu.cli.lightning import CLI
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.processes import leave_group
-from lightning_mgpu.runs.resume import FLAG
+from lightning_mgpu.runs.resume import FLAG, check_given
 
 # Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
 WARNINGS = (
@@ -57,13 +57,17 @@ def run(args: list[str]) -> None:
 def _run(subcommand: str, args: list[str]) -> None:
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
-    others, run_dir = take_resume(subcommand, args)
-    # the processes that `ddp` starts get these arguments, and must not choose another run
-    sys.argv[1:] = [subcommand, *others, *([f"{FLAG}={run_dir}"] if run_dir else [])]
+    others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
     given, saved = given_options(others), {}
-    if path := given.get("ckpt_path"):
-        saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
-    first = read_config(str(run_dir / "config.yaml")) if run_dir else with_defaults(given, saved)
+    if run_dir:
+        check_given(run_dir, given)
+        # the processes that `ddp` starts get these arguments, and must not choose another run
+        sys.argv[1:] = [subcommand, *others, f"{FLAG}={run_dir}"]
+        first = read_config(str(run_dir / "config.yaml"))
+    else:
+        if path := given.get("ckpt_path"):
+            saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
+        first = with_defaults(given, saved)
     CLI([subcommand, *prepare(others, given, first)], run_dir, saved.get("model", {}))
     leave_group()
 

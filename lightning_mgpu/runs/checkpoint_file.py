@@ -11,7 +11,6 @@ from lightning_mgpu.runs.errors import UsageError
 LAST = "last.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
-OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 
 
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
@@ -36,8 +35,4 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
-    config = dict(checkpoint.get(KEY, {}).get("config", {}))
-    if data := config.get("data"):
-        kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
-        config["data"] = {**data, "init_args": kept}
-    return config
+    return dict(checkpoint.get(KEY, {}).get("config", {}))

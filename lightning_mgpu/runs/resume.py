@@ -9,12 +9,13 @@ The run's `config.yaml` is the configuration. Model, data and checkpoints stay a
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import LAST, OF_A_MACHINE, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 FLAG = "--resume"
 RUNS = Path("runs")
-MAY_CHANGE = ("trainer", "wandb", "malloc", "traceback", "print_config", *(f"data.{name}" for name in OF_A_MACHINE))
+OF_A_MACHINE = ("data.root", "data.num_workers", "data.pin_memory", "malloc")
+MAY_CHANGE = ("trainer", "wandb", "traceback", "print_config", *OF_A_MACHINE)
 
 
 def find_run(name: str) -> Path:

@@ -54,26 +54,25 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
 
     Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """
-    try:
-        mode, reason = choose_mode(tracking.mode)
-        if mode == "disabled":
-            return None, f"off ({reason})"
-        if mode == "online":
-            try:
-                logger = _init(mode, tracking, run_dir, config)
+    reason = ""
+    for attempt in (tracking.mode, "offline"):  # after a refused login, a dead server
+        try:
+            mode, reason = choose_mode(attempt, reason)
+            if mode == "disabled":
+                return None, f"off ({reason})"
+            logger = _init(mode, tracking, run_dir, config)
+            if mode == "online":
                 return logger, f"online, {logger.experiment.url}"
-            except Exception as error:  # refused login, dead server: the run goes on without it
-                reason = _in_one_line(error)
-        logger = _init("offline", tracking, run_dir, config)
-        parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
-        return logger, f"offline ({reason}); upload it with: wandb sync {parts}"
-    except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
-        return None, f"off ({_in_one_line(error)})"
+            parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
+            return logger, f"offline ({reason}); upload it with: wandb sync {parts}"
+        except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return None, f"off ({reason})"
 
 
-def choose_mode(mode: str) -> tuple[str, str]:
+def choose_mode(mode: str, reason: str = "") -> tuple[str, str]:
     """Resolve `auto` and `online` to online, offline or disabled, with the reason in words."""
-    reason = f"--wandb.mode={mode}"
+    reason = reason or f"--wandb.mode={mode}"
     if mode == "auto" and (from_environment := os.environ.get("WANDB_MODE")):
         mode, reason = from_environment, f"WANDB_MODE={from_environment}"
     if mode not in ("auto", "online"):
@@ -135,7 +134,3 @@ def finish(run: Any) -> None:
     except TimeoutError:
         path = shlex.quote(str(Path(run.settings.sync_dir)))
         print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
-
-
-def _in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

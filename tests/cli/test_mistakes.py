@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --checkpoint.dirpath=.": ("checkpoints are kept in the run directory; name it with --run_dir",),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
-    "test --resume=used": ("--resume goes on with training",),
+    "test --resume=used": ("unrecognized arguments: --resume=used",),
     "export --ckpt_path=weights.ckpt --output=x.pt2": ("does not say which model it is of",),
     "export --ckpt_path=nope.ckpt --output=x.bin": ("--output=x.bin: end the name in .onnx or .pt2",),
 }

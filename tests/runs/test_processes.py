@@ -83,5 +83,5 @@ def test_ctrl_c_ends_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt), os.fdopen(writes, "w") as output:
-        run_in_group(["sh", "-c", "sh -c 'echo up; exec sleep 99'; true"], output)
+        run_in_group(["sh", "-c", "sh -c 'echo up; exec sleep 999'; true"], output)
     assert os.read(reads, 1) == b""  # nobody is left to write

@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import wandb
-from lightning.pytorch.loggers import Logger
 
 from lightning_mgpu.runs import wandb_run
 from lightning_mgpu.runs.wandb_run import Tracking, choose_mode
@@ -17,28 +16,14 @@ from tests.runs.conftest import metrics
 ONE = ("--trainer.devices=1", "--trainer.max_epochs=1")
 
 
-class Kept(Logger):
-    """A logger of one's own, with a place to write to."""
-
-    def __init__(self, save_dir: str) -> None:
-        super().__init__()
-        self.place = Path(save_dir)
-
-    name = version = "kept"
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.place.joinpath("kept.txt").write_text("x")
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-
 def test_loggers_add_to_each_other_and_share_the_run_directory(
     fit: Callable[..., int], tmp_path: Path, run_files: set[str]
 ) -> None:
     for option in ("--trainer.logger", "--trainer.logger+"):
-        assert fit(*ONE, f"{option}={Kept.__module__}.Kept", f"--run_dir={option[2:]}") == 0
-        assert {path.name for path in (tmp_path / option[2:]).iterdir()} == {*run_files, "kept.txt"}
-        assert len(metrics(tmp_path / option[2:])) > 3
+        assert fit(*ONE, f"{option}=CSVLogger", f"--run_dir={option[2:]}") == 0
+        run = tmp_path / option[2:]
+        assert {path.name for path in run.iterdir()} == {*run_files, "lightning_logs"}
+        assert len(metrics(run)) > 3 and (run / "lightning_logs" / "version_0" / "metrics.csv").exists()
     assert fit(*ONE, "--trainer.logger=false", "--run_dir=none") == 0
     assert not (tmp_path / "none" / "metrics.csv").exists() and (tmp_path / "none" / "config.yaml").exists()
 
