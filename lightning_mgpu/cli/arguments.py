@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.cli.errors import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
+from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.flatten import flatten
 from lightning_mgpu.runs.resume import FLAG, find_run
 
 HAVE_NO_VALUE = ("-h", "--help", "--help.all", "--print_config", "--traceback")

@@ -8,8 +8,8 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_mgpu.cli.errors import last_part
+from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.flatten import flatten
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
 SECRETS = "password|passwd|secret|token|api_?key|credentials"

@@ -1,6 +1,7 @@
 """Checkpoint files are checked before they are used: a Trainer's, without code. They know their model."""
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,24 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
     return dict(checkpoint.get(KEY, {}).get("config", {}))
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """A nested configuration under the names of the command line, one row of a table.
+
+    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}` -> `{"model": "LeNet", "model.lr": 0.1}`.
+
+    The items of a list of mappings are numbered.
+    """
+    return dict(_items("", config))
+
+
+def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, item in value.items():
+        part = "" if name in ("class_path", "init_args") else f".{name}"  # which no flag has in its name
+        yield from _items(f"{key}{part}".lstrip("."), item)

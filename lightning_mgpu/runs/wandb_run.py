@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
 
+from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.files import replace_text
-from lightning_mgpu.runs.flatten import flatten
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline

@@ -90,20 +90,3 @@ def test_a_room_that_is_gone_is_not_offered(main: Callable, monkeypatch: pytest.
     assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
     assert main("gone") == 2
     assert "no subcommand 'gone'" in capfd.readouterr().err
-
-
-SEEN = """
-import sys
-from lightning_mgpu.__main__ import main
-main()
-print("jsonargparse" in sys.modules)
-sys.argv[1:] = ["fit", "--model=ResNett18"]
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_imports_nothing_else(command: Any) -> None:
-    """Help needs no parser of all options; short names are found."""
-    code, out, err = command.finish(command.start("fit", "--help", launcher=("-c", SEEN)), timeout=60)
-    assert out.endswith("False\n") and code == 2 and "did you mean ResNet18?" in err

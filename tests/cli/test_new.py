@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,21 +95,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("args", REFUSED)
-def test_refused(args: str, main: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_refused(main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     (tmp_path / "there").mkdir()
-    assert main("new", *args.split()) == 2
-    err = capfd.readouterr().err
-    assert err.startswith("error: ") and REFUSED[args] in err and err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_an_installed_package_is_no_clone(
-    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(new, "CLONE", tmp_path)
+    for args, told in REFUSED.items():
+        assert main("new", *args.split()) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("error: ") and told in err and err.count("\n") == 1
+    monkeypatch.setattr(new, "CLONE", tmp_path)  # an installed package
     assert main("new", "mine") == 2
     assert "this is no clone" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_the_readme_makes_such_a_copy() -> None:

@@ -42,15 +42,11 @@ def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, mo
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
     assert "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*" in out
-    init.assert_called_once()
     given = init.call_args.kwargs
     config = given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
-    assert config["data.batch_size"] == 64 and config["trainer.max_epochs"] == 1
     assert not [name for name in config if "init_args" in name or "class_path" in name]
     assert given["project"] == "fashion" and given["name"] == "run" and given["resume"] == "allow"
-    facts = {name: value for call in run.config.update.call_args_list for name, value in call.args[0].items()}
-    assert facts["model_class"] == "Net" and (facts["global_batch_size"], facts["devices"]) == (64, "cpu")
     assert {"val_acc", "train_loss", "lr-SGD"} <= {name for call in run.log.call_args_list for name in call.args[0]}
     assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finish.called
     assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc"
