@@ -4,6 +4,7 @@ What comes out: the defaults first, then what was given, in its order; what stan
 """
 
 import json
+import pydoc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
     registered = ["auto", *StrategyRegistry.available_strategies()]
     if not isinstance(name, str) or (name in registered and not options):
         return args
-    if name not in registered and "." not in name:
+    if name not in registered and not isinstance(pydoc.locate(name), type):
         raise UsageError(
             f"{STRATEGY}={name}: no such strategy. {did_you_mean(name, registered)}\n"
             "a class of your own is given by its path: my_package.MyStrategy\n"

@@ -9,6 +9,7 @@ import torch
 CPU = "--trainer.accelerator=cpu"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines must say
     "fit --trainer.strategy=dpp": ("--trainer.strategy=dpp: no such strategy. did you mean dp?", "manual_allreduce"),
+    "fit --trainer.strategy=my.Strategy": ("--trainer.strategy=my.Strategy: no such strategy", "my_package.MyStrategy"),
     f"fit {CPU} --trainer.devices=99": ("--trainer.devices=99: take a number of processes from 1 to",),
     f"fit {CPU} --trainer.devices=-3": ("`devices` selected with `CPUAccelerator` should be an int > 0",),
     "fit --trainer.accelerator=gpu": ("--trainer.accelerator=gpu: no GPU is found here; take cpu or auto",),
