@@ -38,27 +38,17 @@ class RunCheckpoint(ModelCheckpoint):
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        monitor: str | None = None,
-        mode: str = "min",
-        save_last: bool = True,
-        enable_version_counter: bool = False,  # an epoch that is trained again after a kill replaces its file
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.get("dirpath"):
-            raise ValueError("--checkpoint.dirpath: checkpoints are kept in the run directory; name it with --run_dir")
+    def __init__(self, monitor: str | None = None, mode: str = "min", save_last: bool = True, **kwargs: Any) -> None:
         by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
             monitor, mode = VAL_ACC, "max"
-        super().__init__(  # type: ignore[misc]
-            *args,
+        super().__init__(
+            dirpath=None,  # the run directory's, see setup
             monitor=monitor,
             mode=mode,
-            save_last=False,
-            enable_version_counter=enable_version_counter,
+            save_last=False,  # it would be saved at a new best alone
+            enable_version_counter=False,  # an epoch that is trained again after a kill replaces its file
             **kwargs,
         )
         self.keep_last = save_last

@@ -37,7 +37,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --trainer.logger=CometLogger --trainer.logger.api_key=hunter2": ("--trainer.logger.api_key: a secret",),
     "fit --wandb.name=https://me:hunter2@host": ("--wandb.name: a secret", "hand it over in an environment variable"),
-    "fit --checkpoint.dirpath=.": ("checkpoints are kept in the run directory; name it with --run_dir",),
+    "fit --checkpoint.dirpath=.": ("unrecognized arguments: --checkpoint.dirpath=.",),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
     "test --resume=used": ("unrecognized arguments: --resume=used",),
