@@ -53,7 +53,6 @@ class CLI(LightningCLI):
         self.args = args
         self.resumed = resumed  # the run directory to go on in
         self.saved_model = saved_model  # the configuration of the model in the checkpoint that --ckpt_path names
-        self.run_dir: Path | None = resumed  # none in a fast_dev_run, which leaves nothing behind
         shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
         with ExitStack() as self.opened:
@@ -101,8 +100,6 @@ class CLI(LightningCLI):
             config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
         if config.malloc == "keep":
             keep_freed_memory()
-        if config.trainer.fast_dev_run:
-            return
         self.run_dir = self.resumed or new_run_dir(config)
         os.environ[RUN_DIR] = str(self.run_dir.absolute())
         for logger in as_list(config.trainer.logger):
@@ -118,9 +115,8 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
         config = self.config_init[self.subcommand]
-        theirs = [each for each in as_list(config.trainer.logger) if isinstance(each, Logger)]
-        kwargs["logger"] = theirs if self.run_dir else False
-        kwargs["default_root_dir"] = str(self.run_dir) if self.run_dir else None
+        kwargs["logger"] = [each for each in as_list(config.trainer.logger) if isinstance(each, Logger)]
+        kwargs["default_root_dir"] = str(self.run_dir)
         self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
@@ -134,7 +130,7 @@ class CLI(LightningCLI):
         if config.ckpt_path or self.resumed:
             header.notes["ckpt"] = config.ckpt_path or "none: no epoch was over, training begins anew"
         added = [header, self.timer, ours.LearningCurve(), ours.PredictionGrid(), ours.ConfusionMatrix()]
-        if self.run_dir is not None:
+        if not config.trainer.fast_dev_run:  # which leaves nothing behind
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             tracking = config.wandb if has_logger else None
             added.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
@@ -157,7 +153,7 @@ class CLI(LightningCLI):
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
-            if self.trainer.is_global_zero and self.run_dir:
+            if self.trainer.is_global_zero:
                 print(f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}", flush=True)
             raise
 
