@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
     """The epochs of one run of `fit`."""
-    command = [sys.executable, "-m", "lightning_mgpu", "fit", "--no-wandb", *of_fit]
+    command = [sys.executable, "-m", "lightning_mgpu", "fit", "--wandb.mode=disabled", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run_in_group(command):
         sys.exit(status)

@@ -1,15 +1,13 @@
 """The command line: Lightning's own LightningCLI with this package's defaults.
 
-| file             | what is in it                                                                  |
-| ---------------- | ------------------------------------------------------------------------------ |
-| `subcommands.py` | the table of subcommands; those of a room that was deleted are not offered     |
-| `help.py`        | `--help`: the options people use first                                         |
-| `main.py`        | from arguments to a subcommand                                                 |
-| `arguments.py`   | conveniences that become plain arguments of the LightningCLI                   |
-| `yaml_files.py`  | `--config`: where files are found, and how they are read                       |
-| `lightning.py`   | the LightningCLI                                                               |
-| `parser.py`      | its parser: a class that is named has its own defaults                         |
-| `checks.py`      | secrets, devices: what can be seen to be wrong before anything starts          |
-| `errors.py`      | a mistake ends in a few lines; `suggest.py`: 'did you mean'                    |
-| `console.py`     | messages of other packages that are kept out of a run's output                 |
+| file            | what is in it                                                             |
+| --------------- | ------------------------------------------------------------------------- |
+| `help.py`       | the table of subcommands; `--help`: the options people use first          |
+| `main.py`       | from arguments to a subcommand; messages that are kept out of its output  |
+| `arguments.py`  | conveniences that become plain arguments of the LightningCLI              |
+| `yaml_files.py` | `--config`: where files are found, and how they are read                  |
+| `lightning.py`  | the LightningCLI                                                          |
+| `parser.py`     | its parser: a class that is named has its own defaults                    |
+| `checks.py`     | secrets, devices, another model: what is wrong before anything starts     |
+| `errors.py`     | a mistake ends in a few lines, with 'did you mean'                        |
 """

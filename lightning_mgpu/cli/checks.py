@@ -1,17 +1,18 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices that are not here."""
+"""What can be seen to be wrong before anything starts: secrets among the options, devices, another model."""
 
 import os
 import re
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
 
-from lightning_mgpu.cli.suggest import last_part
+from lightning_mgpu.cli.errors import last_part
+from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.flatten import flatten
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
-SECRETS = "password|passwd|secret|token|api_?key|credentials?"
+SECRETS = "password|passwd|secret|token|api_?key|credentials"
 # `pad_token` and its like are words of a language model
 SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
@@ -29,12 +30,21 @@ def check_secrets(config: Namespace) -> None:
 
 
 def check_devices(config: Namespace) -> None:
-    """Refuse absurd numbers of CPU devices, of which Lightning would start any, and a GPU that is not here."""
-    accelerator, devices = config.accelerator, config.devices
+    """Refuse a GPU that is not here, and absurd numbers of CPU devices: Lightning would start as many processes."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if accelerator in ("gpu", "cuda") and not has_gpu:
-        raise UsageError(f"--trainer.accelerator={accelerator}: no GPU is found here; take cpu or auto")
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
+    if config.accelerator in ("gpu", "cuda") and not has_gpu:
+        raise UsageError(f"--trainer.accelerator={config.accelerator}: no GPU is found here; take cpu or auto")
+    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
-    if on_cpu and devices != "auto" and str(devices) not in map(str, range(1, most + 1)):
-        raise UsageError(f"--trainer.devices={devices}: take a number of processes from 1 to {most}, or auto")
+    if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
+        raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
+
+
+def check_model(given: dict[str, Any], saved: dict[str, Any], path: str, trains_on: bool) -> None:
+    """Refuse another model than a checkpoint's, and other arguments where training goes on."""
+    now, before = (flatten({"model": model}) for model in (given, saved))
+    for key, value in before.items() if saved else ():
+        if now.get(key) != value and (trains_on or key == "model"):
+            raise UsageError(
+                f"--{key}={now.get(key)}: {path} has {value}, and a checkpoint's model stays: leave it out"
+            )

@@ -4,29 +4,37 @@ Parsing is always the user's mistake. In constructors the type of the exception 
 raises later keeps its traceback.
 """
 
-import argparse
-import errno
+import difflib
 import sys
 import traceback
-from collections.abc import Iterator
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_mgpu.runs.errors import ToolParser, UsageError
-
-__all__ = ["SWITCH", "ToolParser", "UsageError", "in_lines", "is_mistake", "mistakes", "one_line_errors"]
+from lightning_mgpu.runs.errors import UsageError
 
 SWITCH = "--traceback"
-PACKAGE = Path(__file__).parents[1]
+PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full, or not to be written
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
-BEGINNINGS = (  # of errors that tell of a mistake: this one, a metric that nobody logs, what a launcher says otherwise
-    *(OTHER_PARAMETERS, "Early stopping conditioned on metric", "You set `devices=", "You set `num_nodes="),
+NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
+    *("Does not validate against any", "Subtypes:", "Errors:", "Parser key ", "Problem with given class_path"),
+    *("Expected a <class 'NoneType'>", "Expected a <class 'str'>", "Expected a path but", "Not a valid subclass of "),
+    *("Given value", "Subclass types expect one of", "a class path (str)", "a dict with"),
 )
+BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
+TAKEN: tuple[type, ...] = (LightningModule, LightningDataModule, Optimizer, LRScheduler, Callback, Logger)
+HOW = "a class is given by its name, or by its path: my_package.MyClass"
 
 
 @contextmanager
@@ -55,8 +63,6 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if show_traceback:
-            raise
         sys.exit(130)
     except Exception as error:
         if show_traceback or not is_mistake(error):
@@ -69,23 +75,51 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
-    if isinstance(error, (UsageError, MisconfigurationException, argparse.ArgumentError)):
-        return True
-    if isinstance(error, (RuntimeError, ValueError)) and str(error).startswith(BEGINNINGS):
-        return True
-    if isinstance(error, OSError) and error.errno in OF_THE_DISK:
-        return True
-    if type(error).__module__.startswith("lightning_mgpu."):
+    if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    raised_here = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
-    return raised_here and isinstance(error, (ValueError, OSError))  # of a data module or a strategy of this package
+    raised_here = bool(frames) and any(Path(frames[-1].filename).is_relative_to(package) for package in PACKAGES)
+    raised_here |= str(error).startswith(OTHER_PARAMETERS)
+    return raised_here and isinstance(error, (ValueError, RuntimeError, OSError))
 
 
 def in_lines(error: BaseException) -> str:
     """The message of an exception in at most six lines of moderate length."""
-    text = str(error) or type(error).__name__
-    if text.startswith(OTHER_PARAMETERS):
-        text = f"the checkpoint is not one of {text.removeprefix(OTHER_PARAMETERS)}"
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()][:MOST_LINES]
-    return "\n".join(line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..." for line in lines)
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(line[:MOST_CHARACTERS] for line in lines[:MOST_LINES])
+
+
+def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
+    """What was given, by name, what jsonargparse's message says of it, and what was probably meant."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
+    lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][: MOST_LINES - 2]
+    quoted = message.replace('"', "'")
+    about = [n for n in given if f"--{n}" in message or f"'{n}'" in quoted or f"'{last_part(n)}'" in quoted]
+    if not about:
+        return "\n  ".join(lines)
+    name = max(about, key=lambda name: (name.count("."), len(name)))
+    if "unrecognized" in message or "not accept" in message:
+        hint = did_you_mean(name, options)
+    else:
+        hint = did_you_mean(given[name], class_names()) or (HOW if "import" in message else "")
+    return "\n  ".join([f"--{name}={given[name]}:", *lines, *([hint] if hint else [])])
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
+    by_end = {last_part(name).lower(): name for name in known}
+    near = difflib.get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
+    return f"did you mean {by_end[near[0]]}?" if near else ""
+
+
+def class_names() -> list[str]:
+    """The names of all imported classes that an option may take."""
+    every = list(TAKEN)
+    for each in every:  # grows
+        every += each.__subclasses__()
+    return [each.__name__ for each in every[len(TAKEN) :]]
+
+
+def last_part(value: Any) -> str:
+    return str(value).rpartition(".")[2]

@@ -1,8 +1,16 @@
-"""`--help`: the options people use first, on one screen. Nothing is imported for it."""
+"""The subcommands by name, and `--help`: the options people use first, on one screen. No parser is imported for it."""
+
+from importlib.util import find_spec
 
 from lightning_mgpu import __version__
-from lightning_mgpu.cli.subcommands import RUNS, subcommands
 
+RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
+TOOLS = {  # the modules whose `main` the others are
+    "export": "lightning_mgpu.runs.export",
+    "sweep": "lightning_mgpu.sweep.cli",  # room: sweep
+    "benchmark": "lightning_mgpu.benchmark.cli",  # room: benchmark
+    "new": "lightning_mgpu.cli.new",  # room: new
+}
 PROG = "python -m lightning_mgpu"
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",
@@ -44,6 +52,11 @@ usage: {prog} SUBCOMMAND [options]
 subcommands: {subcommands}
 SUBCOMMAND --help shows the options of one.
 """
+
+
+def subcommands() -> tuple[str, ...]:
+    """Those that are there: one whose room of the package was deleted is not offered."""
+    return (*RUNS, *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])))
 
 
 def short_help(args: list[str]) -> str | None:

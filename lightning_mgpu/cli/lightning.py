@@ -7,7 +7,7 @@ Every argument can stand in a YAML file: later `--config` files and flags win ov
 import os
 import shlex
 from argparse import ArgumentError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,35 +23,20 @@ from typing_extensions import override
 import lightning_mgpu.data
 import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
-from lightning_mgpu.callbacks import (
-    EpochLines,
-    EpochTimer,
-    FastModel,
-    LearningCurve,
-    Pictures,
-    PredictionWriter,
-    RunHeader,
-    is_search,
-    keep_freed_memory,
-)
+from lightning_mgpu import callbacks as ours
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_secrets
-from lightning_mgpu.cli.errors import SWITCH, UsageError, mistakes
+from lightning_mgpu.cli.checks import check_devices, check_model, check_secrets
+from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
+from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
-from lightning_mgpu.cli.subcommands import RUNS
-from lightning_mgpu.cli.suggest import explain
-from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
-from lightning_mgpu.runs.closing_line import closing_line, fingerprint
+from lightning_mgpu.runs.checkpoints import LastCheckpoint, RunCheckpoint
 from lightning_mgpu.runs.devices import devices
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
-from lightning_mgpu.runs.flatten import flatten
-from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
-from lightning_mgpu.runs.record import RunRecord
+from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
 from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
-from lightning_mgpu.runs.wandb_run import Tracking, upload_model
+from lightning_mgpu.runs.wandb_run import Tracking
 
-PROG = "python -m lightning_mgpu"
 MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 
 
@@ -61,12 +46,11 @@ class CLI(LightningCLI):
     trainer: Trainer
     model: LightningModule
     datamodule: LightningDataModule
-    goes_on = False  # from a checkpoint of the resumed run
 
-    def __init__(self, args: list[str], resumed: Path | None = None) -> None:
+    def __init__(self, args: list[str], resumed: Path | None, saved_model: dict[str, Any]) -> None:
         self.args = args
         self.resumed = resumed  # the run directory to go on in
-        self.run_dir: Path | None = resumed  # none in a fast_dev_run, which leaves nothing behind
+        self.saved_model = saved_model  # the configuration of the model in the checkpoint that --ckpt_path names
         shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
         with ExitStack() as self.opened:
@@ -89,31 +73,15 @@ class CLI(LightningCLI):
         parser.add_argument("--no-wandb", action="store_true", help="The same as --wandb.mode=disabled.")
         parser.add_class_arguments(Tracking, "wandb")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(FastModel, "fast")
+        parser.add_lightning_class_args(ours.FastModel, "fast")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
-            raise UsageError(explain(str(error), given_options(self.args[1:]), self._options(parser))) from error
-        config = self.config[self.config.subcommand]
-        check_secrets(config)
-        for key in ("run_dir", "ckpt_path"):  # a shell expands `~` only where a word begins with it
-            config[key] = config[key] and os.path.expanduser(config[key])
-        config.weights_only = True  # a checkpoint runs no code
-        self.ckpt_path = config.ckpt_path
-        if self.resumed is not None:
-            path = choose_checkpoint(self.resumed, config.trainer.max_epochs)
-            self.goes_on = path is not None
-            self.ckpt_path = str(path) if path else config.ckpt_path
-
-    def _options(self, parser: LightningArgumentParser) -> list[str]:
-        """All options, those of the classes that would run included."""
-        found = [name.lstrip("-") for name in self._parser(self.args[0])._option_string_actions]
-        with suppress(ArgumentError):  # of a class that is not there
-            found += flatten(parser.parse_args(self.args[:2])[self.args[0]].as_dict())
-        return [*found, "resume"]
+            options = [*self._parser(self.args[0])._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            raise UsageError(explain(str(error), given_options(self.args[1:]), options)) from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -122,12 +90,16 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_devices(config.trainer)
-        if config.malloc == "keep":
-            keep_freed_memory()
+        config.weights_only = True  # a checkpoint runs no code
+        config.wandb.mode = "disabled" if config.no_wandb else config.wandb.mode
         self._dump_config()
-        if config.trainer.fast_dev_run:
-            return
+        check_secrets(config)
+        check_devices(config.trainer)
+        check_model(self.config_dump["model"], self.saved_model, config.ckpt_path, trains_on=self.subcommand == "fit")
+        if self.resumed is not None:
+            config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
+        if config.malloc == "keep":
+            ours.keep_freed_memory()
         self.run_dir = self.resumed or new_run_dir(config)
         os.environ[RUN_DIR] = str(self.run_dir.absolute())
         for logger in as_list(config.trainer.logger):
@@ -142,12 +114,10 @@ class CLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
-        config = self.config[self.subcommand]
-        given = self.config_init[self.subcommand].trainer.logger
-        theirs = [each for each in as_list(given) if isinstance(each, Logger)]
-        kwargs["logger"] = theirs if self.run_dir else False
-        kwargs["default_root_dir"] = str(self.run_dir) if self.run_dir else None
-        self.trainer_defaults["callbacks"] = self._callbacks(has_logger=given is not False)
+        config = self.config_init[self.subcommand]
+        kwargs["logger"] = [each for each in as_list(config.trainer.logger) if isinstance(each, Logger)]
+        kwargs["default_root_dir"] = str(self.run_dir)
+        self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
@@ -155,34 +125,26 @@ class CLI(LightningCLI):
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer
 
-    def _callbacks(self, has_logger: bool) -> list[Any]:
-        config, objects = self.config[self.subcommand], self.config_init[self.subcommand].trainer.callbacks
-        header = RunHeader()
-        if self.ckpt_path or self.resumed:
-            header.notes["ckpt"] = self.ckpt_path or "none: no epoch was over, training begins anew"
-        self.timer = EpochTimer()
-        callbacks = [header, self.timer, LearningCurve(), Pictures()]
-        if self.run_dir is not None:
+    def _callbacks(self, config: Namespace, has_logger: bool) -> list[Any]:
+        header, self.timer = ours.RunHeader(), ours.EpochTimer()
+        if config.ckpt_path or self.resumed:
+            header.notes["ckpt"] = config.ckpt_path or "none: no epoch was over, training begins anew"
+        added = [header, self.timer, ours.LearningCurve(), ours.Pictures()]
+        if not config.trainer.fast_dev_run:  # which leaves nothing behind
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
-            if config.no_wandb:
-                self.config_init[self.subcommand].wandb.mode = "disabled"
-            tracking = self.config_init[self.subcommand].wandb if has_logger else None
-            callbacks.append(RunRecord(self.run_dir, saved, header, tracking, self.goes_on, self.opened))
+            tracking = config.wandb if has_logger else None
+            added.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
+            if self.subcommand == "fit" and has_logger:
+                added.append(LearningRateMonitor())
         if self.subcommand == "predict":
-            callbacks.append(PredictionWriter())
-        if self.subcommand == "fit" and has_logger and self.run_dir is not None:
-            callbacks.append(LearningRateMonitor())
-        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(objects))
+            added.append(ours.PredictionWriter())
+        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(config.trainer.callbacks))
         if config.trainer.enable_progress_bar is not False and not has_bar:
-            callbacks.append(EpochLines())
-        return callbacks
-
-    @override
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.ckpt_path}
+            added.append(ours.EpochLines())
+        return added
 
     def before_predict(self) -> None:
-        if self.ckpt_path is None:
+        if self.config_init[self.subcommand].ckpt_path is None:
             rank_zero_warn(f"{self.subcommand} without --ckpt_path: the weights are untrained.")
 
     before_test = before_validate = before_predict
@@ -191,36 +153,28 @@ class CLI(LightningCLI):
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
-            if self.trainer.is_global_zero and self.run_dir:
+            if self.trainer.is_global_zero:
                 print(f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}", flush=True)
             raise
 
     def after_fit(self) -> None:
         """Test the best checkpoint, and print the fingerprint of the trained weights and the book's closing line."""
-        if is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
+        if ours.is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
-        trained = fingerprint(self.model.parameters())
-        seconds = self.timer.seconds_per_epoch
-        best = self.best.best
-        self._tell_wandb(trained, best)
+        is_first = self.trainer.is_global_zero
+        trained, seconds, best = fingerprint(self.model.parameters()), self.timer.seconds_per_epoch, self.best.best
+        for logger in self.trainer.loggers:
+            if isinstance(logger, WandbLogger) and is_first:
+                logger.experiment.summary["fingerprint"] = trained
         metrics: dict[str, Any] = {}
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
-            if best is None and self.trainer.is_global_zero:
+            if best is None and is_first:
                 print("testing the last epoch: no metric says which one is the best", flush=True)
             tested = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True)
             metrics = dict(tested[0]) if tested else {}  # nothing with `--trainer.limit_test_batches=0`
-        if self.trainer.is_global_zero:
+        if is_first:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)
-
-    def _tell_wandb(self, trained: str, best: str | None) -> None:
-        logger = next((logger for logger in self.trainer.loggers if isinstance(logger, WandbLogger)), None)
-        if logger is None or not self.trainer.is_global_zero:
-            return
-        run, tracking = logger.experiment, self.config_init[self.subcommand].wandb
-        run.summary["fingerprint"] = trained
-        if tracking.log_model and not run.offline and (path := best or self.best.last_model_path):
-            upload_model(run, path, tracking.finish_timeout)
 
 
 def as_list(given: Any) -> list[Any]:

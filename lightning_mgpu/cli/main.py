@@ -1,20 +1,41 @@
-"""From arguments to a subcommand."""
+"""From arguments to a subcommand, without the messages of other packages that say nothing to a user."""
 
 import importlib
+import logging
 import os
+import re
 import signal
 import sys
+import warnings
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.cli.arguments import join, prepare, take_resume
-from lightning_mgpu.cli.console import quieten
-from lightning_mgpu.cli.errors import SWITCH, UsageError, one_line_errors
+from lightning_mgpu.cli.arguments import given_options, join, prepare, take_resume, with_defaults
+from lightning_mgpu.cli.errors import SWITCH, UsageError, did_you_mean, one_line_errors
+from lightning_mgpu.cli.help import RUNS, TOOLS, subcommands
 from lightning_mgpu.cli.lightning import CLI
-from lightning_mgpu.cli.subcommands import RUNS, subcommands, tools
-from lightning_mgpu.cli.suggest import did_you_mean
+from lightning_mgpu.cli.yaml_files import read_config
+from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.processes import leave_group
-from lightning_mgpu.runs.resume import FLAG
+from lightning_mgpu.runs.resume import FLAG, check_given
+
+# Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
+WARNINGS = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
+    r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
+    r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
+    r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
+    r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
+)
+# How the lines begin that say what the run header says better, or praise other products.
+INFO = (
+    *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to "),
+    *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
+    *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
+    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
+    "Finished batch size finder, will continue with full run",  # which it does not
+    "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
+)
 
 
 def run(args: list[str]) -> None:
@@ -23,19 +44,40 @@ def run(args: list[str]) -> None:
     sys.path.insert(0, os.getcwd())  # models of one's own are found here; `python -m` does the same
     with one_line_errors(SWITCH in args):
         subcommand, others = args[0], args[1:]
-        if subcommand in tools():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no process behind
-            tool = importlib.import_module(tools()[subcommand])
-            tool.main([argument for argument in others if argument != SWITCH])
-            return
-        if subcommand not in RUNS:
-            near = f"no subcommand {subcommand!r}: {did_you_mean(subcommand, subcommands())}"
-            told = "name a subcommand first." if subcommand.startswith("-") else near
+        if subcommand not in subcommands():
+            told = f"no subcommand {subcommand!r}. {did_you_mean(subcommand, subcommands())}"
             raise UsageError(f"{told} There are {', '.join(subcommands())}")
-        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
-        others, run_dir = take_resume(subcommand, join(others))
+        if subcommand in RUNS:
+            _run(subcommand, join(others))
+            return
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no process behind
+        importlib.import_module(TOOLS[subcommand]).main([argument for argument in others if argument != SWITCH])
+
+
+def _run(subcommand: str, args: list[str]) -> None:
+    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
+    others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
+    given, saved = given_options(others), {}
+    if run_dir:
+        check_given(run_dir, given)
         # the processes that `ddp` starts get these arguments, and must not choose another run
-        sys.argv[1:] = [subcommand, *others, *([f"{FLAG}={run_dir}"] if run_dir else [])]
-        CLI([subcommand, *prepare(subcommand, others, run_dir)], run_dir)
-        leave_group()
+        sys.argv[1:] = [subcommand, *others, f"{FLAG}={run_dir}"]
+        first = read_config(str(run_dir / "config.yaml"))
+    else:
+        if path := given.get("ckpt_path"):
+            saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
+        first = with_defaults(given, saved)
+    CLI([subcommand, *prepare(others, given, first)], run_dir, saved.get("model", {}))
+    leave_group()
+
+
+def quieten() -> None:
+    """Filter the messages above, and no others."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(
+                lambda record: not re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage()).startswith(INFO)
+            )

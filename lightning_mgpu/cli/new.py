@@ -10,22 +10,19 @@ A name longer than the old one makes some lines too long for ruff. `ruff check .
 """
 
 import argparse
-import keyword
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath
 
-from lightning_mgpu.cli.errors import ToolParser, UsageError
+from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 ROOMS = ("benchmark", "testing", "sweep", "book", "simulated")  # what --drop takes
 CLONE = Path(__file__).parents[2]
 MARK = re.compile(r"(?:#|<!--) room: (\w+)(?: -->)?")
-LICENSE = PurePath("LICENSE")  # names the authors, whatever the project is called
 NEXT = """\
-{count} files in {target}. Go on with:
+{target} is a project of your own. Go on with:
     cd {target} && git init && pip install -e ".[dev]"
     python -m {name} fit --config mode/debug.yaml
     ruff check --fix . && ruff format . && pytest -n 2
@@ -37,53 +34,35 @@ def main(arguments: Sequence[str]) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ToolParser(prog="python -m lightning_mgpu new", description=__doc__, formatter_class=formatter)
     parser.add_argument("target", type=Path, help="the new directory; its name is the package's name")
-    parser.add_argument("--drop", nargs="+", default=[], metavar="ROOM", help=f"what to leave out: {', '.join(ROOMS)}")
+    parser.add_argument("--drop", nargs="+", default=[], choices=ROOMS, help="what to leave out")
     args = parser.parse_args(arguments)
-    name = args.target.resolve().name
-    check(args.target, name, args.drop)
-    count = copy(tracked_files(), args.target, name, {*args.drop, "new"})
-    print(NEXT.format(count=count, target=args.target, name=name), end="")
-
-
-def check(target: Path, name: str, rooms: Iterable[str]) -> None:
-    if not (CLONE / ".git").exists() or not shutil.which("git"):
-        raise UsageError("new copies what git tracks, and this is no clone, or git is missing: run `new` in a clone")
+    target, name = args.target, args.target.resolve().name
+    if not (CLONE / ".git").exists():
+        raise UsageError("new copies what git tracks, and this is no clone: run `new` in a clone")
     if target.exists():
         raise UsageError(f"new {target}: it exists. Name a new directory")
-    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name) or keyword.iskeyword(name) or "mgpu" in name:
+    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name):
         raise UsageError(f"new {target}: {name} is no name for a package. Take small letters, digits and _: my_project")
-    if find_spec(name):
-        raise UsageError(f"new {target}: a package {name} is installed already. Choose another name")
-    if wrong := [room for room in rooms if room not in ROOMS]:
-        raise UsageError(f"new --drop {' '.join(wrong)}: what can be dropped is {', '.join(ROOMS)}")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True, check=True).stdout
+    for path in map(PurePath, listed.rstrip("\0").split("\0")):
+        copy(path, target, name, {*args.drop, "new"})
+    print(NEXT.format(target=target, name=name), end="")
 
 
-def tracked_files() -> list[PurePath]:
-    """What git tracks in this clone."""
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True)
-    if done.returncode:
-        raise UsageError(f"new copies what git tracks: {done.stderr.strip()}")
-    return [PurePath(name) for name in done.stdout.split("\0") if (CLONE / name).is_file()]
-
-
-def copy(paths: Iterable[PurePath], target: Path, name: str, rooms: Collection[str]) -> int:
-    """Write the files under their new names, without the rooms. Returns how many there are."""
-    count = 0
-    for path in paths:
-        if any(part.removesuffix(".py").removeprefix("test_") in rooms for part in path.parts):
-            continue
-        content = (CLONE / path).read_bytes()
-        if path != LICENSE and b"\0" not in content:
-            text = rename(without(content.decode(), rooms), name)
-            if content and not text:
-                continue
-            content = text.encode()
-        new = target / rename(str(path), name)
-        new.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(content)
-        shutil.copymode(CLONE / path, new)
-        count += 1
-    return count
+def copy(path: PurePath, target: Path, name: str, rooms: Collection[str]) -> None:
+    """Write a file under its new name, without the rooms; a file that belongs to a room is left out."""
+    if any(part.removesuffix(".py").removeprefix("test_") in rooms for part in path.parts):
+        return
+    content = (CLONE / path).read_bytes()
+    if path.name != "LICENSE" and b"\0" not in content:  # which names the authors, whatever the project is called
+        text = rename(without(content.decode(), rooms), name)
+        if content and not text:
+            return
+        content = text.encode()
+    new = target / rename(str(path), name)
+    new.parent.mkdir(parents=True, exist_ok=True)
+    new.write_bytes(content)
+    shutil.copymode(CLONE / path, new)
 
 
 def without(text: str, rooms: Collection[str]) -> str:

@@ -22,14 +22,12 @@ class Parser(LightningArgumentParser):
 
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"prog": "python -m lightning_mgpu", **kwargs})  # else __main__.py in `--model.help`
-
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Called for the arguments of every class."""
         before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))  # its older name
-        given = {name: value for part in (before, obj) if part for name, value in _as_dict(part).items()}
+        parts = [part if isinstance(part, dict) else vars(part) for part in (before, obj) if part]
+        given = {name: value for part in parts for name, value in part.items()}
         outer = self._named  # of the same class, around this one
         self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
         try:
@@ -52,10 +50,6 @@ class Parser(LightningArgumentParser):
         if isinstance(theclass, type) and issubclass(theclass, Logger) and "save_dir" in added:
             self.set_defaults(save_dir="")
         return added
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    return config if isinstance(config, dict) else vars(config)
 
 
 def _names_class(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Checkpoint files are checked before they are used: whole, a Trainer's, without code. They know their model."""
+"""Checkpoint files are checked before they are used: a Trainer's, without code. They know their model."""
 
 import pickle
-import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from lightning_mgpu.runs.errors import UsageError
 LAST = "last.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
-OF_A_MACHINE = ("root", "num_workers", "pin_memory")  # what a data module takes for the machine it runs on
 
 
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
@@ -20,10 +19,6 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:  # torch.save writes a CRC-32 of every tensor, torch.load reads none
-                if archive.testzip():
-                    raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
@@ -41,8 +36,25 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
-    config = dict(checkpoint.get(KEY, {}).get("config", {}))
-    if data := config.get("data"):
-        kept = {name: value for name, value in data.get("init_args", {}).items() if name not in OF_A_MACHINE}
-        config["data"] = {**data, "init_args": kept}
-    return config
+    return dict(checkpoint.get(KEY, {}).get("config", {}))
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """A nested configuration under the names of the command line, one row of a table.
+
+    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}` -> `{"model": "LeNet", "model.lr": 0.1}`.
+
+    The items of a list of mappings are numbered.
+    """
+    return dict(_items("", config))
+
+
+def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, item in value.items():
+        part = "" if name in ("class_path", "init_args") else f".{name}"  # which no flag has in its name
+        yield from _items(f"{key}{part}".lstrip("."), item)

@@ -1,9 +1,7 @@
 """One run, one directory: named before anything starts, made when the data are there and no mistake was found."""
 
-import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -28,17 +26,15 @@ def new_run_dir(config: Namespace) -> Path:
 
 def run_name(config: Namespace) -> str:
     """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`, to the millisecond, for runs started together."""
-    model = config.model.class_path.rpartition(".")[2]
     strategy = config.trainer.strategy
-    strategy = (strategy if isinstance(strategy, str) else strategy.class_path).rpartition(".")[2]
+    names = (config.model.class_path, strategy if isinstance(strategy, str) else strategy.class_path)
+    model, strategy = (name.rpartition(".")[2] for name in names)
     devices = str(config.trainer.devices).replace(" ", "")
-    now = datetime.now()
-    return f"{now:%Y-%m-%d_%H-%M-%S}-{now.microsecond // 1000:03}_{model}_{strategy}_{devices}"
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3] + f"_{model}_{strategy}_{devices}"
 
 
-@contextlib.contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Make a run directory if it is not there, and lock it until the end of the block."""
+def claim(run_dir: Path) -> int:
+    """Make a run directory if it is not there, and lock it; closing the file descriptor returned frees it."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,14 +42,13 @@ def claimed(run_dir: Path) -> Iterator[None]:
         raise UsageError(f"the run directory {run_dir} cannot be made: {reason}") from error
     directory = os.open(run_dir, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # of a network file system without locks
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{run_dir} is still running in another process: stop that one first") from None
-        yield
-    finally:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(directory)
+        raise UsageError(f"{run_dir} is still running in another process: stop that one first") from None
+    except OSError:
+        pass  # a network file system without locks
+    return directory
 
 
 def run_directory(trainer: Trainer) -> Path | None:

@@ -9,7 +9,6 @@ The file takes batches of any size. Before it is left there, its outputs are com
 import argparse
 import contextlib
 import io
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.errors import ToolParser, UsageError
@@ -32,26 +31,23 @@ Model = Callable[[Tensor], Tensor]
 
 def main(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu export`."""
-    parser = ToolParser(
-        "python -m lightning_mgpu export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--ckpt_path", type=os.path.expanduser, required=True, help="The checkpoint.")
-    parser.add_argument("--output", type=os.path.expanduser, required=True, help="The file to write: *.onnx or *.pt2.")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ToolParser("python -m lightning_mgpu export", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--ckpt_path", required=True, help="the checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write: *.onnx or *.pt2")
     options = parser.parse_args(args)
-    output = Path(options.output)
-    if output.suffix not in WRITERS:
-        raise UsageError(f"--output={output}: end the name in .onnx or .pt2, which says what to write")
+    if options.output.suffix not in WRITERS:
+        raise UsageError(f"--output={options.output}: end the name in .onnx or .pt2, which says what to write")
     model = load_model(options.ckpt_path)
     try:
-        difference = export(model, output)
+        difference = export(model, options.output)
     except Exception as error:  # whatever the exporters raise of a model they do not understand
         told = str(error).partition("\n")[0]
-        raise UsageError(f"{type(model).__name__} cannot be written as {output}: {told}") from error
-    print(f"{output}: {type(model).__name__}, batches of any size; ", end="")
-    print(f"largest difference from the model itself {difference:.1e}, over batches of {', '.join(map(str, SIZES))}")
+        raise UsageError(f"{type(model).__name__} cannot be written as {options.output}: {told}") from error
+    compared = (
+        f"largest difference from the model itself {difference:.1e}, over batches of {', '.join(map(str, SIZES))}"
+    )
+    print(f"{options.output}: {type(model).__name__}, batches of any size; {compared}")
 
 
 def load_model(ckpt_path: str) -> LightningModule:
@@ -84,17 +80,16 @@ def export(model: LightningModule, path: Path) -> float:
     return difference
 
 
-def write_exported_program(model: nn.Module, X: Tensor, path: Path) -> Model:
+def write_exported_program(model: LightningModule, X: Tensor, path: Path) -> Model:
     """Torch's own format: `torch.export.load(path).module()(X)`."""
     torch.export.save(torch.export.export(model, (X,), dynamic_shapes=BATCH), path)
     return torch.export.load(path).module()
 
 
-def write_onnx(model: nn.Module, X: Tensor, path: Path) -> Model:
+def write_onnx(model: LightningModule, X: Tensor, path: Path) -> Model:
     """ONNX with the input `X` and the output `logits`."""
     try:
         import onnxruntime
-        import onnxscript  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error}: pip install 'lightning-mgpu[export]'") from error
     names: dict[str, Any] = {"input_names": ["X"], "output_names": ["logits"]}
@@ -103,7 +98,4 @@ def write_onnx(model: nn.Module, X: Tensor, path: Path) -> Model:
     return lambda X: torch.from_numpy(session.run(None, {"X": X.numpy()})[0])
 
 
-WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Model]] = {
-    ".onnx": write_onnx,
-    ".pt2": write_exported_program,
-}
+WRITERS = {".onnx": write_onnx, ".pt2": write_exported_program}

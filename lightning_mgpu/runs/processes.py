@@ -9,23 +9,14 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-STOP_SECONDS = 30.0  # what a process may take to stop by itself on Ctrl-C
-
 
 def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
     """Run a command to its end, with its output in a file if one is given; returns its status.
 
-    On Ctrl-C, or any other exception, the command is told to stop, and killed after `STOP_SECONDS`.
+    On Ctrl-C, or any other exception, the command is killed with the processes it has started.
     """
     with process_group(command, stdout=output, stderr=output and subprocess.STDOUT) as process:
-        try:
-            process.wait()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGINT)
-                process.wait(STOP_SECONDS)
-            raise
-    return int(process.returncode)
+        return int(process.wait())
 
 
 @contextlib.contextmanager

@@ -3,36 +3,27 @@
     python -m lightning_mgpu fit --resume=last
     python -m lightning_mgpu fit --resume=runs/NAME --trainer.max_epochs=20
 
-The run's `config.yaml` is the configuration. Beside `--resume` stand only flags that do not change what is computed, or
-for how long.
+The run's `config.yaml` is the configuration. Model, data and checkpoints stay as they are.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import LAST, OF_A_MACHINE, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 FLAG = "--resume"
 RUNS = Path("runs")
-# how long, where and what is shown; a checkpoint goes on under any strategy and number of devices
-MAY_CHANGE = (
-    *(f"trainer.{name}" for name in ("accelerator", "strategy", "devices", "num_nodes", "plugins")),
-    *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")),
-    *(f"trainer.{name}" for name in ("enable_progress_bar", "profiler", "limit_test_batches", "logger")),
-    *(f"data.{name}" for name in OF_A_MACHINE),
-    *("wandb", "no-wandb", "malloc", "traceback", "print_config"),
-)
+OF_A_MACHINE = ("data.root", "data.num_workers", "data.pin_memory", "malloc")
+MAY_CHANGE = ("trainer", "wandb", "no-wandb", "traceback", "print_config", *OF_A_MACHINE)
 
 
 def find_run(name: str) -> Path:
     """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest."""
     if name != "last":
-        run_dir = Path(os.path.expanduser(name))
-        if not (run_dir / "config.yaml").is_file():
+        if not Path(name, "config.yaml").is_file():
             raise UsageError(f"{FLAG}={name}: no run directory, which has a config.yaml")
-        return run_dir
+        return Path(name)
     saved = list(RUNS.glob(f"*/checkpoints/{LAST}"))
     if not saved:
         raise UsageError(f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one")
@@ -42,22 +33,20 @@ def find_run(name: str) -> Path:
 def check_given(run_dir: Path, given: dict[str, Any]) -> None:
     """Refuse options that would make the run another one."""
     for key, value in given.items():
-        if not any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE):
+        if not f"{key}.".startswith(tuple(f"{name}." for name in MAY_CHANGE)):
             raise UsageError(
                 f"--{key}={value} would make {run_dir} another run: leave it out, or start a new run from its "
                 "checkpoint with --ckpt_path"
             )
 
 
-def choose_checkpoint(run_dir: Path, max_epochs: int | None = None) -> Path | None:
+def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     """The newest checkpoint; none if the run was stopped before its first epoch was over."""
-    last = run_dir / "checkpoints" / LAST
-    saved = [*([last] if last.exists() else []), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
+    saved = [*run_dir.glob(f"checkpoints/{LAST}"), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
     if not saved:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
-    checkpoint = read_checkpoint(path, to_train_on=True)
-    trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    trained = read_checkpoint(path, to_train_on=True)["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
-    return path
+    return str(path)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_mgpu.cli import subcommands
-from lightning_mgpu.cli.help import OPTIONS, short_help
+from lightning_mgpu.cli import help as cli_help
+from lightning_mgpu.cli.help import OPTIONS, short_help, subcommands
 from lightning_mgpu.cli.yaml_files import CONFIGS
 
 Config = Callable[..., dict[str, Any]]
@@ -49,20 +49,6 @@ def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], confi
     assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
 
 
-OWN = """
-from lightning_mgpu.models import LeNet
-
-class Letters(LeNet):
-    def __init__(self, num_classes: int = 26) -> None:
-        super().__init__(num_classes=num_classes)
-"""
-
-
-def test_a_class_of_ones_own_has_its_own_defaults(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "own_classes.py").write_text(OWN)  # found as the console script finds it, which is no `python -m`
-    assert config("fit", "--model=own_classes.Letters")["model"]["init_args"] == {"num_classes": 26}
-
-
 def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
     for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):
@@ -100,24 +86,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: pytest.C
 
 
 def test_a_room_that_is_gone_is_not_offered(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setitem(subcommands.TOOLS, "gone", "lightning_mgpu.no_such_room.cli")
-    assert {"fit", "export"} <= {*subcommands.subcommands()} and "gone" not in subcommands.subcommands()
+    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_room.cli")
+    assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
     assert main("gone") == 2
     assert "no subcommand 'gone'" in capfd.readouterr().err
-
-
-SEEN = """
-import sys
-from lightning_mgpu.__main__ import main
-main()
-print("jsonargparse" in sys.modules)
-sys.argv[1:] = ["fit", "--model=ResNett18"]
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_imports_nothing_else(command: Any) -> None:
-    """Help needs no parser of all options; short names are found."""
-    code, out, err = command.finish(command.start("fit", "--help", launcher=("-c", SEEN)), timeout=60)
-    assert out.endswith("False\n") and code == 2 and "did you mean ResNet18?" in err

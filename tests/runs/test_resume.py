@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.runs.directory import claimed
+from lightning_mgpu.runs.directory import claim
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics
 
 
@@ -82,8 +82,9 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
         assert f"{option} would make run another run" in capfd.readouterr().err
     assert fit("--resume=run", "--trainer.max_epochs=1") == 2
     assert "--trainer.max_epochs=1: run has trained 2 epochs already" in capfd.readouterr().err
-    with claimed(run):
-        assert fit("--resume=run") == 2
+    lock = claim(run)
+    assert fit("--resume=run") == 2
+    os.close(lock)
     assert "run is still running in another process" in capfd.readouterr().err
     assert all(path.read_bytes() == content for path, content in before.items())
 

@@ -1,0 +1,177 @@
+"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, from which `--resume` goes on.
+
+--checkpoint.save_top_k=3                         # and whatever else Lightning's ModelCheckpoint takes
+--checkpoint.monitor=val_loss
+
+`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged, stepped and
+validated. Nothing of an epoch in progress is kept. Every epoch begins with random numbers from the seed and the epoch
+alone, so that there is no state of generators to keep.
+"""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from typing_extensions import override
+
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST
+from lightning_mgpu.runs.csv_logger import csv_logger
+from lightning_mgpu.runs.errors import UsageError
+
+VAL_ACC = "val_acc"
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint` in the run directory, which watches `val_acc` wherever it is logged.
+
+    Args:
+        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on the test set, which
+            must not choose the model.
+        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best.
+        save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
+    """
+
+    def __init__(self, monitor: str | None = None, mode: str = "min", save_last: bool = True, **kwargs: Any) -> None:
+        by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
+        self.is_automatic = monitor is None and not by_step
+        if self.is_automatic:
+            monitor, mode = VAL_ACC, "max"
+        super().__init__(
+            dirpath=None,  # the run directory's, see setup
+            monitor=monitor,
+            mode=mode,
+            save_last=False,  # it would be saved at a new best alone
+            enable_version_counter=False,  # an epoch that is trained again after a kill replaces its file
+            **kwargs,
+        )
+        self.keep_last = save_last
+
+    @property
+    def best(self) -> str | None:
+        """The best checkpoint, if there is one. A kill may have come before its file was replaced."""
+        return self.best_model_path if Path(self.best_model_path).is_file() else None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        if self.is_automatic:
+            on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
+            if on_test_set or VAL_ACC not in trainer.callback_metrics:
+                return True
+        return super()._should_skip_saving_checkpoint(trainer)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the best of this run, wherever its directory was moved, and nothing of another run."""
+        here = Path(str(self.dirpath))
+        if (here / LAST).exists():
+            state = {**state_dict, "dirpath": self.dirpath}
+            for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                state[key] = str(here / Path(state[key]).name) if state[key] else ""
+            scores = state["best_k_models"].items()
+            state["best_k_models"] = {str(here / Path(path).name): score for path, score in scores}
+            super().load_state_dict(state)
+
+
+class LastCheckpoint(Callback):
+    """Saves `last.ckpt` after every epoch, and goes on from it.
+
+    It stands before all other callbacks: what they do at the start of an epoch belongs to the next one.
+    """
+
+    def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
+        self.best = best  # says where, and whether at all
+        self.seed = seed  # of the random numbers of a step, such as dropout's; null leaves them alone
+        self.config = config  # of model, data and seed, for every checkpoint
+        self._has_trained = False  # an epoch, in this process
+        self._starts_epoch = False  # the first one after a checkpoint
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not SLURMEnvironment.detect():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Lightning's would end with status 0
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
+            loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
+            if not all(hasattr(loader, "state_dict") for loader in loaders):
+                raise UsageError(
+                    "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: "
+                    "make it with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
+                )
+        if self._starts_epoch:  # Lightning would take the batches of the epoch before for those of this one
+            loop._restarting = loop.epoch_loop.restarting = False  # its setter knows better where max_steps is given
+            loop.reset_restart_stage()
+            loop.epoch_loop.reset_restart_stage()
+            self._starts_epoch = False
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_trained:
+            self._save(trainer)
+        self._has_trained = True
+        if self.seed is None:
+            return
+        # not by seed_everything: it would set PL_GLOBAL_SEED, from which data modules draw the order of all epochs
+        seed = self.seed + trainer.current_epoch
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one, which others draw from
+        torch.manual_seed(seed)
+        if trainer.fit_loop.is_resuming and trainer.current_epoch:
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # a DataLoader had drawn its order too early
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        logger = csv_logger(trainer)
+        checkpoint[KEY] = {"config": self.config, "metrics": logger.text() if logger else ""}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
+        if batches["is_last_batch"]:
+            loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
+            self._starts_epoch = epochs["completed"] == epochs["started"]
+        elif batches["total"]["ready"] and epochs["processed"] == epochs["ready"]:
+            raise UsageError(
+                "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
+                "predict and export take it"
+            )
+        for loader in loop["state_dict"].get("combined_loader", []):
+            if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
+                loader["num_yielded"] = batches["current"]["processed"]
+        if self._starts_epoch:
+            for counts in loop["epoch_progress"].values():
+                counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
+        is_of_this_run = Path(trainer.default_root_dir).resolve() in Path(str(trainer.ckpt_path)).resolve().parents
+        if is_of_this_run and (logger := csv_logger(trainer)):
+            logger.go_on(checkpoint[KEY]["metrics"])
+
+    def _save(self, trainer: Trainer) -> None:
+        """Write aside, sync, rename: `last.ckpt` is whole, or the one before."""
+        if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        last = Path(str(self.best.dirpath), LAST)
+        part = last.with_name(f".{LAST}.part")
+        self.best.last_model_path = str(last)
+        trainer.save_checkpoint(part, self.best.save_weights_only)
+        if trainer.is_global_zero:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, last)
