@@ -4,7 +4,7 @@ The minibatch is split over the devices. Every replica computes the gradient of 
 in each of them. Every replica updates itself.
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
-    python -m lightning_mgpu fit --trainer.strategy=ManualAllreduceStrategy \\
+    python -m lightning_mgpu fit --trainer.strategy=manual_allreduce \\
         --trainer.strategy.parallel_devices='[cpu, cpu, cpu]' --trainer.strategy.allreduce=my_module.my_allreduce
 """
 
