@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.aggregation import BaseAggregator, RunningMean
 
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.replicas import MISSING, Replicas
@@ -112,20 +112,22 @@ class Recorder:
 
     def _for_the_shard(self, metric: Any, key: Key, args: Any, kwargs: Any) -> Any:
         """What `forward` answers a replica. NaN where the shard has too few samples."""
-        copied = self._copies[id(metric)][1]
-        copied.reset()
-        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
-        if home in kinds:  # not on the CPU, by the user
-            copied.to(self.replicas.module.device)
         value: Any = None
         with suppress(Exception):
-            value = copied(*args, **kwargs)
+            value = self._blank(metric)(*args, **kwargs)
         if value is None:
             names = metric.keys() if isinstance(metric, MetricCollection) else ()
             value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
             self._sources[id(part)] = key, name, part
         return value
+
+    def _blank(self, metric: Any) -> Any:
+        """A copy without samples."""
+        copied = self._copies[id(metric)][1]
+        copied.reset()
+        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
+        return copied.to(self.replicas.module.device) if home in kinds else copied  # on the CPU, by the user
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
@@ -181,13 +183,18 @@ class Recorder:
         device = self.replicas.devices[0]
         if (joined := _joined(calls, sizes, device)) is not None:
             return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
-        if method == "forward":
-            raise RuntimeError(
-                f"{type(metric).__name__}(...) in a step has arguments that are numbers, or of other shapes for each "
-                "shard. Call its update() instead, and log the metric."
-            )
+        copied = self._blank(metric)  # for the value of this batch alone
         for call in calls:
-            metric.update(*move_data_to_device(call.args, device), **move_data_to_device(call.kwargs, device))
+            args, kwargs = move_data_to_device((call.args, call.kwargs), device)
+            metric.update(*args, **kwargs)
+            if method == "forward":
+                copied.update(*args, **kwargs)
+        if method == "update":
+            return None
+        for part, its_copy in zip(metric.modules(), copied.modules()):
+            if isinstance(part, Metric):
+                part._forward_cache = its_copy.compute()  # private: what is logged of the step
+        return copied.compute()
 
 
 def find_metrics(module: nn.Module) -> list[Any]:
@@ -230,10 +237,11 @@ def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
     """The arguments for the whole batch. None if they cannot be put together."""
     given = [{**dict(enumerate(call.args)), **call.kwargs} for call in calls]
-    if any(map(_is_number, leaves(given))):
+    columns = {name: [each.get(name) for each in given] for name in given[0]}
+    if any(all(map(_is_number, leaves(parts))) for parts in columns.values()):
         return _aggregated(calls, sizes, device)
     try:
-        joined = {name: gather([each.get(name) for each in given], sizes, device, are_rows=True) for name in given[0]}
+        joined = {name: gather(parts, sizes, device, are_rows=True) for name, parts in columns.items()}
     except ValueError:
         return None
     return [joined.pop(n) for n in range(len(calls[0].args))], joined
@@ -241,13 +249,14 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
 
 def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
     """The numbers of the shards for an aggregator, and their weights where it is a mean."""
-    given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
+    metric, given = calls[0].metric, [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
     values = [torch.as_tensor(each.get("value", ()), device=device) for each in given]
-    if not isinstance(calls[0].metric, BaseAggregator) or any(value.ndim for value in values):
+    if not isinstance(metric, (BaseAggregator, RunningMean)) or any(value.ndim for value in values):
         return None
+    if not isinstance(metric, (MeanMetric, RunningMean)):
+        return [torch.stack(values)], {}
     weights = [each.get("weight", size / sum(sizes)) for each, size in zip(given, sizes)]
-    is_mean = isinstance(calls[0].metric, MeanMetric)
-    return [torch.stack(values), *([torch.as_tensor(weights, device=device)] if is_mean else [])], {}
+    return [torch.stack(values), torch.as_tensor(weights, device=device)], {}
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

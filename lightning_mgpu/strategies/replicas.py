@@ -95,6 +95,8 @@ class Replicas:
         """Copy the first replica's parameters to the others if somebody has edited one, or may have."""
         for original, *others in self.parameters:
             for other in others:
+                if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
+                    vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
         if self.is_stale or self.may_be_edited or self._marks != self._find_marks():

@@ -178,3 +178,16 @@ def test_backward_hooks_of_layers(assert_parity, hook):
         self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
 
     assert_parity(type("Module", (Regression,), {hook: register}))
+
+
+def test_attributes_of_weights(assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            for n, parameter in enumerate(self.parameters()):
+                parameter.decay = 0.01 * n
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) + sum(getattr(p, "decay", 0) * p.square().sum() for p in self.parameters())
+
+    assert_parity(Module)

@@ -86,6 +86,16 @@ def test_a_metric_that_needs_more_samples_than_a_shard_has(assert_logs_alike, ma
     assert_logs_alike(step, make)
 
 
+@pytest.mark.parametrize("way", [update, forward])
+def test_squeezed_arguments(assert_logs_alike, way):
+    """Those of a shard of one sample have no dimension left."""
+
+    def step(module, stage, X, y, batch_idx):
+        way(module, f"{stage}_error", module.metric[f"on_{stage}"], X[:, 0].squeeze(), X[:, 1].squeeze())
+
+    assert_logs_alike(step, for_stages(tm.MeanSquaredError))
+
+
 class Ratio(tm.Metric):
     """A user's own metric, fed with sums and counts."""
 
@@ -150,6 +160,7 @@ AGGREGATORS = {
     "count": (tm.SumMetric, lambda x: (len(x),)),
     "max of rows": (tm.MaxMetric, lambda x: (x,)),
     "min of rows": (tm.MinMetric, lambda x: (x,)),
+    "running mean": (lambda: tm.RunningMean(window=2), lambda x: (x.mean(),)),
 }
 
 

@@ -39,6 +39,7 @@ NAMES = {  # who has it, outside of a run
     "_optimizer_step_post_hooks": SGD,
     "_device": LightningModule(),
     "_LightningModule__to_tensor": LightningModule,
+    "_forward_cache": F1,
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),
 }
 IN_A_RUN = ["_results", "strategy._layer_sync", "strategy._lightning_optimizers"]  # of a Trainer
