@@ -7,6 +7,7 @@ each in its turn. Then the gradients are reduced. Whoever looks at a gradient af
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Gradients:
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
         self.is_checked = False  # that the sums are equal, in this epoch
         self.are_reduced = False  # by the backward pass that runs
+        self._known: list[tuple[Tensor | None, int]] = []  # all gradients, and versions, when the replicas' were equal
 
     def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and reduces the replicas' gradients.
@@ -58,6 +60,7 @@ class Gradients:
         self.replicas.copy_edited()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
         before = [copies[0].grad for copies in parameters]
+        self._known.clear()  # nothing holds the old ones
         for param in (param for copies in parameters for param in copies):
             param.grad = None
         with _no_hooks(parameters):
@@ -78,10 +81,14 @@ class Gradients:
                 torch.autograd.backward(loss, parts[i], keep_graph)
 
     def _reduce(self) -> None:
-        """Reduce the gradients. Where a replica has none it counts as zero."""
+        """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
         gradients: dict[str, list[Tensor]] = {}
         for name, copies in self.replicas.copies.items():
-            if any(param.grad is not None for param in copies):
+            parts = [param.grad for param in copies if param.grad is not None]
+            if any(part.is_sparse for part in parts):
+                copies[0].grad = reduce(torch.add, [part.to(copies[0].device) for part in parts])
+                self._copy(copies)
+            elif parts:
                 every = [torch.zeros_like(param) if param.grad is None else param.grad for param in copies]
                 for param, gradient in zip(copies, every):
                     param.grad = gradient
@@ -114,17 +121,32 @@ class Gradients:
                 original.grad = old
         if added:
             torch.autograd.backward([original for original, _ in added], [gradient for _, gradient in added])
-        if not self.sums_everywhere:  # nobody needs the others'
+        is_manual = not self.replicas.module.automatic_optimization
+        if not (self.sums_everywhere or is_manual):  # nobody needs the others'
             for other in (other for copies in parameters for other in copies[1:]):
                 other.grad = None
-        elif added or any(old is not None for old in before):
-            self.copy(parameters)
+        elif is_manual or added or any(old is not None for old in before):
+            self.copy_changed()
+        else:
+            self._known = self._versions()
 
-    def copy(self, parameters: Sequence[Sequence[Tensor]]) -> None:
-        """Give the replicas the first one's gradients of these parameters."""
-        for original, *others in parameters:
-            for other in others:
-                other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
+    def copy_changed(self) -> None:
+        """Give the replicas the first one's gradients if somebody has changed one: clipping, `zero_grad` or a hook."""
+        known, now = self._known, self._versions()
+        is_known = len(known) == len(now) and all(a is b and n == m for (a, n), (b, m) in zip(known, now))
+        if self.replicas.may_be_edited or not is_known:
+            for copies in self.replicas.parameters:
+                self._copy(copies)
+            self._known = self._versions()
+
+    def _copy(self, copies: Sequence[Tensor]) -> None:
+        original, *others = copies
+        for other in others:
+            other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        gradients = [param.grad for copies in self.replicas.parameters for param in copies]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def check_manual(self, active: Sequence[int]) -> None:
         """Refuse gradients that differ: replicas may have edited them, or computed them, themselves."""
@@ -139,8 +161,8 @@ class Gradients:
 
 def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are the same numbers, NaN too, on whatever devices."""
-    if tensor is None or other is None:
-        return tensor is other
+    if tensor is None or other is None or tensor.is_sparse:  # torch's sum
+        return (tensor is None) == (other is None)
     other = other.to(tensor.device)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 

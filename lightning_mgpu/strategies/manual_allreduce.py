@@ -69,8 +69,7 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        if self.replicas.module.trainer.gradient_clip_val or not self.gradients.are_reduced:  # by this step
-            self.gradients.copy(self.replicas.parameters)
+        self.gradients.copy_changed()  # by clipping
         self.own_updates = self.updates.repeat(optimizer)
         if not self.own_updates:
             self.replicas.copy_parameters()

@@ -6,9 +6,8 @@ logged values joined with the shards' sizes as weights, metrics updated with the
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -150,8 +149,9 @@ class Recorder:
     # Done
 
     def _replay(self) -> None:
+        """The metrics' calls go first: what is logged of them may have come before, in a replica that made no call."""
         self.is_recording = False
-        for key, by_replica in self._calls.items():
+        for key, by_replica in sorted(self._calls.items(), key=lambda item: isinstance(item[0][0], str)):
             calls, sizes = list(by_replica.values()), [self.sizes[i] for i in by_replica]
             if calls[0].method == "log":
                 self._do_log(*key[:2], calls, sizes)
@@ -198,18 +198,25 @@ class Recorder:
 
 
 def find_metrics(module: nn.Module) -> list[Any]:
-    """Every metric and collection, those in plain lists and dicts, too."""
+    """Every metric and collection, those in plain lists, dicts and objects, too."""
     found: dict[int, Any] = {}
     for owner in module.modules():
         if isinstance(owner, METRICS):
             found[id(owner)] = owner
         elif not type(owner).__module__.startswith("torch."):
-            values = [
-                v for name, v in vars(owner).items() if isinstance(v, (list, tuple, dict)) and name not in BUILT_IN
-            ]
-            kept = [leaf for leaf in islice(leaves(values), 1000) if isinstance(leaf, METRICS)]
-            found |= {id(part): part for each in kept for part in each.modules() if isinstance(part, METRICS)}
+            values = [value for name, value in vars(owner).items() if name not in BUILT_IN]
+            found.update({id(metric): metric for metric in _metrics_in(values)})
     return list(found.values())
+
+
+def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        yield from (part for part in value.modules() if isinstance(part, METRICS))
+    elif depth:
+        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        items = value if isinstance(value, (list, tuple)) else mapping.values()
+        for item in list(items)[:100]:
+            yield from _metrics_in(item, depth - 1)
 
 
 def _blank_copy(metric: Any) -> Any:
@@ -255,7 +262,9 @@ def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.devic
         return None
     if not isinstance(metric, (MeanMetric, RunningMean)):
         return [torch.stack(values)], {}
-    weights = [each.get("weight", size / sum(sizes)) for each, size in zip(given, sizes)]
+    weights = [each.get("weight", 1.0) for each in given]
+    if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
+        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
     return [torch.stack(values), torch.as_tensor(weights, device=device)], {}
 
 

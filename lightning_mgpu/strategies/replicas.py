@@ -64,8 +64,7 @@ class Replicas:
         The number names the step. Replicas that meet in it have lists and dicts of their own.
         """
         self.streams.begin(*number)
-        shared = {part for each in self.module.modules() if isinstance(each, SHARED) for part in each.modules()}
-        named = list(self.module.named_modules(shared))
+        named = list(self.module.named_modules({each for each in self.module.modules() if isinstance(each, SHARED)}))
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
@@ -211,10 +210,10 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
 def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
     """Refuse layers that replicas would train wrongly, in one line with the fix."""
     for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and (layer.max_norm is not None or layer.sparse):
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise MisconfigurationException(
-                f"{name}: {type(layer).__name__} edits its weights in `forward` by max_norm=, or has gradients with "
-                "sparse=True, which are no dense tensors: leave both out, or use one device."
+                f"{name}: {type(layer).__name__}(max_norm=...) edits its weights in `forward`: each replica would edit "
+                "others. Use one device, or shorten the rows in `on_train_batch_start`."
             )
         is_compiled = isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
         if sync_batchnorm and is_compiled and any(isinstance(part, _BatchNorm) for part in layer.modules()):

@@ -87,9 +87,11 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
 
 def find_batch_size(batch: Any) -> int | None:
     """The number of samples in a batch; `None` if it cannot be split."""
+    if any(_is_opaque(leaf) for leaf in leaves(batch)):
+        return None
     lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Array) and leaf.ndim}
     sizes = lengths - {1} or lengths
-    if len(sizes) != 1 or 0 in sizes or any(_is_opaque(leaf) for leaf in leaves(batch)):
+    if len(sizes) != 1 or 0 in sizes:
         return None
     size = sizes.pop()
     return None if any(_is_ambiguous(item, size) for item in items_of(batch) or []) else size
@@ -199,7 +201,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         names = dict.fromkeys(name for output in outputs for name in output)
         return {name: gather([output.get(name) for output in outputs], sizes, device, are_rows) for name in names}
     items = [items_of(output) or [] for output in outputs]
-    if items[0] and len({len(each) for each in items}) == 1:
+    if items_of(first) is not None and len({len(each) for each in items}) == 1:
         return like(first, [gather(parts, sizes, device, are_rows) for parts in zip(*items)])
     return [bring_home(output, device) for output in outputs]
 

@@ -120,7 +120,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.recorder = Recorder(self.replicas, self.lockstep)
         self._is_set_up = True
         if self.is_split:
-            check_layers(self.lightning_module, sync_batchnorm=self._layer_sync is not None)
+            self._start_anew()
         super().setup(trainer)
 
     @override
@@ -190,14 +190,14 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         def step(i: int) -> Any:
             return getattr(module, name)(send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
-        self.updates.begin(self.optimizers if trains else ())
-        self.gradients.are_reduced = False
-        replicas.may_be_edited = self.updates.may_edit
+        optimizers = self.optimizers if trains else []
+        replicas.may_be_edited = self.updates.find_hooks(optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
-            if is_manual:
-                self.gradients.copy(replicas.parameters)  # a step may look at them
+            self.updates.begin(optimizers)
+            if trains:
+                self.gradients.copy_changed()  # a step may look at them
             if meet:
                 with meetings(self, self.updates.optimizers), self._synchronized():
                     outputs = self.lockstep.run(step, list(self.sizes))
@@ -255,7 +255,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         if not self.gradients.are_reduced:
             raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         if not self._is_automatic:
-            self.gradients.copy(self.replicas.parameters)  # the module's own `backward` may have edited the first one's
+            self.gradients.copy_changed()  # by the module's own `backward`
         self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 
@@ -268,6 +268,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         result = step(closure, **kwargs)
         self.update_replicas(optimizer)
+        if not self._is_automatic:
+            self.gradients.copy_changed()  # by the optimizer, or by unscaling
         return result
 
     # Around steps, where somebody may edit weights and the optimizers' states
@@ -277,6 +279,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             self.replicas.is_stale = True
             self.gradients.is_checked = False
             self.updates.start_anew()
+            check_layers(self.replicas.module, sync_batchnorm=self._layer_sync is not None)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

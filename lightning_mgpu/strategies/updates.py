@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -33,21 +34,26 @@ class Updates:
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
-        self.may_edit = False  # whether a hook of the user's may edit weights or gradients unseen
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
+    def find_hooks(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether a hook of the user's may edit weights or gradients unseen, now or between steps."""
+        module = self.replicas.module
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
+        has_hooks = any(getattr(optimizer, name, None) for optimizer in optimizers for name in names)
+        return has_hooks or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
+
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
-        self.optimizers, module = optimizers, self.replicas.module
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        # private names of torch; the former run before the closure
-        edits: list[Any] = [each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers]
-        edits += [_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT]
-        self.may_edit = any(edits)
+        self.optimizers = optimizers
         for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
+                own = type(optimizer).__name__
+                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
             if optimizer not in self._repeated:
                 self._states[optimizer] = self._copies_of_state(optimizer)
 
@@ -106,7 +112,7 @@ class Updates:
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
-            and not self.may_edit
+            and not self.replicas.may_be_edited
             and getattr(module.trainer.precision_plugin, "scaler", None) is None
             and type(optimizer).__module__.startswith("torch.optim")
             and not isinstance(optimizer, LBFGS)

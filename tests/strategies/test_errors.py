@@ -184,9 +184,24 @@ def test_an_allreduce_of_ones_own(assert_parity):
     assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)
 
 
+class Stepper:
+    """What Lightning takes for an optimizer."""
+
+    def __init__(self, module):
+        self.param_groups, self.state, self.defaults = [{"params": [*module.parameters()], "lr": 0.1}], {}, {}
+
+    def step(self, closure=None):
+        return closure()
+
+    def zero_grad(self, *_):
+        pass
+
+    state_dict = load_state_dict = zero_grad
+
+
 REFUSED = {  # what is said of modules that several devices would train wrongly
-    "edits its weights in `forward` by max_norm=": lambda: Regression(nn.Embedding(3, 3, max_norm=1.0)),
-    "has gradients with sparse=True": lambda: Regression(nn.Sequential(nn.Embedding(3, 3, sparse=True))),
+    "(max_norm=...) edits its weights": lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))),
+    "Stepper is no torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
 }
 
 

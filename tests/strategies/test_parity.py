@@ -52,6 +52,15 @@ def tied():
     return module
 
 
+class SparselyEmbedded(Regression):
+    def __init__(self):
+        super().__init__(nn.Embedding(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05))
+
+    def loss(self, batch):
+        X, y = batch
+        return F.mse_loss(self.net((X.abs() * 4).long().clamp(max=11)).sum(1), y)
+
+
 class Recurrent(Regression):
     def __init__(self):
         super().__init__(nn.LSTM(2, 5, batch_first=True))
@@ -96,6 +105,7 @@ MODELS = {
     "tied": tied,
     "spectral norm": net(lambda: spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
     "instance norm": net(lambda: nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten, lambda: nn.Linear(6, 3)),
+    "sparse embedding": SparselyEmbedded,
     "lstm": Recurrent,
     "another LightningModule inside": lambda: Regression(Inner()),
     "scripted layers": scripted,
