@@ -245,7 +245,7 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
     """The arguments for the whole batch. None if they cannot be put together."""
     given = [{**dict(enumerate(call.args)), **call.kwargs} for call in calls]
     columns = {name: [each.get(name) for each in given] for name in given[0]}
-    if any(all(map(_is_number, leaves(parts))) for parts in columns.values()):
+    if any(all(map(_is_number, found)) for parts in columns.values() if (found := list(leaves(parts)))):
         return _aggregated(calls, sizes, device)
     try:
         joined = {name: gather(parts, sizes, device, are_rows=True) for name, parts in columns.items()}
@@ -257,8 +257,10 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
 def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
     """The numbers of the shards for an aggregator, and their weights where it is a mean."""
     metric, given = calls[0].metric, [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
-    values = [torch.as_tensor(each.get("value", ()), device=device) for each in given]
-    if not isinstance(metric, (BaseAggregator, RunningMean)) or any(value.ndim for value in values):
+    if not isinstance(metric, (BaseAggregator, RunningMean)):
+        return None
+    values = [torch.as_tensor(each["value"], device=device) for each in given]
+    if any(value.ndim for value in values):
         return None
     if not isinstance(metric, (MeanMetric, RunningMean)):
         return [torch.stack(values)], {}

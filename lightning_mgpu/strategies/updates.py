@@ -40,12 +40,13 @@ class Updates:
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
     def find_hooks(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether a hook of the user's may edit weights or gradients unseen, now or between steps."""
+        """Whether weights or gradients may be edited unseen: by a hook of the user's, or by a GradScaler."""
         module = self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
-        has_hooks = any(getattr(optimizer, name, None) for optimizer in optimizers for name in names)
-        return has_hooks or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
+        hooks: list[Any] = [getattr(module.trainer.precision_plugin, "scaler", None)]
+        for optimizer in optimizers:  # private names; the former precede the closure
+            hooks += [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+        return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
@@ -113,7 +114,6 @@ class Updates:
         return (
             module.automatic_optimization
             and not self.replicas.may_be_edited
-            and getattr(module.trainer.precision_plugin, "scaler", None) is None
             and type(optimizer).__module__.startswith("torch.optim")
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
