@@ -21,6 +21,7 @@ from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.replicas import Replicas
 
 OURS = ("lightning.", "lightning_mgpu.")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
 MAY_EDIT = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
     *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
@@ -44,8 +45,7 @@ class Updates:
         module = self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         hooks: list[Any] = [getattr(module.trainer.precision_plugin, "scaler", None)]
-        for optimizer in optimizers:  # private names; the former precede the closure
-            hooks += [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+        hooks += [getattr(optimizer, name, None) for optimizer in optimizers for name in STEP_HOOKS]
         return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:

@@ -54,6 +54,13 @@ def test_resumed(run, make, before, after):
         assert_close(resumed.state_dict(), whole.state_dict())
 
 
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+def test_replicas_update_themselves_after_a_resume(run):
+    """With the states of the checkpoint from the first step on."""
+    run(lambda: Regression(optimizer=adamw), 2)
+    run(lambda: Regression(optimizer=adamw), 2, "2/step=6.ckpt", own_updates=True)
+
+
 def test_resumed_under_another_strategy(run, engine):
     whole = run(lambda: Regression(optimizer=adamw), 2)
     other = make_strategy(DP if engine == MANUAL else MANUAL)

@@ -44,6 +44,19 @@ def test_what_was_not_used_has_no_gradient(train):
     assert seen == ([[False] * 4] + [[True, True, False, False]] * 3) * 2
 
 
+class LooksAtTheLast(Regression):
+    def training_step(self, batch, batch_idx):
+        norms = [0 if parameter.grad is None else parameter.grad.norm() for parameter in self.parameters()]
+        self.log("norm", sum(norms))
+        return self.loss(batch) * (1 + sum(norms))
+
+
+@ACCUMULATE
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_step_that_looks_at_the_gradient_before(assert_parity, clip, accumulate):
+    assert_parity(LooksAtTheLast, gradient_clip_val=clip, accumulate_grad_batches=accumulate)
+
+
 class ClipsItself(Regression):
     """An edit of `.data` leaves no trace."""
 

@@ -66,6 +66,16 @@ def test_computed_in_a_step(assert_logs_alike, logged, engine, is_locked):
             logged(2, step, make)
 
 
+def test_some_shards_have_nothing_for_a_metric(assert_logs_alike):
+    def step(module, stage, X, y, batch_idx):
+        metric = module.metric[f"on_{stage}"]
+        if (kept := y == 0).any():
+            metric(module.probabilities(X)[kept], y[kept])
+        module.log(f"{stage}_accuracy", metric, on_step=True, on_epoch=True)
+
+    assert_logs_alike(step, for_stages(METRICS["accuracy"]))
+
+
 def test_a_returned_value_is_the_shards(assert_logs_alike):
     """What is computed with it is exact where the metric is a mean over samples."""
 

@@ -7,6 +7,7 @@ from tiny_runs import Manual, Regression, a_loader, assert_close, batch_norm_net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 
 def net2d(norm=nn.BatchNorm2d, **options):
@@ -38,6 +39,18 @@ class Activated(nn.BatchNorm2d):
 def test_a_layer_of_ones_own_synchronised(assert_parity):
     """In accumulation windows, too."""
     assert_parity(lambda: Regression(net2d(Activated)), val=True, accumulate_grad_batches=2, **IMAGES)
+
+
+def test_a_layer_that_a_metric_holds_too(assert_parity):
+    """As FID's features: it is the module's, and has replicas."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(batch_norm_net())
+            self.metric = MeanMetric()
+            self.metric.features = self.net
+
+    assert_parity(Module, (3,), sync_batchnorm=True, limit_train_batches=3)
 
 
 def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):

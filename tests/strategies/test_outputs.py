@@ -23,6 +23,8 @@ PREDICTIONS = {
     "dataclass": lambda Z, names: Sample(Z, names),
     "array": lambda Z, names: Z.cpu().numpy(),
     "nothing": lambda Z, names: None,
+    "nothing found": lambda Z, names: [],
+    "nothing inside": lambda Z, names: {"Z": Z, "found": (), "meta": {}},
     "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
     "tokens": lambda Z, names: Z.reshape(-1),
 }

@@ -62,6 +62,22 @@ def test_scaled_gradients(assert_parity, fused, base, clip):
     assert scales[0] < 2.0**8 * 64.0**8 and len(set(scales)) == 1
 
 
+def test_two_optimizers_of_one_backward_pass(assert_parity):
+    """The first one's step unscales its gradients."""
+
+    class Module(in_single(Manual)):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
+
+    assert_parity(Module, tolerance=0.03, plugins=lambda: [Scaled()])
+
+
 def test_a_skipped_step_changes_nothing(train):
     """One replica's gradient overflows, so the sum does."""
 
