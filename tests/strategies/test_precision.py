@@ -67,10 +67,10 @@ def test_two_optimizers_of_one_backward_pass(assert_parity):
 
     class Module(in_single(Manual)):
         def training_step(self, batch, batch_idx):
+            self.zero_grad()
             self.manual_backward(self.loss(batch))
             for optimizer in self.optimizers():
                 optimizer.step()
-                optimizer.zero_grad()
 
         def configure_optimizers(self):
             return [optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
