@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_mgpu.benchmark import cli, steps, time_to_accuracy
+from lightning_mgpu.benchmark.exchange import LIMIT
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.benchmark.steps import train_batch
@@ -79,15 +80,22 @@ def test_two_stretches_after_the_warm_up() -> None:
 
 @pytest.mark.slow
 def test_report(command: Callable, tmp_path: Path) -> None:
-    options = ("--only=steps", "--repeats=1", "--run_dir=bench", "--strategies", "ddp")
-    code, out, err = command("benchmark", *SMALL, *options, timeout=280)
+    """Of the steps, and of the allreduce alone; an algorithm of one's own is measured, too."""
+    (tmp_path / "mine.py").write_text("from lightning_mgpu.allreduce import ring_allreduce as ring\n")
+    sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--algorithms", "mine.ring")
+    options = ("--repeats=1", "--run_dir=bench", "--strategies", "ddp")
+    code, out, err = command("benchmark", *SMALL, *sizes, *options, timeout=280)
     assert code == 0, err
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["exchange"] == []
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
-    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
-    assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
+    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == ["mine.ring", LIMIT]
+    for result in report["exchange"]:
+        [found] = result["repeats"]
+        assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
+        assert all(0 < case["2"] < 10 for case in found.values())
+    assert (tmp_path / "bench" / "benchmark.md").read_text() in out and "**The allreduce alone: LeNet, flat**" in out
+    assert {path.name for path in (tmp_path / "bench").glob("*.png")} == {"parts_LeNet.png", "exchange.png"}
 
 
 def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +109,8 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
     assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
-    assert (given.models, given.repeats, given.num_steps) == (["ResNet18"], 5, 10)
+def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cli.parse(["--devices", "1"]).devices == [1]
     with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
         cli.parse(["--quick"])
 
@@ -130,7 +135,6 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
         (["--devices", "0"], ["--devices: 0: take a number above 0"]),
-        (["--run_di=x"], ["unrecognized arguments: --run_di=x"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
     ],
 )

@@ -1,8 +1,5 @@
-"""The allreduce functions alone: what is called, the table and the picture."""
+"""The allreduce functions alone: what is called, and the table."""
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,20 +37,3 @@ def test_a_ratio_is_that_of_one_repeat() -> None:
     lines = exchange_tables(results)
     assert lines[1] == "**The allreduce alone: 4 kB**" and "| ring | 2.000 | 2.00 | 2.00 |" in lines
     assert "| tree |  |  |  |" in lines and lines[-1] == "\nNot measured: tree: no."
-
-
-@pytest.mark.slow
-def test_functions_in_real_processes(command: Callable, tmp_path: Path) -> None:
-    sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--repeats=1")
-    (tmp_path / "mine.py").write_text("from lightning_mgpu.allreduce import ring_allreduce as ring\n")
-    names = ["textbook", "mine.ring"]
-    code, out, err = command("benchmark", "--only=exchange", "--run_dir=bench", *sizes, "--algorithms", *names)
-    assert code == 0, err
-    report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["results"] == [] and (tmp_path / "bench" / "exchange.png").read_bytes().startswith(b"\x89PNG")
-    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == [*names, LIMIT]
-    for result in report["exchange"]:
-        [found] = result["repeats"]
-        assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
-        assert all(0 < case["2"] < 10 for case in found.values())
-    assert "**The allreduce alone: LeNet, flat**" in out

@@ -44,28 +44,22 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
     samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
     trainer, model = make_trainer(callbacks=[PredictionWriter()]), Regression()
 
-    def written() -> list[list[str]]:
-        return [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]
-
     model.is_flat = True
     trainer.predict(model, DataLoader(samples, 5, shuffle=True))
-    assert written() == [["index", "prediction"], *([str(i), str(4 * i)] for i in range(23))]
+    wanted = ["index,prediction", *(f"{i},{4 * i}" for i in range(23))]
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     model.is_flat = False
     trainer.predict(model, DataLoader(samples, 5))
-    head, *rows = written()
-    assert head == ["index", "prediction(0)", "prediction(1)"]
-    assert rows == [[str(i), str(4 * i), str(4 * i + 1)] for i in range(23)]
+    wanted = ["index,prediction(0),prediction(1)", *(f"{i},{4 * i},{4 * i + 1}" for i in range(23))]
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
         trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
 
 
-@pytest.mark.parametrize("change", [lambda labels: labels[::2], lambda labels: labels.sum(), list])
-def test_a_model_without_a_row_a_sample_is_told_so(
-    change: Callable, make_data: Callable, make_trainer: Callable, tmp_path: Path
-) -> None:
+def test_a_model_without_a_row_a_sample_is_told_so(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
     class Bare(LeNet):
         def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-            return {"label": change(batch[1])}
+            return {"label": batch[1][::2]}
 
     with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Bare\.predict_step that"):
         make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())

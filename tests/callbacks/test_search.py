@@ -45,16 +45,13 @@ FALLS_THEN_EXPLODES = [2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.
 
 
 def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
+    """A flat or exploding loss has none."""
     lr = suggestion(RATES, FALLS_THEN_EXPLODES)
     assert lr == RATES[50]
     low, high = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0].get_ylim()
     assert 1 < low < high < 4  # the explosion does not squeeze the rest
-
-
-@pytest.mark.parametrize("losses", [[2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]])
-def test_a_flat_or_exploding_loss_has_no_suggestion(losses: list[float]) -> None:
-    assert suggestion(RATES, losses) is None
-    assert draw(RATES[: len(losses)], losses, None)
+    for losses in ([2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]):
+        assert suggestion(RATES, losses) is None
 
 
 SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
