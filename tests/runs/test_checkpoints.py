@@ -44,9 +44,6 @@ def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_pat
     assert fit("--trainer.devices=1", "--data.val_size=0", "--trainer.max_epochs=1", "--run_dir=a") == 0
     assert "testing the last epoch" in capfd.readouterr().out
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["last.ckpt"]
-    none = ("--checkpoint.save_last=false", "--checkpoint.save_top_k=0", "--trainer.limit_test_batches=0")
-    assert fit("--trainer.devices=1", *none, "--trainer.max_epochs=1", "--run_dir=b") == 0
-    assert not list((tmp_path / "b").rglob("*.ckpt"))
 
 
 def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Path, capfd: Any) -> None:

@@ -4,7 +4,6 @@ import csv
 import os
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,6 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
 
 
 SLURM = {"JOB_ID": 7, "NTASKS": 4, "NNODES": 1, "NTASKS_PER_NODE": 4, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
-
-
-def test_numbers_that_contradict_the_launchers(
-    fit: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    for name, value in {**SLURM, "JOB_NAME": "x"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert fit("--config=trainer/multinode.yaml", "--trainer.devices=2") == 2
-    err = capfd.readouterr().err
-    assert "error: You set `devices=2` in Lightning, but the number of tasks per node" in err and err.count("\n") <= 6
 
 
 def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
