@@ -83,9 +83,7 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
     assert "loss: 2.3" in bars[-1]  # the loss last logged
 
 
-def test_timer_leaves_validation_out(
-    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timer_leaves_validation_out(make_data: Callable, make_trainer: Callable, monkeypatch: Any) -> None:
     now = [0.0]
 
     class Steps(LeNet):

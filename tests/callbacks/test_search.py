@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -25,9 +26,7 @@ def fit(main: Callable[..., int], root: Path) -> Callable[..., int]:
     return lambda *args: main("fit", *shared, *args)
 
 
-def test_learning_rate_search_agrees_over_strategies(
-    fit: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_learning_rate_search_agrees_over_strategies(fit: Callable, tmp_path: Path, capfd: Any) -> None:
     found = []
     for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
         assert fit("--config=mode/lr_find.yaml", "--model.init=kaiming", f"--run_dir=run{number}", *args) == 0
@@ -57,9 +56,7 @@ def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
 SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
 
 
-def test_batch_size_search_counts_global_batches(
-    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_batch_size_search_counts_global_batches(fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     assert fit(*SEARCH, *TWO_REPLICAS) == 0
     out = capfd.readouterr().out
     assert "batch_find: 64 global; the largest tried, nothing ran out of memory\n" in out

@@ -32,12 +32,6 @@ def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(roo
         assert not test_images & {dataset.images[i].numpy().tobytes() for i in indices}
 
 
-def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
-    data = make_data(val_size=0)
-    assert data.validates_on_test_set and len(data.train_indices) == 503
-    assert data.val_set is data.test_set and data.in_words.startswith("503 train, 107 val, 107 test; files under ")
-
-
 def test_seed_is_seed_everythings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
