@@ -4,7 +4,6 @@ Only the limits of a short run are appended. The commands of rooms that can be d
 """
 
 import csv
-import importlib
 import os
 import re
 import shlex
@@ -12,14 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-
-from lightning_mgpu.models import LeNet
 
 pytestmark = pytest.mark.slow
 
@@ -101,24 +94,6 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
     assert main(*shlex.split(line)[3:], *SHORT, *LIMITS) == 0
     out = capfd.readouterr().out
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
-
-
-def test_what_top_k_keeps(project: Path, make_data: Callable, make_trainer: Callable[..., Trainer]) -> None:
-    """A resumed run goes on bit for bit."""
-    make_strategy = importlib.import_module("my_top_k").TopKStrategy
-
-    def fit(**kwargs: Any) -> tuple[Any, LeNet]:
-        seed_everything(1, verbose=False)
-        module, strategy = LeNet(), make_strategy(fraction=0.2)
-        saving = ModelCheckpoint(project, "{epoch}", save_top_k=-1)
-        limits = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": True}
-        make_trainer(devices=2, strategy=strategy, callbacks=[saving], **limits).fit(module, make_data(), **kwargs)
-        return strategy, module
-
-    strategy, whole = fit()
-    assert any(rest.abs().max() > 0 for rest in strategy.kept.values())
-    _, resumed = fit(ckpt_path=project / "epoch=0.ckpt", weights_only=True)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:

@@ -19,6 +19,7 @@ from lightning_mgpu.allreduce import (
     tree_allreduce,
 )
 
+OF_LARGE: list[Callable[[Tensor], Tensor]] = [lambda x: x, Tensor.t, lambda x: x[:, ::2], lambda x: x.flatten()[::2]]
 IN_THE_TEXTBOOKS_ORDER = [blocked_allreduce, foreach_allreduce, compiled_allreduce]
 ALGORITHMS = [textbook_allreduce, tree_allreduce, sharded_allreduce, ring_allreduce, *IN_THE_TEXTBOOKS_ORDER]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -79,21 +80,9 @@ def test_on_parameters_and_in_inference_mode(allreduce: Allreduce) -> None:
 
 
 @pytest.mark.parametrize("allreduce", IN_THE_TEXTBOOKS_ORDER, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_as_the_textbook_to_the_bit_also_when_large(allreduce: Allreduce, dtype: torch.dtype) -> None:
-    """Larger than a block, and than what gets a kernel; of no round size."""
-    for lay_out in (lambda x: x, Tensor.t, lambda x: x[:, ::2], lambda x: x.flatten()[::2]):
-        tensors = [lay_out(torch.randn(701, 997).to(dtype)) for _ in range(3)]
-        expected = [t.clone() for t in tensors]
-        textbook_allreduce(expected)
-        allreduce(tensors)
-        assert all(map(torch.equal, tensors, expected))
-
-
-@pytest.mark.parametrize("allreduce", [foreach_allreduce, compiled_allreduce], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
-    """As the textbook, one by one: a model of contiguous float32, one of everything, and one of very many tensors."""
+    """As the textbook to the bit: a model of contiguous float32, one of everything, large ones, very many tensors."""
 
     def tensors(shape: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape) for _ in range(k)]
@@ -102,7 +91,9 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
     odd = [[t.to(memory_format=torch.channels_last) for t in tensors((8, 3, 5, 5))]]
     odd += [[t.to(torch.bfloat16) for t in tensors((40, 700))]]
     many = [tensors((17,)) for _ in range(700)] + [tensors((1100, 1000))]  # the large one gets a kernel of its own
-    for gradients in ([], plain, plain + odd, many):
+    # larger than a block, and than what gets a kernel of its own; of no round size
+    large = [[lay_out(t.to(dtype)) for t in tensors((701, 997))] for dtype in DTYPES for lay_out in OF_LARGE]
+    for gradients in ([], plain, plain + odd, large, many):
         expected = [[t.clone() for t in same] for same in gradients]
         for same in expected:
             textbook_allreduce(same)

@@ -105,8 +105,8 @@ class Waits(TorchDispatchMode):
     num_waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
-        self.num_waits += func.overloadpacket in [getattr(torch.ops.aten, name) for name in names]
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+        self.num_waits += func.overloadpacket in [getattr(torch.ops.aten, name) for name in waits]
         return func(*args, **(kwargs or {}))
 
 

@@ -14,12 +14,14 @@ from lightning_mgpu.cli import new
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-HELP_AND_TRAIN = """
+HELP_TRAIN_AND_COLLECT = """
 import sys
 from my_project.__main__ import main
 run = "--trainer.fast_dev_run=true --data.source=synthetic --trainer.accelerator=cpu --trainer.devices=1"
 for sys.argv[1:] in ["--help"], ["fit", *run.split()]:
     main()
+import pytest
+pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider"])
 """
 
 
@@ -62,16 +64,12 @@ def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_copy_trains(copy: Path) -> None:
-    out = python(copy, "-c", HELP_AND_TRAIN, timeout=100)
+def test_the_copy_trains_and_has_tests(copy: Path) -> None:
+    out = python(copy, "-c", HELP_TRAIN_AND_COLLECT, timeout=100)
     [offered] = re.findall("^subcommands: (.*)$", out, flags=re.MULTILINE)
     assert offered == "fit, validate, test, predict, export"
     assert "model:    LeNet" in out
 
-
-@pytest.mark.slow
-def test_the_copys_tests_are_found(copy: Path) -> None:
-    out = python(copy, "-m", "pytest", "-q", "--collect-only", timeout=100)
     assert int(re.findall(r"^(\d+)(?:/\d+)? tests collected", out, flags=re.MULTILINE)[0]) > 500
 
 
