@@ -78,7 +78,7 @@ class OfDicts(VectorNet):
 def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
     trainer = make_trainer(callbacks=[Pictures()])
-    dicts: Any = [{"X": row, "y": label} for row, label in zip(rows, classes)]
+    dicts: Any = [{"X": row, "y": label, "weight": 1.0} for row, label in zip(rows, classes)]
     trainer.test(OfDicts(), DataLoader(dicts, 4), verbose=False)
     assert list(tmp_path.iterdir()) == []
     trainer.test(VectorNet(), DataLoader(TensorDataset(rows, classes), 4), verbose=False)

@@ -12,7 +12,7 @@ from torchvision.transforms import Normalize, ToTensor
 
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.fashion_mnist import MEAN, STD
-from lightning_mgpu.data.images import InMemoryImages, augment
+from lightning_mgpu.data.images import InMemoryImages, augment, cut_out
 
 
 def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
@@ -79,6 +79,12 @@ def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: in
     X[:, -1] //= 2  # channels differ
     found = augment(X, draws, padding=2, flip=True)
     assert torch.equal(found, torch.stack([crop_and_flip(x, draw, 2) for x, draw in zip(X, draws)]))
+
+
+def test_a_square_is_cut_out_around_its_centre() -> None:
+    X = cut_out(torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2)  # centres (1, 2) and (0, 3)
+    assert X[0, 0].int().tolist() == [[1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
+    assert X[1, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:
