@@ -6,17 +6,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.callbacks import BatchSizeSearch
 from lightning_mgpu.callbacks.search import draw, suggestion
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
@@ -120,11 +117,6 @@ def test_batch_size_search_counts_global_batches(fit: Callable, monkeypatch: pyt
     monkeypatch.setattr(LeNet, "training_step", training_step)
     assert fit(*SEARCH, "--trainer.devices=1") == 0
     assert "batch_find: 32 global; twice as many do not fit" in capfd.readouterr().out
-
-
-def test_batch_size_search_refuses_several_processes() -> None:
-    with pytest.raises(UsageError, match="runs in one process: take"):
-        BatchSizeSearch().setup(SimpleNamespace(world_size=2), LeNet(), "fit")  # type: ignore[arg-type]
 
 
 def test_profile_sees_the_operators_of_all_replicas(fit: Callable, tmp_path: Path) -> None:

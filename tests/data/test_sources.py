@@ -20,6 +20,7 @@ IMAGES = NAMES[0]
 CONTENT = {name: bytes(100 + i) for i, name in enumerate(NAMES)}
 TINY = tuple(IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, data in CONTENT.items())
 NOWHERE = Path("/nonexistent")
+unpack_package = sources._unpack_package  # the fixture below takes its place
 ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_dir=NOWHERE)
 
 
@@ -47,12 +48,11 @@ def system_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Path:
         raise sources._Unavailable("no network in tests")
 
-    if "slow" not in request.keywords:
-        monkeypatch.setattr(sources, "_unpack_package", refuse)
+    monkeypatch.setattr(sources, "_unpack_package", refuse)
     monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # the discard port: refuses at once
 
 
@@ -114,7 +114,7 @@ def test_package_through_apt_get(tmp_path: Path, raw: Path) -> None:
     work = tmp_path / "a work directory"
     work.mkdir()
     try:
-        unpacked = sources._unpack_package(work)
+        unpacked = unpack_package(work)
     except sources._Unavailable as error:
         pytest.skip(f"the distribution's archive cannot be had: {error}")
     ensure_fashion_mnist(tmp_path, "local", system_dir=unpacked)  # wrong bytes fail here
