@@ -21,7 +21,7 @@ run = "--trainer.fast_dev_run=true --data.source=synthetic --trainer.accelerator
 for sys.argv[1:] in ["--help"], ["fit", *run.split()]:
     main()
 import pytest
-pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider"])
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider"]))
 """
 
 
@@ -69,7 +69,6 @@ def test_the_copy_trains_and_has_tests(copy: Path) -> None:
     [offered] = re.findall("^subcommands: (.*)$", out, flags=re.MULTILINE)
     assert offered == "fit, validate, test, predict, export"
     assert "model:    LeNet" in out
-
     assert int(re.findall(r"^(\d+)(?:/\d+)? tests collected", out, flags=re.MULTILINE)[0]) > 500
 
 

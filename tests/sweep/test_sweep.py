@@ -53,6 +53,8 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(command: Any,
     first.kill()  # with kill -9, which leaves the trial's process alone
     first.wait()
     with (sweep_dir / "trial_000.log").open() as log:
+        with pytest.raises(BlockingIOError):  # so nobody takes the trial over
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for line in os.popen("ps -wweo pid=,args=").read().splitlines():
             if "--run_dir=sweeps/rates/trial_000" in line:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
