@@ -4,13 +4,11 @@ Only the limits of a short run are appended. The commands of rooms that can be d
 """
 
 import csv
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,16 +49,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shell(line: str, cwd: Path) -> str:
+@pytest.fixture
+def shell(command: Any) -> Callable[[str], str]:
     """Run a printed command, `python` being this one; returns what it said."""
-    path = os.environ.get("PYTHONPATH", "")
-    env = {**os.environ, "HOME": str(cwd), "WANDB_MODE": "disabled", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{path}"}
-    for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR"):
-        env.pop(name, None)
-    args = [sys.executable, *shlex.split(line)[1:]]
-    result = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+
+    def shell(line: str) -> str:
+        code, out, err = command.finish(command.start(launcher=shlex.split(line)[1:]), timeout=200)
+        assert code == 0, f"{line}\n{out}\n{err}"
+        return out
+
+    return shell
 
 
 def epochs(run_dir: Path) -> list[tuple[float, ...]]:
@@ -70,18 +68,18 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
     return list(zip(*([float(row[name]) for row in rows if row[name]] for name in names)))
 
 
-def test_their_tests_pass(project: Path) -> None:
+def test_their_tests_pass(project: Path, shell: Callable) -> None:
     """The three commands as one, for a process takes seconds to start; those of rooms are tried by the rooms' tests."""
     others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
     assert all(re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others)
     assert len(RUNS) == 5
     names = " ".join(line.removeprefix("python -m pytest ") for line in TESTS)
-    assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}", project), flags=re.MULTILINE)
+    assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}"), flags=re.MULTILINE)
 
 
-def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, main: Callable[..., int]) -> None:
+def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, shell: Callable, main: Callable) -> None:
     [line] = [line for line in RUNS if "my_data" not in line and "my_model" in line]
-    out = shell(" ".join([line, *SHORT, *LIMITS]), project)
+    out = shell(" ".join([line, *SHORT, *LIMITS]))
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     assert "model:    MLP, 50,890 parameters" in out
     (path,) = project.glob("runs/*/checkpoints/last.ckpt")  # the checkpoint alone says which model it is
@@ -96,10 +94,10 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
 
 
-def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:
+def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main: Callable) -> None:
     """Its command, which runs ddp on two devices, learns what one device and the book's algorithm do."""
     [line] = [line for line in RUNS if "my_data" in line]
-    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp", project)
+    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp")
     args = [arg for arg in shlex.split(line)[3:] if "devices" not in arg]
     assert main(*args, CPU, "--trainer.devices=1", "--run_dir=one") == 0
     strategy = ("--trainer.devices=3", "--trainer.strategy=manual_allreduce")
