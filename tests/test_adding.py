@@ -4,23 +4,13 @@ Only the limits of a short run are appended. The commands of rooms that can be d
 """
 
 import csv
-import importlib
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-
-from lightning_mgpu.models import LeNet
 
 pytestmark = pytest.mark.slow
 
@@ -59,16 +49,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shell(line: str, cwd: Path, repository: Path = REPOSITORY) -> str:
+@pytest.fixture
+def shell(command: Any) -> Callable[[str], str]:
     """Run a printed command, `python` being this one; returns what it said."""
-    path = os.environ.get("PYTHONPATH", "")
-    env = {**os.environ, "HOME": str(cwd), "WANDB_MODE": "disabled", "PYTHONPATH": f"{repository}{os.pathsep}{path}"}
-    for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR"):
-        env.pop(name, None)
-    args = [sys.executable, *shlex.split(line)[1:]]
-    result = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+
+    def shell(line: str) -> str:
+        code, out, err = command.finish(command.start(launcher=shlex.split(line)[1:]), timeout=200)
+        assert code == 0, f"{line}\n{out}\n{err}"
+        return out
+
+    return shell
 
 
 def epochs(run_dir: Path) -> list[tuple[float, ...]]:
@@ -78,22 +68,18 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
     return list(zip(*([float(row[name]) for row in rows if row[name]] for name in names)))
 
 
-def test_nothing_is_left_out() -> None:
-    assert len(TESTS) == 3 and len(RUNS) == 5
-    others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]  # of rooms that can be dropped
+def test_their_tests_pass(project: Path, shell: Callable) -> None:
+    """The three commands as one, for a process takes seconds to start; those of rooms are tried by the rooms' tests."""
+    others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
     assert all(re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others)
-    assert {"my_model.py", "my_data.py", "my_strategy.py", "my_top_k.py", "my_allreduce.py"} < set(FILES)
-
-
-def test_their_tests_pass(project: Path) -> None:
-    """The three commands as one, for a process takes seconds to start."""
+    assert len(RUNS) == 5
     names = " ".join(line.removeprefix("python -m pytest ") for line in TESTS)
-    assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}", project), flags=re.MULTILINE)
+    assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}"), flags=re.MULTILINE)
 
 
-def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, main: Callable[..., int]) -> None:
+def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, shell: Callable, main: Callable) -> None:
     [line] = [line for line in RUNS if "my_data" not in line and "my_model" in line]
-    out = shell(" ".join([line, *SHORT, *LIMITS]), project)
+    out = shell(" ".join([line, *SHORT, *LIMITS]))
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     assert "model:    MLP, 50,890 parameters" in out
     (path,) = project.glob("runs/*/checkpoints/last.ckpt")  # the checkpoint alone says which model it is
@@ -108,28 +94,10 @@ def test_its_command_trains(part: str, project: Path, main: Callable[..., int], 
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
 
 
-def test_what_top_k_keeps(project: Path, make_data: Callable, make_trainer: Callable[..., Trainer]) -> None:
-    """A resumed run goes on bit for bit."""
-    make_strategy = importlib.import_module("my_top_k").TopKStrategy
-
-    def fit(**kwargs: Any) -> tuple[Any, LeNet]:
-        seed_everything(1, verbose=False)
-        module, strategy = LeNet(), make_strategy(fraction=0.2)
-        saving = ModelCheckpoint(project, "{epoch}", save_top_k=-1)
-        limits = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": True}
-        make_trainer(devices=2, strategy=strategy, callbacks=[saving], **limits).fit(module, make_data(), **kwargs)
-        return strategy, module
-
-    strategy, whole = fit()
-    assert any(rest.abs().max() > 0 for rest in strategy.kept.values())
-    _, resumed = fit(ckpt_path=project / "epoch=0.ckpt", weights_only=True)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-
-
-def test_a_dataset_keeps_the_batch_contract(project: Path, main: Callable[..., int]) -> None:
+def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main: Callable) -> None:
     """Its command, which runs ddp on two devices, learns what one device and the book's algorithm do."""
     [line] = [line for line in RUNS if "my_data" in line]
-    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp", project)
+    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp")
     args = [arg for arg in shlex.split(line)[3:] if "devices" not in arg]
     assert main(*args, CPU, "--trainer.devices=1", "--run_dir=one") == 0
     strategy = ("--trainer.devices=3", "--trainer.strategy=manual_allreduce")
@@ -146,17 +114,3 @@ def test_a_plain_lightning_module(project: Path, main: Callable[..., int], capfd
     strategy = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
     assert main("fit", "--model=my_plain.Plain", "--model.lr=0.5", *SHORT, *LIMITS, *strategy) == 0
     assert "model:    Plain, 290 parameters" in capfd.readouterr().out
-
-
-def test_a_model_inside_the_package(tmp_path: Path) -> None:
-    """One file, its export and one YAML, in a copy of the template; it is found by its name."""
-    for name in ("lightning_mgpu", "configs"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    exports = tmp_path / "lightning_mgpu" / "models" / "__init__.py"
-    exports.with_name("my_model.py").write_text(FILES["my_model.py"])
-    exports.write_text(exports.read_text() + "from lightning_mgpu.models.my_model import MLP\n")
-    inside = FILES["my_model.yaml"].replace("my_model.", "lightning_mgpu.models.")
-    (tmp_path / "configs/model/my_model.yaml").write_text(inside)
-    line = "python -m lightning_mgpu fit --config=model/my_model.yaml --model=MLP --model.num_classes=11"
-    run = (*SHORT, "--trainer.fast_dev_run=true", "--trainer.devices=1")
-    assert "MLP, 50,955" in shell(" ".join([line, *run]), tmp_path, repository=tmp_path)

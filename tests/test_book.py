@@ -30,15 +30,6 @@ def batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(num_samples, 1, 28, 28, generator=generator, dtype=torch.float64), torch.arange(num_samples)
 
 
-def step(num_devices: int, num_samples: int) -> list[list[Tensor]]:
-    """The replicas after a step."""
-    devices = [CPU] * num_devices
-    original = params()
-    replicas = [book.get_params(original, device) for device in devices]
-    book.train_batch(*batch(num_samples), replicas, devices, lr=0.5)
-    return replicas
-
-
 @pytest.fixture
 def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch) -> None:
     """The chapter on 503 images, and on the CPU."""
@@ -49,20 +40,19 @@ def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("num_samples", [7, 2])  # shards of different sizes; on 3 devices an empty one
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_samples: int) -> None:
+    """All replicas hold the same bits."""
     X, y = batch(num_samples)
     initial = book.get_params(params(), CPU)
     gradients = torch.autograd.grad(F.cross_entropy(book.lenet(X, initial), y), initial)
-    for replica in step(num_devices, num_samples):
-        for found, before, gradient in zip(replica, initial, gradients):
-            torch.testing.assert_close(found, before - 0.5 * gradient, rtol=1e-10, atol=1e-13)
-
-
-def test_replicas_hold_the_same_bits_in_storage_of_their_own() -> None:
-    for first, *others in zip(*step(3, 7)):
-        assert len({replica.data_ptr() for replica in (first, *others)}) == 3
+    original, devices = params(), [CPU] * num_devices
+    replicas = [book.get_params(original, device) for device in devices]
+    book.train_batch(X, y, replicas, devices, lr=0.5)
+    for first, *others in zip(*replicas):
         assert all(torch.equal(first, other) for other in others)
-    original = params()
-    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(original, book.get_params(original, CPU)))
+        assert len({parameter.data_ptr() for parameter in (first, *others)}) == num_devices
+    for found, before, gradient, given in zip(replicas[0], initial, gradients, original):
+        torch.testing.assert_close(found, before - 0.5 * gradient, rtol=1e-10, atol=1e-13)
+        assert torch.equal(given, before), "a replica has storage of its own"
 
 
 def test_the_trainer_finds_the_same_weights(
@@ -86,14 +76,13 @@ def test_the_trainer_finds_the_same_weights(
             assert not torch.allclose(found, before, rtol=1e-4)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_every_sample_is_evaluated(num_devices: int) -> None:
-    batches, replicas = [batch(7), batch(2)], [params() for _ in range(num_devices)]
+def test_every_sample_is_evaluated() -> None:
+    batches, replicas = [batch(7), batch(2)], [params() for _ in range(3)]
     predicted = torch.cat([book.lenet(X, params()).argmax(1) for X, _ in batches])
     for wrong in range(9):  # all labels are right but one
         labels = torch.where(torch.arange(9) == wrong, 9 - predicted, predicted).split([7, 2])
         labelled = [(X, y) for (X, _), y in zip(batches, labels)]
-        assert book.evaluate_accuracy(labelled, replicas, [CPU] * num_devices) == pytest.approx(8 / 9)
+        assert book.evaluate_accuracy(labelled, replicas, [CPU] * 3) == pytest.approx(8 / 9)
 
 
 def test_the_command(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

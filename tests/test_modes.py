@@ -1,6 +1,9 @@
-"""Everyday modes: debug, overfit, deterministic."""
+"""Everyday modes: debug, overfit, deterministic, searches that end the run with a suggestion, profile."""
 
+import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_mgpu.callbacks.search import draw, suggestion
 from lightning_mgpu.models import LeNet
 
 CPU = "--trainer.accelerator=cpu"
@@ -51,9 +55,10 @@ def test_debug_is_short_and_finds_nans(
 
 @pytest.mark.slow
 def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
-    faster = ("--trainer.max_epochs=150", "--model.optimizer.lr=0.01")
+    """As it is: what augments the images is left out."""
+    faster = ("--trainer.max_epochs=100", "--model.optimizer.lr=0.01", "--data.augment=true", "--data.cutout=20")
     assert fit("--config=mode/overfit.yaml", *faster, "--run_dir=run", *TWO_REPLICAS) == 0
-    assert load(tmp_path / "run")["global_step"] == 150  # one batch an epoch
+    assert load(tmp_path / "run")["global_step"] == 100  # one batch an epoch
     assert losses(tmp_path / "run")[-1] < 0.05
 
 
@@ -65,3 +70,58 @@ def test_deterministic_runs_are_bit_identical(args: tuple[str, ...], fit: Callab
         assert fit(*config, f"--run_dir={run}", *args) == 0
     a, b = load(tmp_path / "a")["state_dict"], load(tmp_path / "b")["state_dict"]
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_learning_rate_search_agrees_over_strategies(fit: Callable, tmp_path: Path, capfd: Any) -> None:
+    found = []
+    for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
+        assert fit("--config=mode/lr_find.yaml", "--model.init=kaiming", f"--run_dir=run{number}", *args) == 0
+        out = capfd.readouterr().out
+        assert "test acc" not in out and "epoch" not in out
+        found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
+        assert f"falls fastest: --model.optimizer.lr={found[-1]}\n" in out
+        left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
+        assert left == {"config.yaml", "model.txt", "lr_find.png"}
+    assert found[0] == found[1] and 0.001 < float(found[0]) < 1
+
+
+RATES = [10 ** (-3 + 4 * i / 99) for i in range(100)]
+FALLS_THEN_EXPLODES = [2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.0 ** (i - 78) for i in range(100)]
+
+
+def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
+    """A flat or exploding loss has none."""
+    lr = suggestion(RATES, FALLS_THEN_EXPLODES)
+    assert lr == RATES[50]
+    low, high = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0].get_ylim()
+    assert 1 < low < high < 4  # the explosion does not squeeze the rest
+    for losses in ([2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]):
+        assert suggestion(RATES, losses) is None
+
+
+SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
+
+
+def test_batch_size_search_counts_global_batches(fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    assert fit(*SEARCH, *TWO_REPLICAS) == 0
+    out = capfd.readouterr().out
+    assert "batch_find: 64 global; the largest tried, nothing ran out of memory\n" in out
+    assert "use it with --data.batch_size=64\n" in out and "test acc" not in out and "epoch" not in out
+    theirs = LeNet.training_step
+
+    def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if len(batch[1]) > 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return theirs(self, batch, batch_idx)
+
+    monkeypatch.setattr(LeNet, "training_step", training_step)
+    assert fit(*SEARCH, "--trainer.devices=1") == 0
+    assert "batch_find: 32 global; twice as many do not fit" in capfd.readouterr().out
+
+
+def test_profile_sees_the_operators_of_all_replicas(fit: Callable, tmp_path: Path) -> None:
+    assert fit("--config=mode/profile.yaml", "--run_dir=run", *TWO_REPLICAS) == 0
+    assert "aten::mkldnn_convolution" in (tmp_path / "run" / "fit-profile.txt").read_text()
+    (trace,) = (tmp_path / "run").glob("fit-profile-*.json")
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("aten::conv2d") == 3 * 2 * 2  # batches, replicas, convolutions

@@ -1,7 +1,6 @@
 """The versions that are known to work together are such as pyproject.toml takes, with hashes, from no index named."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,12 @@ PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", FILE, flags=re.MULTILINE))
 MALICIOUS = ("2.6.2", "2.6.3")  # of lightning: GHSA-w37p-236h-pfx3
 
 
-def requirements(lines: list[str]) -> Iterator[Requirement]:
-    """Some of pyproject.toml's requirements; an extra in them stands for its own."""
-    for requirement in map(Requirement, lines):
-        if requirement.name == PROJECT["name"]:
-            for extra in requirement.extras:
-                yield from requirements(PROJECT["optional-dependencies"][extra])
-        else:
-            yield requirement
-
-
-def test_pins_are_within_the_bounds() -> None:
-    asked = list(requirements([*PROJECT["dependencies"], f"{PROJECT['name']}[dev]"]))
+def test_pins_are_within_the_bounds_and_malicious_releases_are_not() -> None:
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *extras["test"], *extras["dev"]]
+    asked = {each.name: each.specifier for each in map(Requirement, lines) if each.name != PROJECT["name"]}
     assert len(asked) > 20
-    assert not [f"{each}: {PINS[each.name.lower()]}" for each in asked if PINS[each.name.lower()] not in each.specifier]
-
-
-def test_malicious_releases_are_excluded() -> None:
-    asked = {each.name: each.specifier for each in requirements(PROJECT["dependencies"])}
+    assert not [name for name, specifier in asked.items() if PINS[name.lower()] not in specifier]
     for name in ("lightning", "pytorch-lightning"):
         assert PINS[name] not in MALICIOUS and "2.6.6" in asked[name]
         assert not [version for version in MALICIOUS if version in asked[name]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.allreduce import Allreduce, check_allreduce, foreach_allreduce, textbook_allreduce, with_many
+from lightning_mgpu.allreduce import Allreduce, check_allreduce, textbook_allreduce
 
 CPU = torch.device("cpu")
 
@@ -87,15 +87,3 @@ def test_accepts_the_books_of_today_and_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     check_allreduce(book_today, [CPU] * 3)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_refuses_a_wrong_many_beside_a_right_allreduce() -> None:
-    def forgets_the_last_parameter(gradients: list[list[Tensor]]) -> None:
-        foreach_allreduce.many(gradients[:-1])  # type: ignore[attr-defined]
-
-    @with_many(forgets_the_last_parameter)
-    def right(data: list[Tensor]) -> None:
-        textbook_allreduce(data)
-
-    with pytest.raises(ValueError, match=r"right\.many left device 0 \(cpu\).*torch\.float64"):
-        check_allreduce(right, [CPU] * 3)

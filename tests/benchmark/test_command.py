@@ -1,6 +1,5 @@
 """`python -m lightning_mgpu benchmark`: what is measured in this process, what the command leaves, and what ends it."""
 
-import copy
 import json
 import re
 import runpy
@@ -11,37 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_mgpu.benchmark import cli, steps, time_to_accuracy
+from lightning_mgpu.benchmark.exchange import LIMIT
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
-from lightning_mgpu.benchmark.steps import train_batch
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.strategies import updates
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
 SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_the_loop_by_hand_trains_as_plain_torch_does(num_devices: int) -> None:
-    """On uneven batches too: losses are sums, divided by the whole batch."""
-    torch.manual_seed(0)
-    expected = LeNet().double()
-    replicas = [copy.deepcopy(expected) for _ in range(num_devices)]
-    step, optimizer = train_batch([*replicas], Parts(), lr=0.5), torch.optim.SGD(expected.parameters(), 0.5)
-    for _ in range(3):
-        X, y = torch.randn(7, 1, 28, 28, dtype=torch.float64), torch.arange(7)
-        step((X, y))
-        optimizer.zero_grad()
-        F.cross_entropy(expected(X), y).backward()
-        optimizer.step()
-    for replica in replicas:
-        for a, b in zip(expected.parameters(), replica.parameters()):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +58,22 @@ def test_two_stretches_after_the_warm_up() -> None:
 
 @pytest.mark.slow
 def test_report(command: Callable, tmp_path: Path) -> None:
-    options = ("--only=steps", "--repeats=1", "--run_dir=bench", "--strategies", "ddp")
-    code, out, err = command("benchmark", *SMALL, *options, timeout=280)
+    """Of the steps, and of the allreduce alone; an algorithm of one's own is measured, too."""
+    (tmp_path / "mine.py").write_text("from lightning_mgpu.allreduce import ring_allreduce as ring\n")
+    sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--algorithms", "mine.ring")
+    options = ("--repeats=1", "--run_dir=bench", "--strategies", "ddp")
+    code, out, err = command("benchmark", *SMALL, *sizes, *options, timeout=280)
     assert code == 0, err
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
-    assert report["exchange"] == []
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
-    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
-    assert (tmp_path / "bench" / "parts_LeNet.png").read_bytes().startswith(b"\x89PNG")
+    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == ["mine.ring", LIMIT]
+    for result in report["exchange"]:
+        [found] = result["repeats"]
+        assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
+        assert all(0 < case["2"] < 10 for case in found.values())
+    assert (tmp_path / "bench" / "benchmark.md").read_text() in out and "**The allreduce alone: LeNet, flat**" in out
+    assert {path.name for path in (tmp_path / "bench").glob("*.png")} == {"parts_LeNet.png", "exchange.png"}
 
 
 def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +87,8 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
     assert len(json.loads(Path("bench/benchmark.json").read_text())["results"]) == 1
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = cli.parse(["--quick", "--models", "ResNet18", "--repeats", "5"])
-    assert (given.models, given.repeats, given.num_steps) == (["ResNet18"], 5, 10)
+def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cli.parse(["--devices", "1"]).devices == [1]
     with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
         cli.parse(["--quick"])
 
@@ -130,8 +113,9 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
         (["--devices", "0"], ["--devices: 0: take a number above 0"]),
-        (["--run_di=x"], ["unrecognized arguments: --run_di=x"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
+        (["time_to_accuracy", "--target=91"], ["--target=91.0: choose a fraction"]),
+        (["time_to_accuracy", "--target=0.9", "--data.val_size=10"], ["--data.val_size: time_to_accuracy sets it"]),
     ],
 )
 def test_mistake_ends_in_one_line(
@@ -142,3 +126,36 @@ def test_mistake_ends_in_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and all(word in line for word in words)
     assert {path.name for path in tmp_path.iterdir()} <= {"my_exchange.py", "__pycache__"}
+
+
+def test_summary_over_seeds() -> None:
+    runs = [
+        {"epochs": [{"accuracy": 0.8, "seconds": t}, {"accuracy": last, "seconds": 2 * t}]}
+        for t, last in ((1.0, 0.9), (2.0, 0.94))
+    ]
+    end = "accuracy at the end 0.9200 +- 0.0283"
+    assert time_to_accuracy.summary(runs, 0.9) == f"test accuracy 0.9: 3.0 +- 1.4 s of training over 2 seeds; {end}"
+    assert time_to_accuracy.summary(runs, 0.92) == f"test accuracy 0.92: reached by 1 of 2 seeds; {end}"
+
+
+def test_a_run_for_every_seed_until_a_fit_fails(
+    main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    given: list[dict[str, str]] = []
+
+    def run(command: list[str]) -> int:
+        given.append(dict(argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument))
+        return 3 if len(given) == 3 else main(*command[3:])
+
+    monkeypatch.setattr(time_to_accuracy, "run_in_group", run)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    args = ("--target=0.01", "--seeds", "5", "6", "7", "--run_dir=tta", f"--data.root={root}", "--trainer.devices=1")
+    short = ("--trainer.accelerator=cpu", "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2")
+    assert main("benchmark", "time_to_accuracy", *args, *short) == 3
+    assert [(run["seed_everything"], run["data.val_size"]) for run in given] == [("5", "0"), ("6", "0"), ("7", "0")]
+    assert re.search(r"test accuracy 0\.01: .* s of training over 2 seeds", capsys.readouterr().out)
+    report = json.loads(Path("tta/time_to_accuracy.json").read_text())
+    assert "--trainer.max_epochs=3" in report["command"] and [run["seed"] for run in report["runs"]] == [5, 6]
+    first, second, third = report["runs"][0]["epochs"]
+    assert 0 < first["seconds"] < second["seconds"] < third["seconds"]
+    assert ["accuracy" in epoch for epoch in (first, second, third)] == [False, True, False]

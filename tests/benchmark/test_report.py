@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, with clocks that are told what time it is."""
+"""The benchmark's plan and arithmetic, with clocks that are told what time it is."""
 
 import argparse
 import json
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from lightning_mgpu.benchmark import processes
+from lightning_mgpu.benchmark import exchange, processes
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
@@ -101,3 +102,10 @@ def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(monk
     assert tried == ["loop", "ddp", "auto", "auto", "loop", "auto", "loop"]
     assert "| ddp | 256" + " | " * (len(HEAD) - 2) + " |" in tables(results)
     assert tables(results)[-1] == "\nNot measured: ddp: no port."
+
+
+def test_an_allreduce_alone_gets_the_gradients_of_every_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    cases = exchange.cases_of([4096], [model])
+    found = {name: [list(shape) for shape in shapes] for name, shapes in cases.items()}
+    assert found == {"4 kB": [[1024]], "Sequential": [[5, 3], [5], [2, 5]], "Sequential, flat": [[30]]}

@@ -23,7 +23,6 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --data.batch_size=0": ("data.batch_size=0: it must be at least 1",),
     "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
-    "fit --config nope.yaml": ("--config=nope.yaml: no such file",),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
     "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: ",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
@@ -32,15 +31,12 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --ckpt_path weights.ckpt": ("weights.ckpt holds weights alone: no training can go on from it",),
     "fit --ckpt_path torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
-    "--trainer.devices=2": ("no subcommand '--trainer.devices=2'", "There are fit, validate"),
     "fit foo": ("unrecognized arguments: foo",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --trainer.logger=CometLogger --trainer.logger.api_key=hunter2": ("--trainer.logger.api_key: a secret",),
     "fit --wandb.name=https://me:hunter2@host": ("--wandb.name: a secret", "hand it over in an environment variable"),
-    "fit --checkpoint.dirpath=.": ("unrecognized arguments: --checkpoint.dirpath=.",),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
-    "test --resume=used": ("unrecognized arguments: --resume=used",),
     "export --ckpt_path=weights.ckpt --output=x.pt2": ("does not say which model it is of",),
     "export --ckpt_path=nope.ckpt --output=x.bin": ("--output=x.bin: end the name in .onnx or .pt2",),
 }
@@ -74,9 +70,8 @@ def test_mistake_ends_in_a_few_lines(args: str, here: Path, main: Callable, capf
     lines = [line for line in err.splitlines() if not line.startswith("warning: data.source=synthetic")]
     assert out == "" and lines[0].startswith("error: ") and len(lines) <= 6, err
     assert lines[-1].endswith("(--traceback shows where)") and max(map(len, lines)) < 400
-    assert not [
-        word for word in ("Traceback", "Namespace", "NestedArg", "Subtypes", "usage:", "hunter2") if word in err
-    ]
+    for noise in ("Traceback", "Namespace", "NestedArg", "Subtypes", "usage:", "hunter2"):
+        assert noise not in err
     for part in MISTAKES[args]:
         assert part in err
     assert sorted(here.rglob("*")) == before

@@ -1,9 +1,6 @@
 """`new` makes a copy with another name, without the rooms that can go, that trains and tests itself."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,24 +11,15 @@ from lightning_mgpu.cli import new
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-HELP_AND_TRAIN = """
+HELP_TRAIN_AND_COLLECT = """
 import sys
 from my_project.__main__ import main
 run = "--trainer.fast_dev_run=true --data.source=synthetic --trainer.accelerator=cpu --trainer.devices=1"
 for sys.argv[1:] in ["--help"], ["fit", *run.split()]:
     main()
+import pytest
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider"]))
 """
-
-
-def python(copy: Path, *args: str, timeout: float) -> str:
-    """What Python says in the copy, which alone is on the path."""
-    env = {**os.environ, "PYTHONPATH": str(copy), "WANDB_MODE": "disabled"}
-    for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR"):
-        env.pop(name, None)
-    line = [sys.executable, *args]
-    done = subprocess.run(line, cwd=copy, env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +49,32 @@ def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
     assert (copy / ".ci" / "run").stat().st_mode & 0o111
 
 
+@pytest.fixture
+def python(copy: Path, command_in: Callable[[Path], Any]) -> Callable[..., str]:
+    """What Python says in the copy, which alone is on the path."""
+
+    def python(*args: str, timeout: float) -> str:
+        command = command_in(copy)
+        code, out, err = command.finish(command.start(launcher=args, PYTHONPATH=str(copy)), timeout)
+        assert code == 0, out[-5000:] + err[-5000:]
+        return out
+
+    return python
+
+
 @pytest.mark.slow
-def test_the_copy_trains(copy: Path) -> None:
-    out = python(copy, "-c", HELP_AND_TRAIN, timeout=100)
+def test_the_copy_trains_and_has_tests(python: Callable[..., str]) -> None:
+    out = python("-c", HELP_TRAIN_AND_COLLECT, timeout=100)
     [offered] = re.findall("^subcommands: (.*)$", out, flags=re.MULTILINE)
     assert offered == "fit, validate, test, predict, export"
     assert "model:    LeNet" in out
-
-
-@pytest.mark.slow
-def test_the_copys_tests_are_found(copy: Path) -> None:
-    out = python(copy, "-m", "pytest", "-q", "--collect-only", timeout=100)
     assert int(re.findall(r"^(\d+)(?:/\d+)? tests collected", out, flags=re.MULTILINE)[0]) > 500
 
 
 @pytest.mark.weekly
 @pytest.mark.timeout(3600)
-def test_the_copys_tests_pass(copy: Path) -> None:
-    python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", timeout=3500)
+def test_the_copys_tests_pass(python: Callable[..., str]) -> None:
+    python("-m", "pytest", "-q", "-p", "no:cacheprovider", timeout=3500)
 
 
 def test_one_room_goes_alone(tmp_path: Path) -> None:

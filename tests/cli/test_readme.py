@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
-def test_command_is_taken(
-    line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_is_taken(line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,24 +1,28 @@
-"""The data module on a tiny dataset in the real format: split, limits, workers, and a stand-in that says what it is."""
+"""The data module on a tiny dataset in the real format; whole batches are augmented as sample by sample."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
+from torchvision.transforms import Normalize, ToTensor
 
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.models import LeNet
+from lightning_mgpu.data.fashion_mnist import MEAN, STD
+from lightning_mgpu.data.images import InMemoryImages, augment, cut_out
 
 
 def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
     theirs = FashionMNISTFiles(root, train=False)
-    batches = list(make_data().test_dataloader())
-    assert torch.equal(torch.cat([X for X, _ in batches]), theirs.data[:, None] / 255)
-    assert torch.equal(torch.cat([y for _, y in batches]), theirs.targets)
-    X, y = batches[0]
-    assert X.dtype == torch.float32 and y.dtype == torch.int64 and X.shape[1:] == (1, 28, 28)
+    data = make_data(augment=True, crop_padding=1, cutout=5)  # in training alone
+    assert (data.train_set.flip, data.train_set.crop_padding, data.train_set.cutout) == (True, 1, 5)
+    assert not (data.val_set.flip or data.val_set.crop_padding or data.val_set.cutout)
+    X, y = map(torch.cat, zip(*data.test_dataloader()))
+    assert X.dtype == torch.float32 and torch.equal(X, theirs.data[:, None] / 255)
+    assert y.dtype == torch.int64 and torch.equal(y, theirs.targets)
 
 
 def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(root: Path, make_data: Callable) -> None:
@@ -31,29 +35,9 @@ def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(roo
         assert not test_images & {dataset.images[i].numpy().tobytes() for i in indices}
 
 
-def test_val_size_0_validates_on_the_test_set(make_data: Callable) -> None:
-    data = make_data(val_size=0)
-    assert data.validates_on_test_set and len(data.train_indices) == 503
-    assert data.val_set is data.test_set and data.in_words.startswith("503 train, 107 val, 107 test; files under ")
-
-
 def test_seed_is_seed_everythings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
-
-
-def test_overfitting_is_on_the_same_images_as_they_are(make_data: Callable, make_trainer: Callable) -> None:
-    labels: list[list[int]] = []
-
-    class Recording(LeNet):
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            labels.append(batch[1].tolist())
-            return super().training_step(batch, batch_idx)
-
-    data = make_data(augment=True, cutout=8)
-    make_trainer(max_epochs=2, overfit_batches=2).fit(Recording(), data)
-    assert len(labels) == 4 and labels[:2] == labels[2:]
-    assert not (data.train_set.flip or data.train_set.cutout or data.train_set.crop_padding)
 
 
 def test_synthetic_data_are_loud() -> None:
@@ -63,3 +47,53 @@ def test_synthetic_data_are_loud() -> None:
     assert "SYNTHETIC" in data.origin
     data.setup("fit")
     assert (len(data.train_indices), len(data.test_indices)) == (60_000, 10_000)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def crop_and_flip(image: Tensor, draw: Tensor, padding: int) -> Tensor:
+    """The naive version: one image (C, H, W), one step after the other."""
+    C, H, W = image.shape
+    padded = torch.zeros(C, H + 2 * padding, W + 2 * padding, dtype=image.dtype)
+    padded[:, padding : padding + H, padding : padding + W] = image
+    top, left = (int(d * (2 * padding + 1)) for d in draw[:2])
+    window = padded[:, top : top + H, left : left + W]
+    return window.flip(2) if draw[2] < 0.5 else window
+
+
+def test_every_byte_becomes_the_float_of_torchvision(images: Tensor) -> None:
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    X, y = InMemoryImages(every, torch.tensor([7]))[0, torch.tensor([0])]
+    assert torch.equal(X[0], ToTensor()(Image.fromarray(every[0, 0].numpy())))
+    assert X.dtype == torch.float32 and y.tolist() == [7]
+    X, _ = InMemoryImages(images, torch.zeros(40), MEAN, STD)[0, torch.arange(40)]
+    assert torch.equal(X, Normalize([MEAN], [STD])(images / 255))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: int) -> None:
+    X, draws = images.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
+    X[:, -1] //= 2  # channels differ
+    found = augment(X, draws, padding=2, flip=True)
+    assert torch.equal(found, torch.stack([crop_and_flip(x, draw, 2) for x, draw in zip(X, draws)]))
+
+
+def test_a_square_is_cut_out_around_its_centre() -> None:
+    X = cut_out(torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2)  # centres (1, 2) and (0, 3)
+    assert X[0, 0].int().tolist() == [[1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
+    assert X[1, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:
+    def batch(seed: int = 1, epoch: int = 5, samples: slice = slice(40), cutout: int = 8) -> Tensor:
+        options = {"mean": MEAN, "std": STD, "crop_padding": 2, "flip": True, "cutout": cutout, "seed": seed}
+        return InMemoryImages(images, torch.zeros(40), **options)[epoch, torch.arange(40)[samples]][0]
+
+    whole = batch()
+    assert torch.equal(batch(samples=slice(3, 40, 4)), whole[3::4])  # whatever the batch
+    assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
+    hole = whole != batch(cutout=0)  # what is cut out is the mean
+    assert (whole[hole] == 0).all() and hole.any((1, 2, 3)).all() and int(hole.sum((1, 2, 3)).max()) == 8 * 8

@@ -1,14 +1,18 @@
-"""The best checkpoint, checkpoints from elsewhere, what they know of their model; the closing lines."""
+"""The best checkpoint, checkpoints from elsewhere, what they know of their model; export; the closing lines."""
 
 import csv
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor, nn
 
+from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs import export
 from lightning_mgpu.runs.record import fingerprint
 from tests.runs.conftest import last, metrics
 
@@ -44,9 +48,6 @@ def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_pat
     assert fit("--trainer.devices=1", "--data.val_size=0", "--trainer.max_epochs=1", "--run_dir=a") == 0
     assert "testing the last epoch" in capfd.readouterr().out
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["last.ckpt"]
-    none = ("--checkpoint.save_last=false", "--checkpoint.save_top_k=0", "--trainer.limit_test_batches=0")
-    assert fit("--trainer.devices=1", *none, "--trainer.max_epochs=1", "--run_dir=b") == 0
-    assert not list((tmp_path / "b").rglob("*.ckpt"))
 
 
 def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Path, capfd: Any) -> None:
@@ -93,3 +94,37 @@ def test_a_checkpoint_that_cannot_be_used_is_told(run: Path, fit: Callable[..., 
     captured = capfd.readouterr()
     assert "it holds objects of classes" in captured.err and "code of a checkpoint" not in captured.out
     assert metrics(run) == before
+
+
+LACKS_ONNX = not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
+ONNX = pytest.param(".onnx", marks=pytest.mark.skipif(LACKS_ONNX, reason="needs the extra 'export'"))
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ONNX])
+def test_export(suffix: str, tmp_path: Path, main: Callable, capfd: Any) -> None:
+    model = {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"num_classes": 7}}
+    lenet = LeNet(num_classes=7).eval()
+    torch.save({"state_dict": lenet.state_dict(), "lightning_mgpu": {"config": {"model": model}}}, tmp_path / "x.ckpt")
+    output = tmp_path / f"model{suffix}"
+    assert main("export", "--ckpt_path=x.ckpt", f"--output={output}") == 0
+    assert capfd.readouterr().out.startswith(f"{output}: LeNet, batches of any size; largest difference")
+    X = torch.rand(5, 1, 28, 28)  # a size that was not tried
+    if suffix == ".pt2":
+        found = torch.export.load(output).module()(X)
+    else:
+        import onnxruntime
+
+        found = torch.from_numpy(onnxruntime.InferenceSession(output).run(None, {"X": X.numpy()})[0])
+    torch.testing.assert_close(found, lenet(X), rtol=1e-4, atol=1e-5)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.ckpt", output.name}
+
+
+def test_a_wrong_export_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(model: nn.Module, X: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
+        path.touch()
+        return lambda X: torch.full((len(X), 10), torch.nan)
+
+    monkeypatch.setitem(export.WRITERS, ".pt2", wrong)
+    with pytest.raises(ValueError, match=r"the file's outputs differ from the model's by nan"):
+        export.export(LeNet().eval(), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,133 @@
+"""The curve, the matrix, the pictures, the table of predictions: of the usual run, and of models of other kinds."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mgpu.callbacks import LearningCurve, Pictures, PredictionWriter
+from lightning_mgpu.callbacks.learning_curve import draw
+from lightning_mgpu.models import LeNet
+from tests.callbacks.conftest import Named, VectorNet
+
+
+def panels(curve: LearningCurve) -> dict[str, list[str]]:
+    """What each panel of the curve shows, by its label."""
+    return {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in draw(curve.points, "other").axes}
+
+
+def test_curve_is_redrawn_every_epoch(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+    class Seen(LeNet):
+        def on_train_epoch_end(self) -> None:  # after the callbacks'
+            (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
+
+    curve = LearningCurve()
+    make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2).fit(Seen(), make_data())
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in (0, 1, 2, "curve"))
+    names = ("train_loss", "train_acc", "val_loss", "val_acc")
+    found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
+    assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}  # values of their own epochs
+    both = ["training", "other"]
+    assert panels(curve) == {"loss": both, "accuracy": both}
+
+
+def test_curve_draws_metrics_of_any_name(make_trainer: Callable) -> None:
+    model = Named((), ("train/loss", "lr"), ("val/loss", "val/mae", "valid_f1"))
+    curve, loader = LearningCurve(), DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
+    make_trainer(callbacks=[curve], max_epochs=-1, max_steps=12).fit(model, loader, loader)
+    assert panels(curve) == {"loss": ["training", "other"], "f1": ["other"], "mae": ["other"]}
+
+
+@pytest.fixture
+def lively() -> LeNet:
+    """Its weights are so large that it predicts every class."""
+    torch.manual_seed(0)
+    model = LeNet()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_matrix_and_grid_are_of_the_test_set(
+    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    data, pictures = make_data(batch_size=25), Pictures()
+    trainer = make_trainer(callbacks=[pictures])
+    X, y = data.test_set[0, torch.arange(107)]
+    expected = torch.zeros(10, 10, dtype=torch.long)
+    with torch.no_grad():
+        for label, prediction in zip(y.tolist(), lively(X).argmax(1).tolist()):
+            expected[label, prediction] += 1
+    for _ in range(2):  # the second test starts from nothing
+        trainer.test(lively, data, verbose=False)
+        assert pictures._metric is not None and torch.equal(pictures._metric.compute(), expected)
+    assert expected.count_nonzero() > 10  # not all in one column
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("confusion.png", "predictions.png"))
+
+
+class OfDicts(VectorNet):
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        return super().test_step((batch["X"], batch["y"]), batch_idx)
+
+
+def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
+    rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
+    trainer = make_trainer(callbacks=[Pictures()])
+    dicts: Any = [{"X": row, "y": label, "weight": 1.0} for row, label in zip(rows, classes)]
+    trainer.test(OfDicts(), DataLoader(dicts, 4), verbose=False)
+    assert list(tmp_path.iterdir()) == []
+    trainer.test(VectorNet(), DataLoader(TensorDataset(rows, classes), 4), verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
+
+
+def test_predictions_in_dataset_order(
+    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = make_data(batch_size=25)  # 107 samples: batches of 22, 22, 21, 21, 21
+    make_trainer(callbacks=[PredictionWriter()]).predict(lively, data, return_predictions=False)
+    assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[:3] == ["index", "label", "prediction"] and header[3] == "p(T-shirt/top)" and len(header) == 13
+    X, y = data.test_set[0, torch.arange(107)]
+    with torch.no_grad():
+        probabilities = lively(X).softmax(1)
+    assert [int(row[0]) for row in rows] == list(range(107))
+    assert [int(row[1]) for row in rows] == y.tolist()
+    assert [int(row[2]) for row in rows] == probabilities.argmax(1).tolist()
+    assert torch.allclose(torch.tensor([[float(p) for p in row[3:]] for row in rows]), probabilities, atol=1e-5)
+
+
+def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
+    class Regression(VectorNet):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0][:, 0] if self.is_flat else batch[0][:, :2]
+
+    samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
+    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Regression()
+
+    model.is_flat = True
+    trainer.predict(model, DataLoader(samples, 5, shuffle=True))
+    wanted = ["index,prediction", *(f"{i},{4 * i}" for i in range(23))]
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    model.is_flat = False
+    trainer.predict(model, DataLoader(samples, 5))
+    wanted = ["index,prediction(0),prediction(1)", *(f"{i},{4 * i},{4 * i + 1}" for i in range(23))]
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
+        trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
+
+
+def test_a_model_without_a_row_a_sample_is_told_so(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+    class Bare(LeNet):
+        def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+            return {"label": batch[1][::2]}
+
+    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Bare\.predict_step that"):
+        make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
+    assert not list(tmp_path.iterdir())
