@@ -28,7 +28,7 @@ from lightning_mgpu.runs.processes import leave_group
 WARM_UP = 3  # steps; the first one allocates and compiles
 OWN = (  # what a strategy of this package does beside a step's other parts
     *("replicas.begin", "replicas.turn", "replicas.end", "replicas.average_statistics"),
-    *("recorder.recording", "replicas.copy_edited", "updates.begin", "updates.turn"),
+    *("recorder.recording", "gradients.copy_changed", "updates.begin", "updates.turn"),
 )
 
 
