@@ -9,7 +9,7 @@ The run's `config.yaml` is the configuration. Model, data and checkpoints stay a
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import LAST, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 FLAG = "--resume"
@@ -46,7 +46,10 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     if not saved:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
-    trained = read_checkpoint(path, to_train_on=True)["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    checkpoint = read_checkpoint(path, to_train_on=True)
+    if "metrics" not in checkpoint.get(KEY, {}):
+        raise UsageError(f"{path} is of another version of this package: start a new run from it with --ckpt_path")
+    trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
     return str(path)

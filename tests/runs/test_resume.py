@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_mgpu.runs.directory import claim
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics
@@ -87,6 +88,11 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
     os.close(lock)
     assert "run is still running in another process" in capfd.readouterr().err
     assert all(path.read_bytes() == content for path, content in before.items())
+    checkpoint = last(run)
+    del checkpoint["lightning_mgpu"]["metrics"]
+    torch.save(checkpoint, run / "checkpoints" / "last.ckpt")
+    assert fit("--resume=run", "--trainer.max_epochs=3") == 2
+    assert "last.ckpt is of another version of this package" in capfd.readouterr().err
 
 
 PLAIN = ("--trainer.devices=1", "--trainer.max_epochs=2", "--model=LeNet")  # which draws no random numbers
