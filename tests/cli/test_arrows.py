@@ -35,7 +35,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
-    assert sum(map(len, above.values())) > 150
+    assert sum(map(len, above.values())) > 100
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
