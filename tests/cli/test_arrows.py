@@ -35,7 +35,11 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
-    assert sum(map(len, above.values())) > 100
+    # imports are found: those of a file that has many, and on average two a file, in a copy with fewer rooms, too
+    strategies = {"gradients", "lockstep", "manual_optimization", "one_process", "recording", "replicas"}
+    strategies |= {"split_batch", "sync_batchnorm", "updates"}
+    assert above["lightning_mgpu.strategies.train_batch"] == {f"lightning_mgpu.strategies.{n}" for n in strategies}
+    assert sum(map(len, above.values())) > 2 * len(FILES)
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
