@@ -133,13 +133,12 @@ def like(part: Any, items: list[Any]) -> Any:
     """The same list, tuple, dict or dataclass with other items in it."""
     if isinstance(part, (list, tuple)):
         return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    if isinstance(part, Mapping):  # by its constructor, as Lightning moves a batch to a device
+        named = dict(zip(part, items))
+        return type(part)(part.default_factory, named) if isinstance(part, defaultdict) else type(part)(named)  # type: ignore[call-arg]
     changed: Any = copy.copy(part)
-    if isinstance(part, Mapping):
-        for name, item in zip(part, items):
-            changed[name] = item
-    else:
-        for field, item in zip(fields(part), items):
-            object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
+    for field, item in zip(fields(part), items):
+        object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
     return changed
 
 

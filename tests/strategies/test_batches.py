@@ -1,6 +1,7 @@
 """Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
 
 from collections import UserDict
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -16,6 +17,33 @@ pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what 
 
 class Named(UserDict):
     """A mapping of a user's own, as transformers' `BatchEncoding`."""
+
+
+class Wrapped(Mapping):
+    """A mapping around a dict, which a shallow copy shares."""
+
+    def __init__(self, named):
+        self.named = named
+
+    def __getitem__(self, name):
+        return self.named[name]
+
+    def __setitem__(self, name, value):
+        self.named[name] = value
+
+    def __iter__(self):
+        return iter(self.named)
+
+    def __len__(self):
+        return len(self.named)
+
+
+class Attributes(dict):
+    """Has its items as attributes, too."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.__dict__ = self
 
 
 def with_leaves(X, y):
@@ -42,6 +70,8 @@ BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "namedtuple": (Pair, lambda b: (b.X, b.y)),
     "dataclass": (Sample, lambda b: (b.X, b.y)),
     "mapping of one's own": (lambda X, y: Named({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
+    "mapping around a dict": (lambda X, y: Wrapped({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
+    "items as attributes": (lambda X, y: Attributes({"X": X, "y": y}), lambda b: (b.X, b["y"])),
     "names, arrays and numbers": (with_leaves, checked),
     "two views": (lambda X, y: [[X, X + 1], y], lambda b: (b[0][0] + b[0][1], b[1])),
     "two dicts": (lambda X, y: ({"X": X}, {"y": y, "names": [*map(str, X)]}), lambda b: (b[0]["X"], b[1]["y"])),
