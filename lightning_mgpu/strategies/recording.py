@@ -17,7 +17,8 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.aggregation import BaseAggregator, RunningMean
+from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.wrappers import Running
 
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.replicas import MISSING, Replicas
@@ -52,7 +53,7 @@ class Recorder:
         self._calls: dict[Key, dict[int, Call]] = {}  # by replica
         self._counts: dict[Any, int] = defaultdict(int)
         # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned, the call and its place
-        self._sources: dict[int, tuple[Key, Any, Tensor]] = {}
+        self._sources: dict[int, tuple[Key, int, Tensor]] = {}
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
 
     @contextmanager
@@ -117,8 +118,8 @@ class Recorder:
         if value is None:
             names = metric.keys() if isinstance(metric, MetricCollection) else ()
             value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
-        for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            self._sources[id(part)] = key, name, part
+        value = apply_to_collection(value, Tensor, Tensor.clone)  # one may stand under two names
+        self._sources |= {id(part): (key, n, part) for n, part in enumerate(leaves(value)) if isinstance(part, Tensor)}
         return value
 
     def _blank(self, metric: Any) -> Any:
@@ -168,8 +169,8 @@ class Recorder:
             kwargs = {**kwargs, "batch_size": sum(given)}
             sizes = given if len({*given}) > 1 else sizes
         if source is not None:
-            key, part, _ = source
-            value = self._values[key] if part is None else self._values[key][part]
+            key, n, _ = source
+            value = list(leaves(self._values[key]))[n]
         elif isinstance(value, Tensor):
             values = [call.args[0].to(self.replicas.devices[0]) for call in calls]
             value = _reduced(values, sizes, kwargs.get("reduce_fx", "mean"))
@@ -191,10 +192,11 @@ class Recorder:
                 copied.update(*args, **kwargs)
         if method == "update":
             return None
+        value = copied.compute()  # before its parts: a wrapper computes with them
         for part, its_copy in zip(metric.modules(), copied.modules()):
             if isinstance(part, Metric):
-                part._forward_cache = its_copy.compute()  # private: what is logged of the step
-        return copied.compute()
+                part._forward_cache = value if its_copy is copied else its_copy.compute()  # private: what is logged
+        return value
 
 
 def find_metrics(module: nn.Module) -> list[Any]:
@@ -257,12 +259,13 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
 def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
     """The numbers of the shards for an aggregator, and their weights where it is a mean."""
     metric, given = calls[0].metric, [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
-    if not isinstance(metric, (BaseAggregator, RunningMean)):
+    kind = metric.base_metric if isinstance(metric, Running) else metric
+    if not isinstance(kind, BaseAggregator):
         return None
     values = [torch.as_tensor(each["value"], device=device) for each in given]
     if any(value.ndim for value in values):
         return None
-    if not isinstance(metric, (MeanMetric, RunningMean)):
+    if not isinstance(kind, MeanMetric):
         return [torch.stack(values)], {}
     weights = [each.get("weight", 1.0) for each in given]
     if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike

@@ -171,6 +171,7 @@ AGGREGATORS = {
     "max of rows": (tm.MaxMetric, lambda x: (x,)),
     "min of rows": (tm.MinMetric, lambda x: (x,)),
     "running mean": (lambda: tm.RunningMean(window=2), lambda x: (x.mean(),)),
+    "running sum": (lambda: tm.RunningSum(window=2), lambda x: (len(x),)),
 }
 
 
@@ -201,6 +202,21 @@ def test_collections(assert_logs_alike, way, compute_groups):
         module.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_epoch=True)
 
     assert_logs_alike(step, for_stages(lambda: collection(compute_groups=compute_groups)))
+
+
+def test_what_wrappers_return(assert_logs_alike):
+    """One tensor under two names, and dicts of dicts."""
+
+    def make():
+        return nn.ModuleList([tm.MinMaxMetric(METRICS["f1"]()), tm.MultitaskWrapper({"task": collection()})])
+
+    def step(module, stage, X, y, batch_idx):
+        extremes, tasks = module.metric[f"on_{stage}"]
+        args = module.probabilities(X), y
+        values = {**extremes(*args), **tasks({"task": args[0]}, {"task": args[1]})["task"]}
+        module.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
+
+    assert_logs_alike(step, for_stages(make))
 
 
 @pytest.mark.parametrize("make", [collection, lambda: tm.MinMaxMetric(METRICS["accuracy"]())])
