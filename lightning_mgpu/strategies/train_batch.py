@@ -191,7 +191,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             return getattr(module, name)(send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         optimizers = self.optimizers if trains else []
-        replicas.may_be_edited = self.updates.find_hooks(optimizers)
+        replicas.may_be_edited = not trains or self.updates.find_hooks(optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)

@@ -25,7 +25,7 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # priv
 MAY_EDIT = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
     *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-    *("on_train_batch_start", "on_train_batch_end", "on_validation_batch_start"),
+    *("on_train_batch_start", "on_train_batch_end"),  # before a step of evaluation all is copied
 )
 
 

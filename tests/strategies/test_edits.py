@@ -89,6 +89,7 @@ EDITS = {
     "with the scheduler": {"lr_scheduler_step": with_the_scheduler, "configure_optimizers": scheduled},
     "in a hook decorated later": {"on_fit_start": decorated_on_the_instance},
     "for validation, and back": {"on_validation_start": halve, "on_validation_end": double},
+    "between batches of validation": {"on_validation_batch_end": lambda self, *_: halve(self)},
 }
 
 
