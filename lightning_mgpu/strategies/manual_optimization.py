@@ -56,7 +56,7 @@ def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) 
     @wraps(step)
     def met_step(closure: Any = None, **kwargs: Any) -> Any:
         if not strategy.lockstep.running:
-            return step(closure, **kwargs)
+            return step(closure=closure, **kwargs)
         loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
         return strategy.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -250,9 +251,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.gradients.are_reduced = False
-        with self._synchronized():
+        with self._synchronized(), patch("torch.autograd.backward", wraps=torch.autograd.backward) as passes:
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if not self.gradients.are_reduced:
+        if passes.called and not self.gradients.are_reduced:  # a `backward` of the user's own may leave a batch out
             raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the module's own `backward`
@@ -266,7 +267,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
-        result = step(closure, **kwargs)
+        result = step(closure=closure, **kwargs)
         self.update_replicas(optimizer)
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the optimizer, or by unscaling

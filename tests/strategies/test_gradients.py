@@ -161,6 +161,19 @@ def test_a_backward_of_ones_own(assert_parity, base, backward):
     assert_parity(type("Module", (base,), {"backward": backward}), **accumulate)
 
 
+@pytest.mark.parametrize("base", [Regression, Manual])
+def test_a_backward_that_leaves_batches_out(assert_parity, base):
+    class Module(base):
+        num_batches = 0
+
+        def backward(self, loss):
+            self.num_batches += 1
+            if self.num_batches % 3:
+                loss.backward()
+
+    assert_parity(Module)
+
+
 def for_some(self, loss):
     loss.backward(inputs=list(self.net[0].parameters()))
 
