@@ -83,15 +83,16 @@ class Gradients:
     def _reduce(self) -> None:
         """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
         gradients: dict[str, list[Tensor]] = {}
+        places: set[int] = set()
         for name, copies in self.replicas.copies.items():
             parts = [param.grad for param in copies if param.grad is not None]
             if any(part.is_sparse for part in parts):
                 copies[0].grad = reduce(torch.add, [part.to(copies[0].device) for part in parts])
                 self._copy(copies)
             elif parts:
-                every = [torch.zeros_like(param) if param.grad is None else param.grad for param in copies]
-                for param, gradient in zip(copies, every):
-                    param.grad = gradient
+                for param in copies:
+                    param.grad = torch.zeros_like(param) if param.grad is None else _unshared(param.grad, places)
+                every = [param.grad for param in copies if param.grad is not None]
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
                 gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
         self.reduce_gradients(gradients)
@@ -165,6 +166,14 @@ def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
         return (tensor is None) == (other is None)
     other = other.to(tensor.device)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _unshared(gradient: Tensor, places: set[int]) -> Tensor:
+    """Autograd gives two parameters views of one tensor where their gradients are equal. These are summed in place."""
+    place = gradient.untyped_storage().data_ptr()
+    gradient = gradient.clone() if place in places else gradient
+    places.add(place)
+    return gradient
 
 
 def _hooks(param: Tensor) -> list[dict]:

@@ -1,8 +1,10 @@
 """Whoever looks at a gradient or edits it has the whole batch's: hooks, callbacks, clipping, `backward`."""
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from tiny_runs import Manual, Regression, assert_close, refused
+from torch import nn
 from torch.nn import functional as F
 
 ACCUMULATE = pytest.mark.parametrize("accumulate", [1, 3])
@@ -170,6 +172,20 @@ def test_a_backward_that_leaves_batches_out(assert_parity, base):
             self.num_batches += 1
             if self.num_batches % 3:
                 loss.backward()
+
+    assert_parity(Module)
+
+
+def test_gradients_in_one_place(assert_parity):
+    """Autograd gives views of one tensor to parameters that are added up."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.zeros(1, 3).double()) for _ in range(2))
+
+        def loss(self, batch):
+            return F.mse_loss(self.net(batch[0]) @ (self.a.t() + self.b.t()), batch[1][:, :1])
 
     assert_parity(Module)
 
