@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas import Replicas, are_equal
 from lightning_mgpu.strategies.split_batch import weighted_mean
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
@@ -158,14 +158,6 @@ class Gradients:
                     "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
                     "in the same way for every shard: the replicas' gradients differ before an update."
                 )
-
-
-def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are the same numbers, NaN too, on whatever devices."""
-    if tensor is None or other is None or tensor.is_sparse:  # torch's sum
-        return (tensor is None) == (other is None)
-    other = other.to(tensor.device)
-    return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _unshared(gradient: Tensor, places: set[int]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the latter are all that have running statistics
 from torchmetrics import Metric, MetricCollection
@@ -51,6 +52,7 @@ class Replicas:
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
         self._meet = False  # whether replicas meet in this step
+        self._is_watched = False  # whether buffers are compared after it
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
@@ -64,6 +66,7 @@ class Replicas:
         The number names the step. Replicas that meet in it have lists and dicts of their own.
         """
         self.streams.begin(*number)
+        self._is_watched = self.is_stale
         named = list(self.module.named_modules({each for each in self.module.modules() if isinstance(each, SHARED)}))
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
@@ -141,7 +144,7 @@ class Replicas:
                 own[name] = value
         return own
 
-    def end(self, active: Iterable[int]) -> None:
+    def end(self, active: Sequence[int]) -> None:
         """A step is over. A tensor or an object that it has assigned, `self.state` say, is the replica's from now on.
 
         It is, until a hook assigns another one, or edits the first replica's. A replica that was not active goes on
@@ -150,12 +153,25 @@ class Replicas:
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
             collected[end:] = bring_home(others[length:], self.devices[0])
+        if self._is_watched:
+            self._warn_of_buffers(active)
         for i in active:
             for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
                     if value is not put.get(name, MISSING) and not (name in TENSORS or isinstance(value, PLAIN)):
                         base = owner.__dict__.get(name, MISSING)
                         self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
+
+    def _warn_of_buffers(self, active: Sequence[int]) -> None:
+        """Say which buffers a step has edited by its shard. Statistics of BatchNorm are averaged."""
+        for n, owner in enumerate(self._owners):
+            for name, first in self._dicts[0][n]["_buffers"].items():
+                others = [self._dicts[i][n]["_buffers"].get(name) for i in active]
+                if not (isinstance(owner, _NormBase) or all(are_equal(first, other) for other in others)):
+                    rank_zero_warn(
+                        f"A step edits the buffer {name} of {type(owner).__name__} by what is in its shard. The first "
+                        "replica's counts for all: edit it in a hook, `on_train_batch_start` say."
+                    )
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
@@ -205,6 +221,14 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
                 other.data = torch.empty_like(first, device=other.device)
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
         torch._foreach_copy_([other.data for other in others], sets[0])
+
+
+def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are the same numbers, NaN too, on whatever devices."""
+    if tensor is None or other is None or tensor.is_sparse:  # torch's sum
+        return (tensor is None) == (other is None)
+    other = other.to(tensor.device)
+    return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
 def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:

@@ -206,7 +206,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 outputs = [self._in_turn(i, step) for i in self.sizes]
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
-            replicas.end(i for i in self.sizes if i)
+            replicas.end([i for i in self.sizes if i])
             if trains:  # the step may have edited the parameters of the replicas that ran
                 replicas.is_stale |= is_manual or len(self.sizes) < len(all_sizes)
                 replicas.copy_edited()

@@ -16,9 +16,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mgpu.strategies.gradients import are_equal
 from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.replicas import Replicas, are_equal
 
 OURS = ("lightning.", "lightning_mgpu.")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure

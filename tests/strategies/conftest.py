@@ -33,7 +33,7 @@ from tiny_runs import (
 
 def functions() -> dict[str, Any]:
     """What a strategy may have replaced for as long as a step takes."""
-    owners = (torch, nn.functional, nn.Module, Tensor, Optimizer, LightningModule, Trainer, Metric)
+    owners = (torch, torch.autograd, nn.functional, nn.Module, Tensor, Optimizer, LightningModule, Trainer, Metric)
     return {
         f"{owner.__name__}.{name}": it for owner in owners for name, it in list(vars(owner).items()) if callable(it)
     }

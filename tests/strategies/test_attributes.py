@@ -172,6 +172,22 @@ def test_buffers_that_a_step_updates(assert_parity, base):
     assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
 
 
+def test_a_buffer_that_follows_its_shard(train):
+    """Nobody knows whether its values are means, sums or samples."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(6, dtype=torch.float64))
+
+        def loss(self, batch):
+            self.centre.mul_(0.9).add_(0.1 * batch[0].mean(0))
+            return super().loss(batch)
+
+    with pytest.warns(UserWarning, match="edits the buffer centre of Module"):
+        train(Module, 2)
+
+
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
 def test_backward_hooks_of_layers(assert_parity, hook):
     def register(self):
