@@ -61,10 +61,16 @@ class Gradients:
         parameters = self.replicas.parameters
         before = [copies[0].grad for copies in parameters]
         self._known.clear()  # nothing holds the old ones
-        for param in (param for copies in parameters for param in copies):
+        for param in (every := [param for copies in parameters for param in copies]):
             param.grad = None
+        attributes = [set(vars(param)) for param in every]
         with _no_hooks(parameters):
             self._backward(gradient, losses, is_one_graph)
+        if [set(vars(param)) for param in every] != attributes:
+            raise RuntimeError(
+                "The backward pass has put an attribute on a weight (per-sample gradients, say): replicas have one "
+                "each, of their shards. Use one device."
+            )
         with torch.no_grad():
             self._reduce()
             self._accumulate(before)

@@ -40,7 +40,7 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
         if not part.ndim or len(part) != total:
             return part
         shard = part[rows]  # a view; by `.data` it counts edits in place for itself, as the backward pass checks
-        return shard.data if isinstance(shard, Tensor) and not shard.requires_grad else shard
+        return shard.data if type(shard) is Tensor and not shard.requires_grad else shard
     if (items := items_of(part)) is None:
         return part
     if _is_list(part) and len(part) == total and not _has_arrays(part):
@@ -164,9 +164,10 @@ def _has_arrays(part: Any) -> bool:
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, are_rows: bool = False) -> Any:
     """Put together what replicas made of shards, as if one device had had the whole batch.
 
-    Tensors and lists as long as their shard, or a multiple of it (tokens), are joined in order. Other floating values
-    are means over the shard: they are averaged, weighted by the sizes. Integers are counts: they add up. Booleans are
-    true if any is. Whatever fits nothing of this comes back as the list of what the replicas returned.
+    Tensors and lists as long as their shard, or a multiple of it (tokens), are joined in order; tensors with samples
+    along another dimension, too. Other floating values are means over the shard: they are averaged, weighted by the
+    sizes. Integers are counts: they add up. Booleans are true if any is. Whatever fits nothing of this comes back as
+    the list of what the replicas returned.
 
     Args:
         outputs: One a replica; `None` is left out.
@@ -175,7 +176,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         are_rows: Join all tensors that have a dimension, whatever their length.
 
     Raises:
-        ValueError: With `are_rows`, if tensors do not fit together.
+        ValueError: With `are_rows`, if tensors do not fit together, or may be for all samples.
     """
     present = [(output, size) for output, size in zip(outputs, sizes) if output is not None]
     outputs, sizes = [output for output, _ in present], [size for _, size in present]
@@ -209,6 +210,13 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
     first = tensors[0]
     if any(tensor.ndim for tensor in tensors):
         tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]  # squeezed from a shard of one
+        lengths = [len(tensor) for tensor in tensors]
+        if are_rows and lengths != list(sizes) and all(torch.equal(tensor, first) for tensor in tensors):
+            raise ValueError("perhaps for all samples, as weights of classes")
+        if not are_rows and any(length % size for length, size in zip(lengths, sizes)):
+            for dim in range(1, first.ndim):
+                if all(tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)):
+                    return torch.cat(tensors, dim)
         if len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1:  # padded to different lengths, say
             if are_rows:
                 raise ValueError("tensors of different shapes")

@@ -51,9 +51,9 @@ class Updates:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
         self.optimizers = optimizers
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):  # Lightning takes others, too
+            if not isinstance(optimizer, Optimizer) or "state" not in vars(optimizer):  # Lightning takes others, too
                 own = type(optimizer).__name__
-                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer: derive it from that.")
+                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer with a state: derive it from that.")
             if optimizer not in self._repeated:
                 self._states[optimizer] = self._copies_of_state(optimizer)
 

@@ -12,6 +12,8 @@ from tiny_runs import MANUAL, Manual, Pair, Regression, Sample, a_loader, collat
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from lightning_mgpu.strategies.split_batch import split_batch
+
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
 
 
@@ -63,6 +65,15 @@ def images(X, y):
     return [torch.cat([x, x[:n]]) for n, x in enumerate(X)], [{"y": v, "boxes": v.repeat(2)} for v in y]
 
 
+class Labelled(torch.Tensor):
+    """A tensor with something beside its values, which a slice keeps."""
+
+    def __getitem__(self, item):
+        part = super().__getitem__(item)
+        part.label = self.label
+        return part
+
+
 BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "tuple": (lambda X, y: (X, y), lambda b: b),
     "dict": (lambda X, y: {"X": X, "y": y}, lambda b: (b["X"], b["y"])),
@@ -76,6 +87,12 @@ BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "two views": (lambda X, y: [[X, X + 1], y], lambda b: (b[0][0] + b[0][1], b[1])),
     "two dicts": (lambda X, y: ({"X": X}, {"y": y, "names": [*map(str, X)]}), lambda b: (b[0]["X"], b[1]["y"])),
 }
+
+
+def test_a_kind_of_tensor(engine):
+    X = torch.zeros(5, 2).as_subclass(Labelled)
+    X.label = "features"
+    assert [(len(shard), shard.label) for shard in split_batch(X, [3, 2])] == [(3, "features"), (2, "features")]
 
 
 def unpacking(unpack, base=Regression):

@@ -190,6 +190,19 @@ def test_gradients_in_one_place(assert_parity):
     assert_parity(Module)
 
 
+def test_gradients_of_samples(train):
+    """As Opacus' hooks leave them on weights."""
+
+    def keep(layer, _, gradients):
+        layer.weight.grad_sample = gradients[0]
+
+    def on_fit_start(self):
+        self.net[0].register_full_backward_hook(keep)
+
+    with refused("has put an attribute on a weight"):
+        train(type("Module", (Regression,), {"on_fit_start": on_fit_start}), 2)
+
+
 def for_some(self, loss):
     loss.backward(inputs=list(self.net[0].parameters()))
 

@@ -122,6 +122,13 @@ class Ratio(tm.Metric):
         return self.total / self.count
 
 
+class WeightedColumns(Ratio):
+    """The weights are for all samples."""
+
+    def update(self, values, weights):
+        super().update(values * weights, len(values))
+
+
 class WeightedError(Ratio):
     """Its target is nested."""
 
@@ -137,6 +144,7 @@ OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
     "tokens": (lambda: tc.MulticlassAccuracy(5), lambda X, y: (X.repeat(5, 1), y.repeat(5) % 5)),
     "texts": (tm.text.WordErrorRate, lambda X, y: ([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))),
     "sums": (Ratio, lambda X, y: (X, len(X))),
+    "weights": (WeightedColumns, lambda X, y: (X[:, :3], torch.tensor([1.0, 2.0, 3.0], device=X.device))),
     "nested": (WeightedError, lambda X, y: (X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))),
     "named": (WeightedError, lambda X, y: (X[:, 0], Target([X[:, 1]], None))),
 }

@@ -47,6 +47,20 @@ def test_predictions(trainer_on, kind):
         assert_close(predicted(k), expected)
 
 
+def test_predictions_with_samples_second(trainer_on):
+    """As the hidden states of a recurrent layer, (layers, samples, features)."""
+
+    class Predicts(Regression):
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])[None].repeat(2, 1, 1)
+
+    def predicted(k):
+        torch.manual_seed(1)
+        return trainer_on(k).predict(Predicts(), a_loader(7, 14))
+
+    assert_close(predicted(2), predicted(1))
+
+
 def test_every_sample_counts_once(trainer_on):
     class Counts(Regression):
         def test_step(self, batch, batch_idx):
