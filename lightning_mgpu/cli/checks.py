@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices, another model."""
+"""What can be seen to be wrong before anything starts: secrets among the options, devices, another run."""
 
 import os
 import re
@@ -40,11 +40,9 @@ def check_devices(config: Namespace) -> None:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
 
 
-def check_model(given: dict[str, Any], saved: dict[str, Any], path: str, trains_on: bool) -> None:
-    """Refuse another model than a checkpoint's, and other arguments where training goes on."""
-    now, before = (flatten({"model": model}) for model in (given, saved))
-    for key, value in before.items() if saved else ():
-        if now.get(key) != value and (trains_on or key == "model"):
-            raise UsageError(
-                f"--{key}={now.get(key)}: {path} has {value}, and a checkpoint's model stays: leave it out"
-            )
+def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:
+    """Refuse other values than a run's, or than those of a checkpoint's model; `before` is flat."""
+    now = flatten(config)
+    for key, value in before.items():
+        if key not in now or now[key] != value:
+            raise UsageError(f"--{key}={now.get(key)}: {where} has {value}, which stays: leave the option out")
