@@ -61,7 +61,7 @@ class CLI(LightningCLI):
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
                 save_config_callback=None,  # RunRecord's is it
-                parser_kwargs={"prog": PROG, **shared, **usage},
+                parser_kwargs={**shared, **usage},
                 parser_class=Parser,
             )
 

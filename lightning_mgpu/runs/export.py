@@ -9,6 +9,7 @@ The file takes batches of any size. ONNX has the input `X` and the output `logit
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
@@ -62,5 +63,5 @@ def write(model: LightningModule, path: Path) -> None:
     if path.suffix == ".pt2":
         torch.export.save(program, path)
     else:
-        names = {"input_names": ["X"], "output_names": ["logits"]}
+        names: dict[str, Any] = {"input_names": ["X"], "output_names": ["logits"]}
         torch.onnx.export(program, (X,), path, **names, external_data=False, verbose=False)
