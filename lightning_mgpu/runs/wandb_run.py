@@ -8,8 +8,6 @@
 knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_NOTES`.
 """
 
-import contextlib
-import netrc
 import os
 import secrets
 import shlex
@@ -18,7 +16,6 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
 
@@ -80,24 +77,15 @@ def choose_mode(mode: str, reason: str = "") -> tuple[str, str]:
     import wandb  # takes half a second
 
     url = wandb.setup(wandb.Settings(silent=True)).settings.base_url
-    host = str(urlsplit(url).hostname)
-    if not _is_logged_in(host):
+    if not wandb.login(prompt=False, verify=False):
         return "offline", "no login"
     try:
         urllib.request.urlopen(url, timeout=REACH_SECONDS).close()
     except urllib.error.HTTPError:
         pass  # the server is there; W&B finds out what it is ready for
     except OSError as error:
-        return "offline", f"{host} cannot be reached: {getattr(error, 'reason', error)}"
+        return "offline", f"{url} cannot be reached: {getattr(error, 'reason', error)}"
     return "online", "logged in"
-
-
-def _is_logged_in(host: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return host in netrc.netrc(os.environ.get("NETRC")).hosts
-    return False
 
 
 def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
