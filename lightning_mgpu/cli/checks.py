@@ -30,10 +30,8 @@ def check_secrets(config: Namespace) -> None:
 
 
 def check_devices(config: Namespace) -> None:
-    """Refuse a GPU that is not here, and absurd numbers of CPU devices: Lightning would start as many processes."""
+    """Refuse absurd numbers of CPU devices: Lightning would start as many processes."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if config.accelerator in ("gpu", "cuda") and not has_gpu:
-        raise UsageError(f"--trainer.accelerator={config.accelerator}: no GPU is found here; take cpu or auto")
     on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
