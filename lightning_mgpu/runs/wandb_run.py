@@ -9,7 +9,6 @@ knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WAND
 """
 
 import os
-import secrets
 import shlex
 import urllib.error
 import urllib.request
@@ -98,7 +97,7 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
     logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
         project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         name=tracking.name or os.environ.get("WANDB_NAME") or run_dir.name,
-        id=saved.read_text() if saved.exists() else os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
+        id=saved.read_text() if saved.exists() else None,
         save_dir=run_dir,
         mode=mode,
         log_model=tracking.log_model,
