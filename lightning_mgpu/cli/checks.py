@@ -31,8 +31,7 @@ def check_secrets(config: Namespace) -> None:
 
 def check_devices(config: Namespace) -> None:
     """Refuse absurd numbers of CPU devices: Lightning would start as many processes."""
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
+    on_cpu = config.accelerator == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")

@@ -120,7 +120,7 @@ class CLI(LightningCLI):
         self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
-        self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
+        self.best = config.checkpoint
         saved = {key: self.config_dump.get(key) for key in SECTIONS}
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer
