@@ -17,7 +17,6 @@ from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.resume import FLAG, find_run
 
-HAVE_NO_VALUE = ("-h", "--help", "--help.all", "--print_config", "--traceback", "--no-wandb")
 STRATEGY = "--trainer.strategy"
 
 
@@ -26,8 +25,7 @@ def join(args: Sequence[str]) -> list[str]:
     joined: list[str] = []
     for arg in args:
         before = joined[-1] if joined else ""
-        waits = before.startswith("-") and "=" not in before and before not in HAVE_NO_VALUE
-        if waits and not arg.startswith("--"):
+        if before.startswith("-") and "=" not in before and not arg.startswith(("--", "-c")):
             joined[-1] = f"{before}={arg}"
         else:
             joined.append(arg)

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices, another model."""
+"""What can be seen to be wrong before anything starts: secrets among the options, devices, another run."""
 
 import os
 import re
@@ -30,21 +30,16 @@ def check_secrets(config: Namespace) -> None:
 
 
 def check_devices(config: Namespace) -> None:
-    """Refuse a GPU that is not here, and absurd numbers of CPU devices: Lightning would start as many processes."""
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if config.accelerator in ("gpu", "cuda") and not has_gpu:
-        raise UsageError(f"--trainer.accelerator={config.accelerator}: no GPU is found here; take cpu or auto")
-    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
+    """Refuse absurd numbers of CPU devices: Lightning would start as many processes."""
+    on_cpu = config.accelerator == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
 
 
-def check_model(given: dict[str, Any], saved: dict[str, Any], path: str, trains_on: bool) -> None:
-    """Refuse another model than a checkpoint's, and other arguments where training goes on."""
-    now, before = (flatten({"model": model}) for model in (given, saved))
-    for key, value in before.items() if saved else ():
-        if now.get(key) != value and (trains_on or key == "model"):
-            raise UsageError(
-                f"--{key}={now.get(key)}: {path} has {value}, and a checkpoint's model stays: leave it out"
-            )
+def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:
+    """Refuse other values than a run's, or than those of a checkpoint's model; `before` is flat."""
+    now = flatten(config)
+    for key, value in before.items():
+        if key not in now or now[key] != value:
+            raise UsageError(f"--{key}={now.get(key)}: {where} has {value}, which stays: leave the option out")

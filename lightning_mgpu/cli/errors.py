@@ -100,10 +100,10 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         return "\n  ".join(lines)
     name = max(about, key=lambda name: (name.count("."), len(name)))
     if "unrecognized" in message or "not accept" in message:
-        hint = did_you_mean(name, options)
-    else:
-        hint = did_you_mean(given[name], class_names()) or (HOW if "import" in message else "")
-    return "\n  ".join([f"--{name}={given[name]}:", *lines, *([hint] if hint else [])])
+        lines.append(did_you_mean(name, options))
+    elif "import" in message:
+        lines.append(did_you_mean(given[name], class_names()) or HOW)
+    return "\n  ".join([f"--{name}={given[name]}:", *filter(None, lines)])
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

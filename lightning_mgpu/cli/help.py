@@ -26,20 +26,13 @@ OPTIONS = {
     "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
     "--seed_everything N": "seed of weights, batches and dropout (default: 42)",
     "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
-    "--resume DIR": "go on with a run, as if it had never stopped; last: the newest in runs/",
+    "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest in runs/",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
 }
 MORE = {
     "--help.all": "every option",
     "--model.help, --data.help": "those of the model and the data module",
     "--trainer.strategy.help NAME": "those of a strategy",
-}
-OF_FIT = ("--resume", "--trainer.max_epochs", "--model.optimizer", "--model.lr_scheduler")
-WHAT = {
-    "fit": "Train a model, test its best epoch, and leave the run in a directory of its own.",
-    "validate": "Evaluate a model on the validation set.",
-    "test": "Evaluate a model on the test set.",
-    "predict": "Write a model's answers for the test set to predictions.csv.",
 }
 OVERVIEW = """\
 usage: {prog} SUBCOMMAND [options]
@@ -67,8 +60,5 @@ def short_help(args: list[str]) -> str | None:
         return OVERVIEW.format(prog=PROG, subcommands=", ".join(subcommands()))
     if args[0] not in RUNS or not {"-h", "--help"}.intersection(args[1:]):
         return None
-    options = {name: text for name, text in OPTIONS.items() if args[0] == "fit" or not name.startswith(OF_FIT)}
-    lines = [f"usage: {PROG} {args[0]} [options]", "", WHAT[args[0]], ""]
-    lines += [*(f"  {name:<32}{text}" for name, text in options.items()), ""]
-    lines += [f"  {name:<32}{text}" for name, text in MORE.items()]
-    return "\n".join(lines) + "\n"
+    lines = [f"  {name:<32}{text}\n" for name, text in {**OPTIONS, **MORE}.items()]
+    return "".join([f"usage: {PROG} {args[0]} [options]\n\n", *lines])

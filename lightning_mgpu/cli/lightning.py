@@ -25,7 +25,7 @@ import lightning_mgpu.models  # --model=ResNet18 is found among the classes that
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import callbacks as ours
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_model, check_secrets
+from lightning_mgpu.cli.checks import check_devices, check_same, check_secrets
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
@@ -47,10 +47,10 @@ class CLI(LightningCLI):
     model: LightningModule
     datamodule: LightningDataModule
 
-    def __init__(self, args: list[str], resumed: Path | None, saved_model: dict[str, Any]) -> None:
+    def __init__(self, args: list[str], resumed: Path | None, before: dict[str, Any]) -> None:
         self.args = args
         self.resumed = resumed  # the run directory to go on in
-        self.saved_model = saved_model  # the configuration of the model in the checkpoint that --ckpt_path names
+        self.before = before  # what must stay as it is in that run, or of the model in --ckpt_path
         shared = {"exit_on_error": False, "allow_abbrev": False}
         usage = {name: {**shared, "usage": f"{PROG} {name} [options]"} for name in RUNS}
         with ExitStack() as self.opened:
@@ -61,7 +61,7 @@ class CLI(LightningCLI):
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
                 save_config_callback=None,  # RunRecord's is it
-                parser_kwargs={"prog": PROG, **shared, **usage},
+                parser_kwargs={**shared, **usage},
                 parser_class=Parser,
             )
 
@@ -95,7 +95,7 @@ class CLI(LightningCLI):
         self._dump_config()
         check_secrets(config)
         check_devices(config.trainer)
-        check_model(self.config_dump["model"], self.saved_model, config.ckpt_path, trains_on=self.subcommand == "fit")
+        check_same(self.config_dump, self.before, self.resumed or config.ckpt_path)
         if self.resumed is not None:
             config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
         if config.malloc == "keep":
@@ -120,7 +120,7 @@ class CLI(LightningCLI):
         self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
-        self.best = next(c for c in trainer.callbacks if isinstance(c, RunCheckpoint))  # type: ignore[attr-defined]
+        self.best = config.checkpoint
         saved = {key: self.config_dump.get(key) for key in SECTIONS}
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
         return trainer

@@ -15,9 +15,9 @@ from lightning_mgpu.cli.errors import SWITCH, UsageError, did_you_mean, one_line
 from lightning_mgpu.cli.help import RUNS, TOOLS, subcommands
 from lightning_mgpu.cli.lightning import CLI
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
+from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_config
 from lightning_mgpu.runs.processes import leave_group
-from lightning_mgpu.runs.resume import FLAG, check_given
+from lightning_mgpu.runs.resume import FLAG, what_stays
 
 # Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
 WARNINGS = (
@@ -60,15 +60,18 @@ def _run(subcommand: str, args: list[str]) -> None:
     others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
     given, saved = given_options(others), {}
     if run_dir:
-        check_given(run_dir, given)
         # the processes that `ddp` starts get these arguments, and must not choose another run
         sys.argv[1:] = [subcommand, *others, f"{FLAG}={run_dir}"]
         first = read_config(str(run_dir / "config.yaml"))
+        before = what_stays(first)
     else:
         if path := given.get("ckpt_path"):
             saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
         first = with_defaults(given, saved)
-    CLI([subcommand, *prepare(others, given, first)], run_dir, saved.get("model", {}))
+        if (model := saved.get("model")) and subcommand != "fit":
+            model = {"class_path": model["class_path"]}  # its arguments, such as flip_tta, may be others in a test
+        before = flatten({"model": model}) if model else {}
+    CLI([subcommand, *prepare(others, given, first)], run_dir, before)
     leave_group()
 
 

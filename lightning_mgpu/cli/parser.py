@@ -9,6 +9,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
+from lightning_mgpu.cli.help import PROG
+
 # StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
@@ -21,6 +23,9 @@ class Parser(LightningArgumentParser):
     """
 
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"prog": PROG, **kwargs})  # of a class's help, too
 
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:

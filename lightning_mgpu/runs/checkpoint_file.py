@@ -1,6 +1,5 @@
 """Checkpoint files are checked before they are used: a Trainer's, without code. They know their model."""
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,9 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
         raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UsageError(
-            f"{path} cannot be read: it is damaged, or it holds objects of classes; only tensors and plain values are "
-            "read, never code"
-        ) from error
     except Exception as error:  # whatever the zip reader and the unpickler make of noise
-        raise UsageError(f"{path} cannot be read: it is damaged, or no checkpoint of a Trainer") from error
+        told = "it is damaged, or it holds objects of classes; only tensors and plain values are read, never code"
+        raise UsageError(f"{path} cannot be read: {told}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
     if to_train_on and not {"loops", "optimizer_states"} <= checkpoint.keys():

@@ -8,9 +8,9 @@ validated. Nothing of an epoch in progress is kept. Every epoch begins with rand
 alone, so that there is no state of generators to keep.
 """
 
-import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST
 from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import replacing
 
 VAL_ACC = "val_acc"
 
@@ -164,14 +165,10 @@ class LastCheckpoint(Callback):
             logger.go_on(checkpoint[KEY]["metrics"])
 
     def _save(self, trainer: Trainer) -> None:
-        """Write aside, sync, rename: `last.ckpt` is whole, or the one before."""
+        """Save `last.ckpt` whole: a kill leaves the one before. All processes take part, and the first one writes."""
         if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         last = Path(str(self.best.dirpath), LAST)
-        part = last.with_name(f".{LAST}.part")
         self.best.last_model_path = str(last)
-        trainer.save_checkpoint(part, self.best.save_weights_only)
-        if trainer.is_global_zero:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(part, last)
+        with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
+            trainer.save_checkpoint(path, self.best.save_weights_only)

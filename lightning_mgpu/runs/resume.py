@@ -3,19 +3,19 @@
     python -m lightning_mgpu fit --resume=last
     python -m lightning_mgpu fit --resume=runs/NAME --trainer.max_epochs=20
 
-The run's `config.yaml` is the configuration. Model, data and checkpoints stay as they are.
+The run's `config.yaml` is the configuration. Only the options in `MAY_CHANGE` may have other values than there.
 """
 
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
 FLAG = "--resume"
 RUNS = Path("runs")
-OF_A_MACHINE = ("data.root", "data.num_workers", "data.pin_memory", "malloc")
-MAY_CHANGE = ("trainer", "wandb", "no-wandb", "traceback", "print_config", *OF_A_MACHINE)
+OF_A_MACHINE = ("data.root.", "data.num_workers.", "data.pin_memory.", "malloc.")
+MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
 
 
 def find_run(name: str) -> Path:
@@ -30,14 +30,9 @@ def find_run(name: str) -> Path:
     return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
 
 
-def check_given(run_dir: Path, given: dict[str, Any]) -> None:
-    """Refuse options that would make the run another one."""
-    for key, value in given.items():
-        if not f"{key}.".startswith(tuple(f"{name}." for name in MAY_CHANGE)):
-            raise UsageError(
-                f"--{key}={value} would make {run_dir} another run: leave it out, or start a new run from its "
-                "checkpoint with --ckpt_path"
-            )
+def what_stays(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a run's configuration, flat: with another value, the run would be another one."""
+    return {key: value for key, value in flatten(config).items() if not f"{key}.".startswith(MAY_CHANGE)}
 
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:

@@ -8,17 +8,13 @@
 knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_NOTES`.
 """
 
-import contextlib
-import netrc
 import os
-import secrets
 import shlex
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
 
@@ -80,24 +76,15 @@ def choose_mode(mode: str, reason: str = "") -> tuple[str, str]:
     import wandb  # takes half a second
 
     url = wandb.setup(wandb.Settings(silent=True)).settings.base_url
-    host = str(urlsplit(url).hostname)
-    if not _is_logged_in(host):
+    if not wandb.login(prompt=False, verify=False):
         return "offline", "no login"
     try:
         urllib.request.urlopen(url, timeout=REACH_SECONDS).close()
     except urllib.error.HTTPError:
         pass  # the server is there; W&B finds out what it is ready for
     except OSError as error:
-        return "offline", f"{host} cannot be reached: {getattr(error, 'reason', error)}"
+        return "offline", f"{url} cannot be reached: {getattr(error, 'reason', error)}"
     return "online", "logged in"
-
-
-def _is_logged_in(host: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return host in netrc.netrc(os.environ.get("NETRC")).hosts
-    return False
 
 
 def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
@@ -110,7 +97,7 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
     logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
         project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         name=tracking.name or os.environ.get("WANDB_NAME") or run_dir.name,
-        id=saved.read_text() if saved.exists() else os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
+        id=saved.read_text() if saved.exists() else None,
         save_dir=run_dir,
         mode=mode,
         log_model=tracking.log_model,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -65,15 +64,15 @@ def test_a_real_offline_run(fit: Callable[..., int], tmp_path: Path, monkeypatch
 
 
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb.teardown()  # it has read its variables
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    settings = SimpleNamespace(base_url="http://127.0.0.1:9")
-    monkeypatch.setattr(wandb, "setup", lambda given: SimpleNamespace(settings=settings))
     assert choose_mode("auto") == ("offline", "no login") == choose_mode("online")
     assert choose_mode("disabled") == ("disabled", "--wandb.mode=disabled")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert choose_mode("auto")[1].startswith("127.0.0.1 cannot be reached: ")
+    assert choose_mode("auto") == ("offline", "http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert choose_mode("auto") == ("offline", "WANDB_MODE=offline")
 
