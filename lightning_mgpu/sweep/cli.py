@@ -2,7 +2,7 @@
 
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.limit_train_batches=20
-python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second --seed 1
+python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second
 
 Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of `fit`.
 The same command again goes on where the sweep was stopped. In a second terminal it takes a share of the trials.
@@ -21,12 +21,10 @@ except ModuleNotFoundError as error:
 
 
 def parser() -> ArgumentParser:
-    description, formatter = (__doc__ or "").replace("`", ""), RawDescriptionHelpFormatter
-    prog = "python -m lightning_mgpu sweep"
-    result = ToolParser(prog, description=description, formatter_class=formatter, allow_abbrev=False)
+    prog, formatter = "python -m lightning_mgpu sweep", RawDescriptionHelpFormatter
+    result = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
     result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
-    result.add_argument("--seed", type=int, default=0, help="of the draws; that of training is --seed_everything")
     result.add_argument("--sweep_dir", type=Path, help="where trials and results go; sweeps/YAML if left out")
     return result
 
@@ -39,12 +37,11 @@ def main(arguments: Sequence[str]) -> None:
     """
     args, others = parser().parse_known_args(arguments)
     more = [*(f"--config={config}" for config in args.config[1:]), *others]
-    sweep = read_sweep(args.config[0], args.count, args.seed, args.sweep_dir, more)
+    sweep = read_sweep(args.config[0], args.count, args.sweep_dir, more)
     for name in (argument.removeprefix("--").partition("=")[0] for argument in others):
         if name in (*sweep.space, "run_dir", "resume"):
             raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")
     sweep.open()
     print(f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on", flush=True)
-    for _ in sweep.run():
-        sweep.write_report()
-    print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.csv, sweep.png", flush=True)
+    sweep.run()
+    print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.png", flush=True)

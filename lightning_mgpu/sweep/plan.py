@@ -14,7 +14,7 @@ from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
 NEEDED, READ = ("method", "metric", "parameters"), ("command", "program", "run_cap")
 
 
-def read_sweep(config: str, count: int | None, seed: int, sweep_dir: Path | None, more: Sequence[str]) -> Sweep:
+def read_sweep(config: str, count: int | None, sweep_dir: Path | None, more: Sequence[str]) -> Sweep:
     """Read a sweep's YAML, here or in `configs/`. `count` goes before its `run_cap`; `more` is for every `fit`.
 
     Raises:
@@ -34,8 +34,7 @@ def read_sweep(config: str, count: int | None, seed: int, sweep_dir: Path | None
         fit = [word for word in command[command.index("fit") + 1 :] if word != TRIAL and not word.startswith("${")]
         fit += [*(as_argument(name, value) for name, value in fixed.items()), *more]
         num_trials = _num_trials(method, space, sweep.get("run_cap") if count is None else count)
-        directory = (sweep_dir or Path("sweeps", Path(config).stem)).expanduser()
-        found = Sweep(directory, method, metric, goal, space, fit, num_trials, seed)
+        found = Sweep(sweep_dir or Path("sweeps", Path(config).stem), method, metric, goal, space, fit, num_trials)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--config={config} is no sweep: {error}") from error
     if others := [key for key in sweep if key not in (*NEEDED, *READ)]:
