@@ -11,7 +11,6 @@ from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Result
 
-COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#937860", "#bbbbbb")  # of the parts
 HEAD = (
     *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
     "of it the strategy's own, ms",
@@ -52,7 +51,7 @@ def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
     )
     if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
-        measured += f" Other programs wanted the cores, too (load {machine['load']}): the figures mean little."
+        measured += f" Other programs wanted the cores, too (load {machine['load']:.1f}): the figures mean little."
     return measured
 
 
@@ -119,9 +118,9 @@ def parts_figure(results: Sequence[Result]) -> Figure:
     axes = figure.add_subplot()
     names = ["{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"]) for r in results]
     left = [0.0] * len(results)
-    for part, color in zip(PARTS, COLORS):
+    for part in PARTS:
         width = [parts(result)[part] * 1e3 for result in results]
-        axes.barh(names, width, left=left, label=part, color=color)
+        axes.barh(names, width, left=left, label=part)
         left = [a + b for a, b in zip(left, width)]
     for i, (step, result) in enumerate(zip(left, results)):
         rate = result["configuration"]["batch_size"] / step * 1e3

@@ -23,8 +23,7 @@ from lightning_mgpu.cli.yaml_files import CONFIGS
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial, trials
-from lightning_mgpu.sweep.cli import parser
-from lightning_mgpu.sweep.plan import read_sweep
+from lightning_mgpu.sweep.cli import parser, read_sweep
 from lightning_mgpu.sweep.trials import TRIAL
 
 LR = "model.optimizer.lr"
@@ -182,8 +181,7 @@ def test_mistake_ends_in_one_line(
 
 
 def test_without_optuna(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for name in ("cli", "plan"):
-        monkeypatch.delitem(sys.modules, f"lightning_mgpu.sweep.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_mgpu.sweep.cli", raising=False)
     monkeypatch.setitem(sys.modules, "optuna.distributions", None)
     assert main("sweep", "--config=my.yaml") == 2
     assert capsys.readouterr().err.startswith("error: a sweep needs Optuna: pip install optuna")
@@ -199,8 +197,8 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
     root = Path(__file__).parents[2]
     text = "\n".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
     for line in dict.fromkeys(re.findall("^python -m lightning_mgpu sweep (.*)$", text, flags=re.MULTILINE)):
+        assert read_sweep(shlex.split(line)), line
         args, fit = parser().parse_known_args(shlex.split(line))
-        assert read_sweep(args.config[0], args.count, args.sweep_dir, fit), line
         assert main("fit", *fit, *(f"--config={config}" for config in args.config[1:]), "--print_config") == 0, line
 
 
