@@ -72,16 +72,16 @@ def _run_cases(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, st
         with process_group(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:  # the output ends with the last process that the strategy has started
                 output, _ = process.communicate(timeout=timeout)
-                end = (output.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-                stopped = f"ended with status {process.returncode}: {end}"
+                status, lines = process.returncode, output.decode(errors="replace").strip().splitlines()
+                stopped = f"ended with status {status}: {(lines or ['no output'])[-1]}"
             except subprocess.TimeoutExpired:
-                stopped = f"hangs, or leaves processes behind: not done after {timeout:g} s"
+                status, stopped = None, f"hangs, or leaves processes behind: not done after {timeout:g} s"
         told: dict[str, str] = {}
         results = Path(directory, "results")
         for name, wrong in map(json.loads, results.read_text().splitlines() if results.exists() else ()):
             told[name] = told.get(name) or wrong
-    last, is_done = (list(told.values()) or [""])[-1], process.returncode == 0 and len(told) == len(names)
-    if not last and not is_done:  # the case that ran has said nothing
+    is_done, has_raised = status == 0 and len(told) == len(names), any(list(told.values())[-1:])
+    if not is_done and not has_raised:  # the case that ran has said nothing
         told[next((name for name in names if name not in told), names[-1])] = stopped
     return told
 
