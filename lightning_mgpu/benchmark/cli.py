@@ -9,6 +9,7 @@ python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config expe
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.exchange import ALGORITHMS, LIMIT, check_algorithm, exchange_tables, plot_exchange
 from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
-from lightning_mgpu.benchmark.processes import load_now, machine, measure, new_directory
+from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
 from lightning_mgpu.runs.errors import ToolParser, UsageError
 
@@ -36,23 +37,17 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="small defaults: LeNet, two repeats of ten steps, few sizes")
     add("--only", choices=["steps", "exchange"], help="of training, or the allreduce alone; left out, both")
     add("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
-    add("--repeats", type=above_0, default=5)
+    add("--repeats", type=int, default=5)
     add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help="also dotted paths of your own")
-    add("--devices", nargs="+", type=above_0, default=[2])
-    add("--replicas", nargs="+", type=above_0, default=[], help="also measure so many replicas on one device")
-    add("--batch_size", type=above_0, default=256, help="global, shared by the devices")
-    add("--num_steps", type=above_0, default=20, help="of each of the two stretches that are timed")
+    add("--devices", nargs="+", type=int, default=[2])
+    add("--replicas", nargs="+", type=int, default=[], help="also measure so many replicas on one device")
+    add("--batch_size", type=int, default=256, help="global, shared by the devices")
+    add("--num_steps", type=int, default=20, help="of each of the two stretches that are timed")
     add("--algorithms", nargs="+", default=list(ALGORITHMS), help="also dotted paths of your own")
-    add("--sizes", nargs="*", type=above_0, default=SIZES, help="of the allreduce alone: bytes a device")
+    add("--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device")
     add("--seconds", type=float, default=0.2, help="of the allreduce alone: for each algorithm, size, k and repeat")
     add("--run_dir", help="must be new")
     return result
-
-
-def above_0(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: take a number above 0")
-    return number
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -100,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def finish(report: dict[str, Any], run_dir: Path) -> None:
     """Write what was measured, show it and draw it."""
-    report["machine"]["load"] = max(report["machine"]["load"], load_now())
+    report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
     (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
     lines = [headline(report["machine"], report["command"], report["repeats"]), *tables(report["results"])]
     lines += exchange_tables(report["exchange"])

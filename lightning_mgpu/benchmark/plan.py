@@ -1,7 +1,6 @@
 """What is measured: models under strategies, beside loops written by hand."""
 
 import argparse
-import inspect
 import pydoc
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,8 @@ def configurations(args: argparse.Namespace) -> list[Configuration]:
     """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
     engines += [(engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)]
-    for r in args.replicas:
-        engines += [(engine, 1, r) for engine in ("book", *filter(_takes_replicas, args.strategies))]
+    ours = [name for name in args.strategies if hasattr(make_strategy(name), "num_replicas")]
+    engines += [(engine, 1, r) for r in args.replicas for engine in ("book", *ours)]
     return [
         Configuration(engine, model, devices, args.batch_size, replicas, args.num_steps)
         for model in args.models
@@ -60,8 +59,3 @@ def make_model(name: str) -> LightningModule:
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
     raise UsageError(f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel")
-
-
-def _takes_replicas(name: str) -> bool:
-    bases: Any = type(make_strategy(name)).__mro__
-    return any("replicas" in inspect.signature(base.__init__).parameters for base in bases)

@@ -53,22 +53,16 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def load_now() -> float:
-    """How many threads wanted a core in the last minute, those of a measurement included."""
-    return round(os.getloadavg()[0], 1)
-
-
 def machine() -> dict[str, Any]:
     """What the figures are measured on and with. Warns if other programs want the cores.
 
     A step then waits for a core as often as it meets its threads: milliseconds, where the exchange takes microseconds.
     """
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    cores, load = num_cores(), load_now()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    cores, load = num_cores(), os.getloadavg()[0]  # how many threads wanted a core in the last minute
     if load > cores:
-        print(f"warning: load {load} on {cores} cores: other programs disturb the figures", flush=True)
+        print(f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures", flush=True)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     about = {"date": f"{datetime.now():%Y-%m-%d}", "cpu": cpu, "cores": cores, "gpus": gpus, "load": load}
     return {**about, **{name: version(name) for name in ("torch", "lightning")}}

@@ -11,7 +11,6 @@ from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Result
 
-COLORS = ("#8da0cb", "#66c2a5", "#4c72b0", "#dd8452", "#c44e52", "#8172b3", "#937860", "#bbbbbb")  # of the parts
 HEAD = (
     *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
     "of it the strategy's own, ms",
@@ -52,7 +51,7 @@ def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
     )
     if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
-        measured += f" Other programs wanted the cores, too (load {machine['load']}): the figures mean little."
+        measured += f" Other programs wanted the cores, too (load {machine['load']:.1f}): the figures mean little."
     return measured
 
 
@@ -106,27 +105,19 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
-    """`parts_MODEL.png` for every model that was measured."""
+    """`parts_MODEL.png` for every model that was measured: a bar a configuration, made of the parts of a step."""
     for model, own in by_model([result for result in results if steps(result)]).items():
-        figure = parts_figure(own)
+        figure = Figure(figsize=(9, 1.6 + 0.45 * len(own)), layout="constrained")
+        axes = figure.add_subplot()
+        names = ["{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"]) for r in own]
+        left = [0.0] * len(own)
+        for part in PARTS:
+            bars = axes.barh(names, [parts(result)[part] * 1e3 for result in own], left=left, label=part)
+            left = [bar.get_x() + bar.get_width() for bar in bars]
+        rates = [result["configuration"]["batch_size"] / statistics.median(steps(result)) for result in own]
+        axes.bar_label(bars, [f"{rate:,.0f} samples/s" for rate in rates], padding=3, fontsize=8)
+        axes.invert_yaxis()
+        axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))
+        figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
         figure.suptitle(f"{model}: where the time of a step goes; {hardware(machine)}", fontsize=9)
         figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
-
-
-def parts_figure(results: Sequence[Result]) -> Figure:
-    """Horizontal bars, one a configuration, made of the parts of a step."""
-    figure = Figure(figsize=(9, 1.6 + 0.45 * len(results)), layout="constrained")
-    axes = figure.add_subplot()
-    names = ["{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"]) for r in results]
-    left = [0.0] * len(results)
-    for part, color in zip(PARTS, COLORS):
-        width = [parts(result)[part] * 1e3 for result in results]
-        axes.barh(names, width, left=left, label=part, color=color)
-        left = [a + b for a, b in zip(left, width)]
-    for i, (step, result) in enumerate(zip(left, results)):
-        rate = result["configuration"]["batch_size"] / step * 1e3
-        axes.annotate(f" {rate:,.0f} samples/s", (step, i), va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))
-    figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
-    return figure

@@ -26,10 +26,9 @@ from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles
-OWN = (  # what a strategy of this package does beside a step's other parts
-    *("replicas.begin", "replicas.turn", "replicas.end", "replicas.average_statistics"),
-    *("recorder.recording", "gradients.copy_changed", "updates.begin", "updates.turn"),
-)
+OWN = [("replicas", method) for method in ("begin", "turn", "end", "average_statistics")]
+OWN += [("recorder", "recording"), ("gradients", "copy_changed"), ("updates", "begin"), ("updates", "turn")]
+"""What a strategy of this package does beside a step's other parts: attributes of the strategy, and their methods."""
 
 
 class Stretches(Callback):
@@ -54,7 +53,9 @@ class Stretches(Callback):
         return len(self.seconds) == 2
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        watch(trainer.strategy, self.parts)
+        for owner, method in OWN if hasattr(trainer.strategy, "replicas") else ():
+            its = getattr(trainer.strategy, owner)
+            setattr(its, method, timed(getattr(its, method), self.parts, "strategy"))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         trainer.should_stop = self.step_done()
@@ -68,10 +69,8 @@ class Stretches(Callback):
 def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
     stretches = Stretches(Parts(), configuration.num_steps)
-    strategy: Any = "auto"
-    if configuration.engine != "auto":
-        replicas = configuration.replicas
-        strategy = make_strategy(configuration.engine, **({"replicas": replicas} if replicas else {}))
+    options = {"replicas": configuration.replicas} if configuration.replicas else {}
+    strategy: Any = "auto" if configuration.engine == "auto" else make_strategy(configuration.engine, **options)
     if hasattr(strategy, "reduce_gradients"):
         strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -87,14 +86,6 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     )
     trainer.fit(make_model(configuration.model), data)
     return stretches.result() if trainer.is_global_zero else None
-
-
-def watch(strategy: Any, parts: Parts) -> None:
-    """Time what `OWN` names, where a strategy has it."""
-    for name in OWN if hasattr(strategy, "replicas") else ():
-        owner, _, method = name.partition(".")
-        its = getattr(strategy, owner)
-        setattr(its, method, timed(getattr(its, method), parts, "strategy"))
 
 
 def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[..., Any]:
@@ -117,13 +108,13 @@ def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[...
     return call
 
 
-def train_batch(replicas: list[nn.Module], parts: Parts, lr: float = 0.01) -> Callable[[tuple[Tensor, Tensor]], None]:
+def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tensor, Tensor]], None]:
     """A training step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
 
     With one copy that is a plain PyTorch loop.
     """
     devices = [next(replica.parameters()).device for replica in replicas]
-    optimizers = [torch.optim.SGD(replica.parameters(), lr) for replica in replicas]
+    optimizers = [torch.optim.SGD(replica.parameters(), 0.01) for replica in replicas]
     parameters = list(zip(*(replica.parameters() for replica in replicas)))
 
     def shards(part: Tensor) -> list[Tensor]:

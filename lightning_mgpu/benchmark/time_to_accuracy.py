@@ -10,7 +10,6 @@ its recipe, in a process of its own.
 
 import argparse
 import csv
-import itertools
 import json
 import shlex
 import statistics
@@ -55,36 +54,29 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
-    """The epochs of one run of `fit`."""
+    """Of one run of `fit`: the `accuracy` of every epoch that was tested, and `seconds` of training until then."""
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--wandb.mode=disabled", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run_in_group(command):
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
-    epochs = read_epochs(list(csv.DictReader(metrics.read_text().splitlines()))) if metrics.exists() else []
-    if not any("accuracy" in epoch for epoch in epochs):
+    rows = list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
+    tested = {int(row["epoch"]): float(row["val_acc"]) for row in rows if row.get("val_acc")}
+    if not tested:
         settings = "limit_val_batches, check_val_every_n_epoch, fast_dev_run and logger"
         raise UsageError(f"no accuracy of an epoch in {metrics}: leave {settings} as they are")
-    return epochs
-
-
-def read_epochs(rows: Sequence[dict[str, str]]) -> list[dict[str, float]]:
-    """From the rows of `metrics.csv`: an epoch's `accuracy`, where it was tested, and `seconds` of training so far."""
-    accuracy = {row["epoch"]: float(row["val_acc"]) for row in rows if row.get("val_acc")}
-    seconds = {row["epoch"]: float(row["epoch_seconds"]) for row in rows if row.get("epoch_seconds")}
-    epochs = []
-    for epoch, so_far in zip(seconds, itertools.accumulate(seconds.values())):
-        tested = {"accuracy": accuracy[epoch]} if epoch in accuracy else {}
-        epochs.append({"epoch": int(epoch) + 1, "seconds": so_far, **tested})
-    return epochs
+    seconds = [float(row["epoch_seconds"]) for row in rows if row.get("epoch_seconds")]
+    return [
+        {"epoch": epoch + 1, "accuracy": accuracy, "seconds": sum(seconds[: epoch + 1])}
+        for epoch, accuracy in tested.items()
+    ]
 
 
 def summary(runs: Sequence[dict[str, Any]], target: float) -> str:
     """Seconds until the target, if all seeds reached it, and the accuracy at the end: mean and standard deviation."""
-    tested = [[epoch for epoch in run["epochs"] if "accuracy" in epoch] for run in runs]
-    reached = [next((e["seconds"] for e in epochs if e["accuracy"] >= target), None) for epochs in tested]
-    seconds = [each for each in reached if each is not None]
-    end = f"accuracy at the end {_spread([epochs[-1]['accuracy'] for epochs in tested], 4)}"
+    reached = [[epoch["seconds"] for epoch in run["epochs"] if epoch["accuracy"] >= target] for run in runs]
+    seconds = [each[0] for each in reached if each]
+    end = f"accuracy at the end {_spread([run['epochs'][-1]['accuracy'] for run in runs], 4)}"
     if len(seconds) < len(runs):
         return f"test accuracy {target}: reached by {len(seconds)} of {len(runs)} seeds; {end}"
     return f"test accuracy {target}: {_spread(seconds, 1)} s of training over {len(runs)} seeds; {end}"

@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -44,67 +43,61 @@ class Sweep:
     space: dict[str, BaseDistribution]  # what varies, by the dotted name of the option
     fit: list[str]  # arguments that all trials share
     num_trials: int
-    seed: int
 
     def open(self) -> None:
         """Make the directory, or find it as this sweep has left it."""
-        path = self.dir / "sweep.json"
-        if not path.exists() and self.dir.exists() and any(self.dir.iterdir()):
-            raise UsageError(f"{self.dir} is no sweep's: name a new directory with --sweep_dir")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--sweep_dir={self.dir} cannot be made: {error.strerror}") from error
-        settings = [self.method, self.metric, self.direction, str(self.space), self.fit, self.seed]
+        settings = json.dumps([self.method, self.metric, self.direction, str(self.space), self.fit], indent=1)
         with self.lock():
-            if not path.exists():
-                replace_text(path, json.dumps(settings, indent=1))
-        if json.loads(path.read_text()) != settings:
+            if not (path := self.dir / "sweep.json").exists():
+                replace_text(path, settings)
+        if path.read_text() != settings:
             told = "repeat the command that began it, name a new directory with --sweep_dir, or delete this one"
             raise UsageError(f"{self.dir} holds another sweep, that of its {path.name}: {told}")
 
     def lock(self) -> FileLock:  # for files that all processes write
         return FileLock(self.dir / "sweep.lock")
 
-    def records(self) -> dict[int, dict[str, Any]]:
-        """By the trial's number."""
-        paths = sorted(self.dir.glob("trial_*.json"))
-        return {int(path.stem.removeprefix("trial_")): json.loads(path.read_text()) for path in paths}
+    def trials(self) -> dict[str, dict[str, Any]]:
+        """The records, by the trial's name, which is its run directory's."""
+        return {path.stem: json.loads(path.read_text()) for path in sorted(self.dir.glob("trial_*.json"))}
 
-    def run(self) -> Iterator[int]:
-        """Run the trials that have not ended and that no other process runs; yields the number of each."""
+    def run(self) -> None:
+        """Run the trials that have not ended and that no other process runs, and write the report after each."""
         os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
         for number in range(self.num_trials):
-            path = self.dir / f"trial_{number:03}"
-            with path.with_suffix(".log").open("a") as log:
+            run_dir = self.dir / f"trial_{number:03}"
+            with run_dir.with_suffix(".log").open("a") as log:
                 try:
                     fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue
-                record = self.records().get(number) or {"params": self._draw(number)}
-                if "note" in record:
+                trial = self.trials().get(run_dir.name) or {"params": self._draw(number)}
+                if "note" in trial:
                     continue
-                replace_text(path.with_suffix(".json"), json.dumps(record))
-                record |= self._run_trial(path, record["params"], log)
-                replace_text(path.with_suffix(".json"), json.dumps(record))
-            yield number
+                replace_text(record := run_dir.with_suffix(".json"), json.dumps(trial))
+                trial |= self._run_trial(run_dir, trial["params"], log)
+                replace_text(record, json.dumps(trial))
+            self.write_report()
 
     def _draw(self, number: int) -> dict[str, Any]:
         """The parameters of a new trial. They are the same in any number of processes, but for `bayes`."""
         if self.method == "grid":  # the last parameter varies fastest
             points: Any = itertools.product(*(each.choices for each in self.space.values()))  # type: ignore[attr-defined]
             return dict(zip(self.space, list(points)[number]))
-        seed = self.seed + number
-        sampler = TPESampler(seed=seed) if self.method == "bayes" else RandomSampler(seed=seed)
+        sampler = TPESampler(seed=number) if self.method == "bayes" else RandomSampler(seed=number)
         return self._study(sampler).ask(self.space).params
 
     def _study(self, sampler: BaseSampler | None = None) -> optuna.Study:
         """What Optuna draws from, and makes its picture of: the trials that have a value."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         study, make = optuna.create_study(direction=self.direction, sampler=sampler), optuna.trial.create_trial
-        for each in self.records().values():
-            if each.get("value") is not None:
-                study.add_trial(make(params=each["params"], distributions=self.space, value=each["value"]))
+        for trial in self.trials().values():
+            if trial.get("value") is not None:
+                study.add_trial(make(params=trial["params"], distributions=self.space, value=trial["value"]))
         return study
 
     def _run_trial(self, run_dir: Path, params: dict[str, Any], log: IO[str]) -> dict[str, Any]:
@@ -118,34 +111,38 @@ class Sweep:
             arguments = [*self.fit, *given, f"--run_dir={run_dir}", TRIAL]
         # the process inherits the lock on its log, and keeps the lock if this one is killed
         status = run_in_group([sys.executable, "-m", "lightning_mgpu", "fit", *arguments], log)
-        values, value, note = read_column(run_dir / "metrics.csv", self.metric), None, ""
+        value, note = self._result(run_dir / "metrics.csv")
         if status != 0:
             lines = Path(log.name).read_text(errors="replace").splitlines()
-            note = f"status {status}: {([line for line in lines if line.startswith('error: ')] or lines or [''])[-1]}"
-        elif not values:
-            note = f"metric: name: {self.metric}: no such metric is logged"
-        elif not math.isfinite(values[-1]):
-            note = f"diverged: {self.metric} is {values[-1]}"
-        else:
-            value = max(values) if self.direction == "maximize" else min(values)
+            reason = ([line for line in lines if line.startswith("error: ")] or lines or [""])[-1]
+            value, note = None, f"status {status}: {reason}"
         print(f"{run_dir.name}: {f'failed: {note}' if note else f'{self.metric} {value:.4f}'}", flush=True)
         return {"value": value, "note": note}
 
+    def _result(self, metrics: Path) -> tuple[float | None, str]:
+        """The metric's best value over the epochs of a run, or why there is none."""
+        rows = csv.DictReader(metrics.read_text().splitlines()) if metrics.exists() else ()
+        values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
+        if not values:
+            return None, f"metric: name: {self.metric}: no such metric is logged"
+        if not math.isfinite(values[-1]):
+            return None, f"diverged: {self.metric} is {values[-1]}"
+        return max(values) if self.direction == "maximize" else min(values), ""
+
     def write_report(self) -> str:
-        """Write `sweep.csv` and `sweep.md`, the best trial first, and `sweep.png`; returns the text of `sweep.md`."""
+        """Write `sweep.md`, a table with the best trial first, and `sweep.png`; returns the table."""
         sign = -1 if self.direction == "maximize" else 1
         with self.lock():
-            ended = [(number, each) for number, each in self.records().items() if "note" in each]
-            ended.sort(key=lambda pair: (pair[1]["value"] is None, sign * (pair[1]["value"] or 0)))
-            rows: list[list[Any]] = [["trial", *self.space, self.metric, "note"]]
-            rows += [[number, *each["params"].values(), each["value"], each["note"]] for number, each in ended]
-            with replacing(self.dir / "sweep.csv") as part, part.open("w", newline="") as file:
-                csv.writer(file).writerows(rows)
-            lines = [" | ".join(map(_cell, row)) for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
-            replace_text(self.dir / "sweep.md", text := "".join(f"| {line} |\n" for line in lines))
-            if self.space and any(each["value"] is not None for _, each in ended):
+            ended = {name: trial for name, trial in self.trials().items() if "note" in trial}
+            best_first = sorted(ended, key=lambda name: (ended[name]["note"], sign * (ended[name]["value"] or 0)))
+            rows = [["trial", *self.space, self.metric, "note"], ["---"] * (len(self.space) + 3)]
+            for name in best_first:
+                trial = ended[name]
+                rows.append([name, *map(_cell, [*trial["params"].values(), trial["value"]]), trial["note"]])
+            replace_text(self.dir / "sweep.md", table := "".join(f"| {' | '.join(row)} |\n" for row in rows))
+            if self.space and any(trial["value"] is not None for trial in ended.values()):
                 self._draw_picture()
-        return text
+        return table
 
     def _draw_picture(self) -> None:
         with replacing(self.dir / "sweep.png") as part, warnings.catch_warnings():
@@ -159,14 +156,6 @@ class Sweep:
 def as_argument(name: str, value: Any) -> str:
     """An option as it stands on a command line: `null` and `true`, where Python writes None and True."""
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def read_column(path: Path, name: str) -> list[float]:
-    """A column of a run's `metrics.csv`, epoch by epoch."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 def _cell(value: Any) -> str:

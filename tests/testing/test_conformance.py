@@ -49,6 +49,7 @@ def test_promises_on_gpus(strategy: str) -> None:
 
 STRATEGIES = """
     import os
+    import subprocess
     import threading
     import time
     from types import SimpleNamespace
@@ -78,6 +79,12 @@ STRATEGIES = """
         def training_step(self, *args):
             os.write(2, b"lost it")
             os._exit(0)
+
+
+    class LeavesAProcess(SingleDeviceStrategy):
+        def teardown(self):
+            subprocess.Popen(["sleep", "60"])
+            super().teardown()
 """
 
 
@@ -117,9 +124,11 @@ def test_a_broken_strategy_is_found_out(run: Callable) -> None:
 
 @pytest.mark.slow
 @pytest.mark.weekly
-def test_a_process_that_ends_without_a_word_is_found_out(run: Callable) -> None:
+def test_a_process_that_ends_without_a_word_or_never_is_found_out(run: Callable) -> None:
     first, second = check_strategy("my_strategies.Crashes", 1, promises=["predictions", "parameters"])
     assert first.is_kept and second.wrong == "ended with status 0: lost it"
+    [last] = check_strategy("my_strategies.LeavesAProcess", 1, promises=["predictions"], timeout=20)
+    assert last.wrong == "hangs, or leaves processes behind: not done after 20 s"
 
 
 def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
