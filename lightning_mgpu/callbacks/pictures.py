@@ -35,9 +35,8 @@ class Pictures(Callback):
     ) -> None:
         if found := logits_and_labels(outputs, batch):
             X, (logits, y) = batch[0], found
-            if self._metric is None:  # -100 is cross-entropy's 'no class'
-                metric = MulticlassConfusionMatrix(logits.shape[1], ignore_index=-100, validate_args=False)
-                self._metric = metric.to(logits.device)
+            if self._metric is None:
+                self._metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False).to(logits.device)
             self._metric.update(logits, y)
             if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
                 X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
@@ -65,8 +64,7 @@ def draw_grid(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Fi
         if label == prediction:
             axes.set_title(names[label], fontsize=9)
         else:
-            title = f"{names[prediction]}\n(is: {names[label] if label >= 0 else 'no class'})"
-            axes.set_title(title, fontsize=9, color="red")
+            axes.set_title(f"{names[prediction]}\n(is: {names[label]})", fontsize=9, color="red")
     return figure
 
 
