@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.callbacks import LearningCurve, Pictures, PredictionWriter
@@ -110,26 +110,21 @@ def test_predictions_in_dataset_order(
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
-    class Regression(VectorNet):
+    class Chosen(VectorNet):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch[0][:, 0] if self.is_flat else batch[0][:, :2]
+            return self.choose(batch[0])
 
     samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
-    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Regression()
+    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Chosen()
     flat = ["index,prediction", *(f"{i},{4 * i}" for i in range(23))]
     wide = ["index,prediction(0),prediction(1)", *(f"{i},{4 * i},{4 * i + 1}" for i in range(23))]
-    for model.is_flat, wanted in ((True, flat), (False, wide)):
-        trainer.predict(model, DataLoader(samples, 5, shuffle=model.is_flat))
+    for model.choose, wanted in ((lambda X: X[:, 0], flat), (lambda X: X[:, :2], wide)):
+        trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    (tmp_path / "predictions.csv").unlink()
     with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
         trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
-
-
-def test_a_model_without_a_row_a_sample_is_told_so(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
-    class Bare(LeNet):
-        def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-            return {"label": batch[1][::2]}
-
-    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Bare\.predict_step that"):
-        make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
+    model.choose = lambda X: {"label": X[::2]}
+    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Chosen\.predict_step that"):
+        trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())

@@ -22,8 +22,7 @@
 namespace {
 
 using at::Tensor;
-using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::DispatchKey, c10::DispatchKeySet,
-    c10::Stream;
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::DispatchKey, c10::DispatchKeySet, c10::Stream;
 
 constexpr DeviceType KIND = DeviceType::PrivateUse1;
 constexpr DispatchKeySet KEYS(DispatchKey::HPU);
@@ -44,8 +43,7 @@ REGISTER_ALLOCATOR(KIND, &allocator);
 
 // The current device of a thread, and streams, of which each device has one: all work is done when a call returns
 
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return KIND; }
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<KIND> {
   Device getDevice() const override { return Device(KIND, current); }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.has_index()) current = device.index();
@@ -60,20 +58,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
-  Stream getStream(Device device) const override {
+  Stream getStream(Device device) const noexcept override {
     return Stream(Stream::DEFAULT, Device(KIND, device.has_index() ? device.index() : current));
   }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
-  Stream getNewStream(Device device, int) const override { return getStream(device); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const override { return getStream(stream.device()); }
+  Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override {}
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
@@ -26,7 +26,6 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "test_scaled_gradients": "no autocast",
     "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
-    "-ema with buffers]": "no average of integers",
     "-lstm]": "no fused cells of recurrent layers",
 }
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
@@ -86,35 +85,14 @@ def register() -> None:
     torch._register_device_module("sim", module)
 
 
-class SimulatedAccelerator(Accelerator):
+class SimulatedAccelerator(CPUAccelerator):
     """Simulated devices for a Trainer."""
 
     def setup_device(self, device: torch.device) -> None: ...
 
-    def teardown(self) -> None: ...
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
-        return list(range(int(devices)))
-
-    @staticmethod
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("sim", i) for i in devices]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 2
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def name() -> str:
-        return "sim"
+    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("sim", i) for i in range(devices)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
