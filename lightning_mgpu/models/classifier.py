@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jsonargparse.typing import ClosedUnitInterval
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
@@ -80,10 +79,12 @@ class Classifier(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
-        label_smoothing: ClosedUnitInterval = 0.0,
+        label_smoothing: float = 0.0,
         flip_tta: bool = False,
     ) -> None:
         super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1.")
         self.save_hyperparameters(logger=False)  # from the command line: plain types, enough to rebuild the model
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
