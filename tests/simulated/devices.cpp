@@ -43,7 +43,8 @@ REGISTER_ALLOCATOR(KIND, &allocator);
 
 // The current device of a thread, and streams, of which each device has one: all work is done when a call returns
 
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<KIND> {
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return KIND; }
   Device getDevice() const override { return Device(KIND, current); }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.has_index()) current = device.index();
@@ -58,10 +59,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<KIND> {
     return before;
   }
   DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
-  Stream getStream(Device device) const noexcept override {
+  Stream getStream(Device device) const override {
     return Stream(Stream::DEFAULT, Device(KIND, device.has_index() ? device.index() : current));
   }
-  Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
+  Stream exchangeStream(Stream stream) const override { return getStream(stream.device()); }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
 };
