@@ -90,11 +90,9 @@ TORCH_LIBRARY(sim, library) {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return NUM_DEVICES; }
-  DeviceIndex getCurrentDevice() const override { return current; }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
     return generator_of(index < 0 ? current : index);
   }
@@ -129,7 +127,7 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DeviceIndex home = homes[0] && homes[0]->has_index() ? homes[0]->index() : current;
   for (size_t i = 0; i < arguments.size(); ++i)
     if (arguments[i].name() == "generator" && first[i].isNone()) first[i] = generator_of(home);
-  at::native::cpu_fallback(op, stack);
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
 Tensor host(const Tensor& tensor) {  // the same memory as a tensor of the CPU
@@ -157,9 +155,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool /*non_blocking*/) {
   return self;
 }
 
-Tensor copy_from(const Tensor& source, const Tensor& self, bool /*non_blocking*/) {
-  host(self).copy_(host(source));
-  return self;
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(self.device());  // where memory is allocated
+  return at::native::resize_(self, size, format);
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& self) {
@@ -196,7 +194,6 @@ Tensor empty_strided(
 
 void register_operators(torch::Library& library) {
   library.impl("copy_", &copy_);
-  library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_to_cpu", &to_cpu);
   library.impl("empty.memory_format", &empty);
@@ -205,7 +202,7 @@ void register_operators(torch::Library& library) {
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("unfold", &at::native::unfold);
-  library.impl("resize_", &at::native::resize_);
+  library.impl("resize_", &resize_);
   library.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(&at::native::set_));
   library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("set_.source_Tensor", &at::native::set_tensor_);
