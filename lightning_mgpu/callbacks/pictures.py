@@ -19,8 +19,8 @@ NUM_IMAGES = 24  # in rows of eight
 class Pictures(Callback):
     """Draws which test samples are taken for what (`confusion.png`) and the first images (`predictions.png`).
 
-    Needs batches (X, y) of one class index a sample and a `test_step` that returns a dict with `logits` (N, C); other
-    models get no picture. Images are (N, C, H, W), grey or of three colours.
+    Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that returns a dict with
+    `logits` (N, C); other models get no picture. Images are (N, C, H, W), grey or of three colours.
     """
 
     def __init__(self) -> None:

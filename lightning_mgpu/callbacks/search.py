@@ -27,7 +27,7 @@ class LearningRateSearch(LearningRateFinder):
     Nothing is trained: the weights are put back and the run ends.
 
     Args:
-        min_lr: Of the first batch.
+        min_lr: Of the first batch, the lower one.
         max_lr: Of the last batch.
         num_training_steps: Batches.
     """
