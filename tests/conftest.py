@@ -86,17 +86,10 @@ def make_data(root: Path) -> Callable[..., FashionMNIST]:
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     """A quiet Trainer on one CPU that writes nothing unless told to."""
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": tmp_path,
-    }
-    return lambda **kwargs: Trainer(**{**quiet, "max_epochs": 1, **kwargs})
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = {**dict.fromkeys(off, False), "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
+    usual = {**quiet, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    return lambda **kwargs: Trainer(**{**usual, **kwargs})
 
 
 @pytest.fixture
@@ -128,7 +121,6 @@ class Command:
         self.cwd = cwd
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         self.env = {**os.environ, "HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
-        self.env["PYTHONFAULTHANDLER"] = "1"
         for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
             self.env.pop(name, None)
         self._started: list[subprocess.Popen[str]] = []
@@ -143,58 +135,42 @@ class Command:
     def finish(self, process: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
         try:
             out, err = process.communicate(timeout=timeout)
-            for _ in range(50):  # children may need a moment to go
-                if not self._group_lives(process.pid):
-                    break
-                time.sleep(0.1)
-            assert not self._group_lives(process.pid), f"processes left behind\n{out}\n{err}"
         except subprocess.TimeoutExpired:
-            for pid in reversed(family(process.pid)):
-                send(pid, signal.SIGABRT)  # which makes it say where it hangs: PYTHONFAULTHANDLER
-            out, err = process.communicate(timeout=10)
-            pytest.fail(f"{process.args} was not done after {timeout} s\n{out}\n{err}")
-        finally:
-            self._end(process)
-        return process.returncode, out, err
+            end(process)
+            pytest.fail("\n".join([f"{process.args} was not done after {timeout} s", *process.communicate()]))
+        for _ in range(50):  # children may need a moment to go
+            if not group_lives(process.pid):
+                return process.returncode, out, err
+            time.sleep(0.1)
+        end(process)
+        pytest.fail(f"processes left behind\n{out}\n{err}")
 
     def __call__(self, *args: str, timeout: float = 120) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         return self.finish(self.start(*args), timeout)
 
     def end(self) -> None:
-        """Kill what a failed test has not waited for."""
+        """End what a failed test has not waited for."""
         for process in self._started:
-            self._end(process)
-
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        for pid in family(process.pid) if process.poll() is None else []:  # torchrun's have groups of their own
-            send(pid, signal.SIGKILL)
-        if self._group_lives(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    @staticmethod
-    def _group_lives(group: int) -> bool:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        return True
+            end(process)
 
 
-def family(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, row.split())) for row in table.splitlines()]
-    pids = [pid]
-    for parent in pids:  # grows
-        pids += [child for child, its_parent in pairs if its_parent == parent]
-    return pids
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
-def send(pid: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signum)
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process and its group; first it may end children that have groups of their own, as torchrun's have."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(timeout=40)
+    if group_lives(process.pid):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @pytest.fixture

@@ -24,21 +24,6 @@ RUNS = [line for line in COMMANDS if line.startswith("python -m lightning_mgpu f
 CPU = "--trainer.accelerator=cpu"
 SHORT = (CPU, "--data.source=synthetic", "--trainer.max_epochs=1")
 LIMITS = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
-PLAIN_MODEL = """
-import torch
-from lightning.pytorch import LightningModule
-
-class Plain(LightningModule):
-    def __init__(self, lr: float = 0.1):
-        super().__init__()
-        self.net, self.lr = torch.nn.Linear(28, 10), lr
-
-    def training_step(self, batch):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-"""
 
 
 @pytest.fixture
@@ -109,8 +94,9 @@ def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main
             assert got == pytest.approx(expected, rel=1e-4), name
 
 
-def test_a_plain_lightning_module(project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
-    (project / "my_plain.py").write_text(PLAIN_MODEL)
-    strategy = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
-    assert main("fit", "--model=my_plain.Plain", "--model.lr=0.5", *SHORT, *LIMITS, *strategy) == 0
-    assert "model:    Plain, 290 parameters" in capfd.readouterr().out
+def test_a_plain_lightning_module(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
+    """Lightning's own, with plain loaders."""
+    boring = "lightning.pytorch.demos.boring_classes.Boring"
+    parts = (f"--model={boring}Model", f"--data={boring}DataModule", "--trainer.max_epochs=1")
+    assert main("fit", *parts, CPU, *LIMITS, "--trainer.devices=2", "--trainer.strategy=manual_allreduce") == 0
+    assert "model:    BoringModel, 66 parameters" in capfd.readouterr().out

@@ -12,18 +12,10 @@ NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")  # `train/l
 
 
 class EpochLines(RichProgressBar):
-    """One line an epoch; on a terminal also Lightning's bar, with the `loss` last logged: no step waits for it."""
+    """One line an epoch; on a terminal also Lightning's bar, with the `loss` last logged alone."""
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=int(sys.stdout.isatty()))  # 0: no bar
-        self._loss: dict[str, float] = {}
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
-        is_logged = trainer.global_step % trainer.log_every_n_steps == 0 and "loss" in trainer.logged_metrics  # type: ignore[attr-defined]
-        if self.is_enabled and is_logged:
-            self._loss = {"loss": float(trainer.logged_metrics["loss"])}
-        super().on_train_batch_end(trainer, pl_module, *args)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -34,7 +26,7 @@ class EpochLines(RichProgressBar):
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return self._loss  # all others stand in the epochs' lines
+        return {name: value for name, value in trainer.logged_metrics.items() if name == "loss"}
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
@@ -18,8 +19,8 @@ NUM_IMAGES = 24  # in rows of eight
 class Pictures(Callback):
     """Draws which test samples are taken for what (`confusion.png`) and the first images (`predictions.png`).
 
-    Needs batches (X, y) of one class index a sample and a `test_step` that returns a dict with `logits` (N, C); other
-    models get no picture. Images are (N, C, H, W), grey or of three colours.
+    Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that returns a dict with
+    `logits` (N, C); other models get no picture. Images are (N, C, H, W), grey or of three colours.
     """
 
     def __init__(self) -> None:
@@ -33,16 +34,17 @@ class Pictures(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        if found := logits_and_labels(outputs, batch):
-            X, (logits, y) = batch[0], found
-            if self._metric is None:  # -100 is cross-entropy's 'no class'
-                metric = MulticlassConfusionMatrix(logits.shape[1], ignore_index=-100, validate_args=False)
-                self._metric = metric.to(logits.device)
-            self._metric.update(logits, y)
-            if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
-                X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
-                figure = draw_grid(X, y, classes, class_names(trainer, logits.shape[1]))
-                save_picture(trainer, figure, "predictions.png")
+        match outputs, batch:
+            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1, dtype=torch.int64) as y]:
+                pass
+            case _:
+                return  # another kind of model
+        if self._metric is None:
+            self._metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False).to(logits.device)
+        self._metric.update(logits.detach(), y)
+        if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
+            X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
+            save_picture(trainer, draw_grid(X, y, classes, class_names(trainer, logits.shape[1])), "predictions.png")
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,8 +67,7 @@ def draw_grid(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Fi
         if label == prediction:
             axes.set_title(names[label], fontsize=9)
         else:
-            title = f"{names[prediction]}\n(is: {names[label] if label >= 0 else 'no class'})"
-            axes.set_title(title, fontsize=9, color="red")
+            axes.set_title(f"{names[prediction]}\n(is: {names[label]})", fontsize=9, color="red")
     return figure
 
 
@@ -80,16 +81,6 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
     for logger in trainer.loggers if upload else []:
         if isinstance(logger, WandbLogger):
             logger.log_image(path.stem, [str(path)])
-
-
-def logits_and_labels(outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """The `logits` (N, C) that a `test_step` returned and the batch's class indices (N,); `None` for other models."""
-    logits = outputs.get("logits") if isinstance(outputs, dict) else None
-    if not isinstance(logits, Tensor) or not isinstance(batch, (list, tuple)) or len(batch) != 2:
-        return None
-    X, y = batch
-    are_classes = isinstance(y, Tensor) and y.shape == logits.shape[:1] and not y.is_floating_point()
-    return (logits.detach(), y) if logits.ndim == 2 and are_classes and isinstance(X, Tensor) else None
 
 
 def class_names(trainer: Trainer, num_classes: int) -> list[str]:

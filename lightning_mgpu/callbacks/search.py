@@ -4,7 +4,7 @@ import math
 from itertools import pairwise, takewhile
 from statistics import mean
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import save_picture
 from lightning_mgpu.runs.directory import run_directory
-from lightning_mgpu.runs.errors import UsageError
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 BETA = 0.98  # of Lightning's moving average
@@ -28,14 +27,14 @@ class LearningRateSearch(LearningRateFinder):
     Nothing is trained: the weights are put back and the run ends.
 
     Args:
-        min_lr: Of the first batch.
+        min_lr: Of the first batch, the lower one.
         max_lr: Of the last batch.
         num_training_steps: Batches.
     """
 
-    def __init__(self, min_lr: float = 1e-4, max_lr: float = 10.0, num_training_steps: int = 100) -> None:
-        if not 0 < min_lr < max_lr:
-            raise ValueError(f"min_lr={min_lr}, max_lr={max_lr}: give two positive rates, the lower one first.")
+    def __init__(
+        self, min_lr: PositiveFloat = 1e-4, max_lr: PositiveFloat = 10.0, num_training_steps: PositiveInt = 100
+    ) -> None:
         super().__init__(min_lr, max_lr, num_training_steps, update_attr=False)
 
     @override
@@ -94,12 +93,6 @@ class BatchSizeSearch(BatchSizeFinder):
 
     def __init__(self, init_val: PositiveInt = 256, max_trials: PositiveInt = 6) -> None:
         super().__init__("power", 3, init_val, max_trials, max_val=NO_LIMIT)
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
-        if trainer.world_size > 1:
-            raise UsageError("the batch-size search runs in one process: take --trainer.devices=1 or manual_allreduce")
-        super().setup(trainer, pl_module, stage)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,18 +1,8 @@
-"""Models that are not of images, or log under names of their own."""
+"""A model that logs under names of its own."""
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
-
-from lightning_mgpu.models import Classifier
-
-
-class VectorNet(Classifier):
-    """Of vectors (N, 4)."""
-
-    def __init__(self) -> None:
-        super().__init__(num_classes=3)
-        self.net = nn.Linear(4, 3)
 
 
 class Named(LightningModule):

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, RunHeader, epoch_timer
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.devices import own_devices
 from tests.callbacks.conftest import Named
 
 
@@ -41,24 +40,17 @@ def test_a_header_then_a_line_an_epoch(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("names", "first", "second"),
-    [
-        (
-            (("g_loss",), ("train/loss", "other"), ("val/loss",)),
-            "train/loss 1.0000  val/loss 2.0000  g_loss 1.0000",
-            "train/loss 1.0000  g_loss 1.0000",
-        ),
-        (((), ("g_loss", "d_loss"), ()), "g_loss 1.0000  d_loss 1.0000", "g_loss 1.0000  d_loss 1.0000"),
-    ],
-)
-def test_epoch_lines_show_metrics_of_any_name(
-    names: tuple[Any, ...], first: str, second: str, make_trainer: Callable, capsys: pytest.CaptureFixture
-) -> None:
-    trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
-    loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
-    trainer.fit(Named(*names), loader, loader)
-    assert capsys.readouterr().out.splitlines() == [f"epoch 1/2  {first}", f"epoch 2/2  {second}"]
+def test_epoch_lines_show_metrics_of_any_name(make_trainer: Callable, capsys: pytest.CaptureFixture) -> None:
+    def lines(*names: tuple[str, ...]) -> list[str]:
+        loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
+        trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
+        trainer.fit(Named(*names), loader, loader)
+        return capsys.readouterr().out.splitlines()
+
+    first, second = lines(("g_loss",), ("train/loss", "other"), ("val/loss",))
+    assert first == "epoch 1/2  train/loss 1.0000  val/loss 2.0000  g_loss 1.0000"
+    assert second == "epoch 2/2  train/loss 1.0000  g_loss 1.0000"  # nothing was validated
+    assert lines((), ("g_loss", "d_loss"), ()) == [f"epoch {i}/2  g_loss 1.0000  d_loss 1.0000" for i in (1, 2)]
 
 
 def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
@@ -101,11 +93,3 @@ def test_timer_leaves_validation_out(make_data: Callable, make_trainer: Callable
     trainer.fit(Steps(), make_data())
     assert timer.seconds == [7.0, 7.0] and timer.seconds_per_epoch == 7.0
     assert float(trainer.callback_metrics["epoch_seconds"]) == 7.0
-
-
-def test_a_process_waits_for_its_own_devices_alone() -> None:
-    """Waiting for the GPU of another process opens a context there: hundreds of MB, or an error if it is exclusive."""
-    gpus = [torch.device("cuda", i) for i in range(2)]
-    for num_processes, first, own in ((2, gpus[1], gpus[1:]), (1, gpus[0], gpus)):
-        strategy = SimpleNamespace(root_device=first, parallel_devices=gpus, world_size=num_processes)
-        assert own_devices(SimpleNamespace(strategy=strategy)) == own  # type: ignore[arg-type]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.callbacks import LearningCurve, Pictures, PredictionWriter
 from lightning_mgpu.callbacks.learning_curve import draw
-from lightning_mgpu.models import LeNet
-from tests.callbacks.conftest import Named, VectorNet
+from lightning_mgpu.models import Classifier, LeNet
+from tests.callbacks.conftest import Named
 
 
 def panels(curve: LearningCurve) -> dict[str, list[str]]:
@@ -70,16 +70,22 @@ def test_matrix_and_grid_are_of_the_test_set(
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("confusion.png", "predictions.png"))
 
 
-class OfDicts(VectorNet):
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
-        return super().test_step((batch["X"], batch["y"]), batch_idx)
+class VectorNet(Classifier):
+    """Of vectors (N, 4), in batches of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=3)
+        self.net = nn.Linear(4, 3)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().test_step((batch["X"], batch["y"]) if isinstance(batch, dict) else batch, batch_idx)
 
 
 def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
     trainer = make_trainer(callbacks=[Pictures()])
     dicts: Any = [{"X": row, "y": label, "weight": 1.0} for row, label in zip(rows, classes)]
-    trainer.test(OfDicts(), DataLoader(dicts, 4), verbose=False)
+    trainer.test(VectorNet(), DataLoader(dicts, 4), verbose=False)
     assert list(tmp_path.iterdir()) == []
     trainer.test(VectorNet(), DataLoader(TensorDataset(rows, classes), 4), verbose=False)
     assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
@@ -104,30 +110,21 @@ def test_predictions_in_dataset_order(
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
-    class Regression(VectorNet):
+    class Chosen(VectorNet):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch[0][:, 0] if self.is_flat else batch[0][:, :2]
+            return self.choose(batch[0])
 
     samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
-    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Regression()
-
-    model.is_flat = True
-    trainer.predict(model, DataLoader(samples, 5, shuffle=True))
-    wanted = ["index,prediction", *(f"{i},{4 * i}" for i in range(23))]
-    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
-    model.is_flat = False
-    trainer.predict(model, DataLoader(samples, 5))
-    wanted = ["index,prediction(0),prediction(1)", *(f"{i},{4 * i},{4 * i + 1}" for i in range(23))]
-    assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    trainer, model = make_trainer(callbacks=[PredictionWriter()]), Chosen()
+    flat = ["index,prediction", *(f"{i},{4 * i}" for i in range(23))]
+    wide = ["index,prediction(0),prediction(1)", *(f"{i},{4 * i},{4 * i + 1}" for i in range(23))]
+    for model.choose, wanted in ((lambda X: X[:, 0], flat), (lambda X: X[:, :2], wide)):
+        trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
+        assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    (tmp_path / "predictions.csv").unlink()
     with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
         trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
-
-
-def test_a_model_without_a_row_a_sample_is_told_so(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
-    class Bare(LeNet):
-        def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-            return {"label": batch[1][::2]}
-
-    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Bare\.predict_step that"):
-        make_trainer(callbacks=[PredictionWriter()]).predict(Bare(), make_data())
+    model.choose = lambda X: {"label": X[::2]}
+    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Chosen\.predict_step that"):
+        trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())

@@ -7,13 +7,10 @@ As with GPUs, tensors on different devices cannot be mixed, nor with the CPU's, 
 Unlike GPUs, they have no streams, and what `UNLIKE_GPUS` lists. What GPUs refuse, too, is in `ON_ONE_DEVICE`.
 """
 
-import ctypes
 import functools
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
@@ -29,7 +26,6 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "test_scaled_gradients": "no autocast",
     "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
-    "-ema with buffers]": "no average of integers",
     "-lstm]": "no fused cells of recurrent layers",
 }
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
@@ -41,6 +37,7 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
 }
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
+NUM_DEVICES = 8  # as there
 
 
 def build() -> Path:
@@ -61,77 +58,41 @@ def build() -> Path:
 def register() -> None:
     """Make `torch.device("sim")` known, with what torch and Lightning ask of `torch.sim`."""
     torch.utils.rename_privateuse1_backend("sim")
-    path = str(build())
-    torch.ops.load_library(path)
-    library = ctypes.CDLL(path)
+    torch.ops.load_library(str(build()))
+    here, ops = torch.accelerator, torch.ops.sim
 
-    @contextmanager
-    def device(name: Any) -> Iterator[None]:
-        before = library.current_device()
-        library.set_device(index_of(name))
-        try:
-            yield
-        finally:
-            library.set_device(before)
-
-    def index_of(name: Any) -> int:
-        index = torch.device(name).index
-        return library.current_device() if index is None else index
+    def index_of(device: Any) -> int:
+        index = torch.device(device).index
+        return here.current_device_index() if index is None else index
 
     def manual_seed_all(seed: int) -> None:
-        for i in range(library.num_devices()):
-            torch.ops.sim.manual_seed(seed, i)
+        for i in range(NUM_DEVICES):
+            ops.manual_seed(seed, i)
 
     module: Any = ModuleType("torch.sim")
     vars(module).update(
-        device=device,
-        device_count=library.num_devices,
-        current_device=library.current_device,
-        set_device=lambda name: library.set_device(index_of(name)),
+        device=lambda device: here.device_index(torch.device(device).index),
+        device_count=lambda: NUM_DEVICES,
         synchronize=lambda device=None: None,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
-        _lazy_init=lambda: None,
-        manual_seed=lambda seed: torch.ops.sim.manual_seed(seed, library.current_device()),
         manual_seed_all=manual_seed_all,
-        get_rng_state=lambda device="sim": torch.ops.sim.get_rng_state(index_of(device)),
-        set_rng_state=lambda state, device="sim": torch.ops.sim.set_rng_state(state, index_of(device)),
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        get_rng_state=lambda device="sim": ops.get_rng_state(index_of(device)),
+        get_amp_supported_dtype=lambda: [],  # autocast is not simulated, but asked for
+        set_rng_state=lambda state, device="sim": ops.set_rng_state(state, index_of(device)),
     )
     torch._register_device_module("sim", module)
-    torch.utils.generate_methods_for_privateuse1_backend()
 
 
-class SimulatedAccelerator(Accelerator):
+class SimulatedAccelerator(CPUAccelerator):
     """Simulated devices for a Trainer."""
 
     def setup_device(self, device: torch.device) -> None: ...
 
-    def teardown(self) -> None: ...
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
-        return list(range(int(devices)))
-
-    @staticmethod
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("sim", i) for i in devices]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 2
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def name() -> str:
-        return "sim"
+    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("sim", i) for i in range(devices)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
