@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -250,13 +249,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         return together({0: closure_loss})  # one replica has the whole batch
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self.gradients.are_reduced = False
-        with self._synchronized(), patch("torch.autograd.backward", wraps=torch.autograd.backward) as passes:
+        with self._synchronized():
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if passes.called and not self.gradients.are_reduced:  # a `backward` of the user's own may leave a batch out
-            raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
-        if not self._is_automatic:
-            self.gradients.copy_changed()  # by the module's own `backward`
+        self.gradients.end_pass()
         self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 

@@ -51,7 +51,7 @@ class Updates:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
         self.optimizers = optimizers
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer) or "state" not in vars(optimizer):  # Lightning takes others, too
+            if not isinstance(optimizer, Optimizer) or hasattr(type(optimizer), "state"):  # Lightning takes others, too
                 own = type(optimizer).__name__
                 raise MisconfigurationException(f"{own} is no torch.optim.Optimizer with a state: derive it from that.")
             if optimizer not in self._repeated:
