@@ -8,6 +8,6 @@
 | `yaml_files.py` | `--config`: where files are found, and how they are read                  |
 | `lightning.py`  | the LightningCLI                                                          |
 | `parser.py`     | its parser: a class that is named has its own defaults                    |
-| `checks.py`     | secrets, devices, another run: what  is wrong before anything starts     |
+| `checks.py`     | secrets, devices, another run: what is wrong before anything starts      |
 | `errors.py`     | a mistake ends in a few lines, with 'did you mean'                        |
 """

@@ -35,15 +35,19 @@ class RunCheckpoint(ModelCheckpoint):
     Args:
         monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on the test set, which
             must not choose the model.
-        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best.
+        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left out: the largest of
+            an accuracy (`acc` is in its name), the least of anything else.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
-    def __init__(self, monitor: str | None = None, mode: str = "min", save_last: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, monitor: str | None = None, mode: str | None = None, save_last: bool = True, **kwargs: Any
+    ) -> None:
         by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
             monitor, mode = VAL_ACC, "max"
+        mode = mode or ("max" if "acc" in str(monitor) else "min")
         super().__init__(
             dirpath=None,  # the run directory's, see setup
             monitor=monitor,

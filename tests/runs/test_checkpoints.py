@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs import export
+from lightning_mgpu.runs.checkpoints import RunCheckpoint
 from lightning_mgpu.runs.record import fingerprint
 from tests.runs.conftest import last, metrics
 
@@ -42,6 +43,11 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
     assert not torch.equal(weights["net.1.bias"], torch.load(best, weights_only=True)["state_dict"]["net.1.bias"])
     assert not [warning for warning in recwarn if "before the ``update`` method" in str(warning.message)]
+
+
+def test_which_value_of_a_metric_is_the_best() -> None:
+    given = {"val_acc": None, "val/accuracy": None, "val_loss": None, "val_f1": "max"}
+    assert [RunCheckpoint(name, mode).mode for name, mode in given.items()] == ["max", "max", "min", "max"]
 
 
 def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
