@@ -165,9 +165,10 @@ class Replicas:
     def _warn_of_buffers(self, active: Sequence[int]) -> None:
         """Say which buffers a step has edited by its shard. Statistics of BatchNorm are averaged."""
         for n, owner in enumerate(self._owners):
-            for name, first in self._dicts[0][n]["_buffers"].items():
+            for name, first in () if isinstance(owner, _NormBase) else self._dicts[0][n]["_buffers"].items():
                 others = [self._dicts[i][n]["_buffers"].get(name) for i in active]
-                if not (isinstance(owner, _NormBase) or all(are_equal(first, other) for other in others)):
+                others = [other for other in others if first is not None and other is not None]
+                if any(first.shape == other.shape and not are_equal(first, other) for other in others):
                     rank_zero_warn(
                         f"A step edits the buffer {name} of {type(owner).__name__} by what is in its shard. The first "
                         "replica's counts for all: edit it in a hook, `on_train_batch_start` say."

@@ -159,12 +159,13 @@ def test_buffers_that_a_step_updates(assert_parity, base):
             super().__init__()
             self.register_buffer("num_steps", torch.tensor(0))
             self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64))
-            self.register_buffer("nothing", None)
+            self.register_buffer("nothing", None, persistent=False)
             self.register_buffer("mask", torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(4, 3))
 
         def loss(self, batch):
             self.num_steps += 1
             self.scale = self.scale * 0.99  # a new tensor every time
+            self.nothing = torch.ones(len(batch[0]))  # of another length in every shard
             return F.mse_loss(self.net(batch[0]) * self.scale * self.mask[0], batch[1])
 
     one, *_ = assert_parity(Module)
