@@ -7,8 +7,7 @@ each in its turn. Then the gradients are reduced. Whoever looks at a gradient af
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, reduce
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -17,24 +16,6 @@ from lightning_mgpu.strategies.replicas import Replicas, are_equal
 from lightning_mgpu.strategies.split_batch import weighted_mean
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
-
-
-class _WholeLoss(torch.autograd.Function):
-    """The whole batch's loss as a function of the first replica's parameters.
-
-    So it is autograd that adds its gradients to those of the batches before, and calls the hooks on weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, compute: Callable[[Tensor], list[Tensor | None]], value: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.compute = compute
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *ctx.compute(gradient)
 
 
 class Gradients:
@@ -50,7 +31,7 @@ class Gradients:
         self.replicas, self.turn = replicas, turn
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
         self.is_checked = False  # that the sums are equal, in this epoch
-        self._are_equal = False  # the replicas' gradients when a pass ends: nothing is added to what it has reduced
+        self.are_reduced = False  # by the backward pass that runs
         self._known: list[tuple[Tensor | None, int]] = []  # all gradients, and versions, when the replicas' were equal
 
     def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool) -> Tensor:
@@ -65,14 +46,12 @@ class Gradients:
         connected = {i: (loss, sizes[i] / total) for i, loss in losses.items() if loss.requires_grad}
         if not connected:
             return value
-        parameters = [copies[0] for copies in self.replicas.parameters if copies[0].requires_grad]
-        compute = partial(self._compute, parameters, connected, is_one_graph)
-        return _WholeLoss.apply(compute, value.requires_grad_(), *parameters)  # type: ignore[no-any-return]
+        anchor = torch.zeros_like(value, requires_grad=True)
+        anchor.register_hook(lambda gradient: self._backward_and_reduce(gradient, connected, is_one_graph))
+        return value + anchor  # whose backward pass comes to the anchor
 
-    def _compute(
-        self, wanted: Sequence[Tensor], losses: Losses, is_one_graph: bool, gradient: Tensor
-    ) -> list[Tensor | None]:
-        """The whole batch's gradients of the first replica's parameters. The others have theirs when it returns."""
+    def _backward_and_reduce(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
+        """Compute the replicas' gradients, reduce them, and add them to those of the batches before."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
@@ -81,23 +60,22 @@ class Gradients:
         self.replicas.copy_edited()  # `on_before_backward` may have edited the first one's weights
         parameters = self.replicas.parameters
         before = [copies[0].grad for copies in parameters]
-        self._are_equal = not any(old is not None or _hooks(param) for old, (param, *_) in zip(before, parameters))
-        self._known = []  # nothing holds the old ones
+        self._known.clear()  # nothing holds the old ones
         for param in (every := [param for copies in parameters for param in copies]):
             param.grad = None
-        attributes = [set(vars(param)) for param in every]
+        attributes = [dict(vars(param)) for param in every]
         with _no_hooks(parameters):
             self._backward(gradient, losses, is_one_graph)
-        if [set(vars(param)) for param in every] != attributes:
+        after = [(old.get(name), new) for old, param in zip(attributes, every) for name, new in vars(param).items()]
+        if any(old is not new for old, new in after):
             raise RuntimeError(
                 "The backward pass has put an attribute on a weight (per-sample gradients, say): replicas have one "
                 "each, of their shards. Use one device."
             )
-        self._reduce()
-        reduced = [param.grad for param in wanted]
-        for old, (param, *_) in zip(before, parameters):
-            param.grad = old
-        return reduced
+        with torch.no_grad():
+            self._reduce()
+            self._accumulate(before)
+        self.are_reduced = True
 
     def _backward(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private: whether retain_graph=True
@@ -139,18 +117,26 @@ class Gradients:
                         f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
                     )
 
-    def end_pass(self) -> None:
-        """Autograd has added the whole batch's gradients to the first replica's: the others' follow."""
+    def _accumulate(self, before: Sequence[Tensor | None]) -> None:
+        """Add the reduced gradients to those of the batches before. Autograd does, which calls the user's hooks."""
+        added: list[tuple[Tensor, Tensor]] = []
+        parameters = self.replicas.parameters
+        for (original, *_), old in zip(parameters, before):
+            if original.grad is not None and (old is not None or _hooks(original)):
+                added.append((original, original.grad))
+                original.grad = None
+            if old is not None:
+                original.grad = old
+        if added:
+            torch.autograd.backward([original for original, _ in added], [gradient for _, gradient in added])
         is_manual = not self.replicas.module.automatic_optimization
         if not (self.sums_everywhere or is_manual):  # nobody needs the others'
-            for other in (other for copies in self.replicas.parameters for other in copies[1:]):
+            for other in (other for copies in parameters for other in copies[1:]):
                 other.grad = None
-            self._known = []
-        elif self._are_equal and not is_manual:
-            self._known = self._versions()
-        else:
+        elif is_manual or added or any(old is not None for old in before):
             self.copy_changed()
-        self._are_equal = False
+        else:
+            self._known = self._versions()
 
     def copy_changed(self) -> None:
         """Give the replicas the first one's gradients if somebody has changed one: clipping, `zero_grad` or a hook."""

@@ -8,7 +8,9 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from numbers import Number
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +55,7 @@ class Recorder:
         self._calls: dict[Key, dict[int, Call]] = {}  # by replica
         self._counts: dict[Any, int] = defaultdict(int)
         # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned, the call and its place
-        self._sources: dict[int, tuple[Key, int, Tensor]] = {}
+        self._sources: dict[int, tuple[Key, tuple[Any, ...], Tensor]] = {}
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
 
     @contextmanager
@@ -119,7 +121,7 @@ class Recorder:
             names = metric.keys() if isinstance(metric, MetricCollection) else ()
             value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
         value = apply_to_collection(value, Tensor, Tensor.clone)  # one may stand under two names
-        self._sources |= {id(part): (key, n, part) for n, part in enumerate(leaves(value)) if isinstance(part, Tensor)}
+        self._sources |= {id(part): (key, path, part) for path, part in _paths(value)}
         return value
 
     def _blank(self, metric: Any) -> Any:
@@ -169,8 +171,8 @@ class Recorder:
             kwargs = {**kwargs, "batch_size": sum(given)}
             sizes = given if len({*given}) > 1 else sizes
         if source is not None:
-            key, n, _ = source
-            value = list(leaves(self._values[key]))[n]
+            key, path, _ = source
+            value = reduce(getitem, path, self._values[key])
         elif isinstance(value, Tensor):
             values = [call.args[0].to(self.replicas.devices[0]) for call in calls]
             value = _reduced(values, sizes, kwargs.get("reduce_fx", "mean"))
@@ -221,8 +223,18 @@ def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
             yield from _metrics_in(item, depth - 1)
 
 
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Every tensor in a metric's answer, and the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(part, (*path, key))
+
+
 def _blank_copy(metric: Any) -> Any:
-    copied = copy.deepcopy(metric)
+    held = [leaf for part in metric.modules() for leaf in leaves(dict(vars(part))) if isinstance(leaf, Tensor)]
+    copied = copy.deepcopy(metric, {id(state): state.detach().clone() for state in held})  # no graph can be copied
     if isinstance(copied, MetricCollection):
         copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
     return copied

@@ -23,7 +23,8 @@ from lightning_mgpu.strategies.one_process import current_device, device_module
 from lightning_mgpu.strategies.split_batch import bring_home, send
 
 SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
-TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")
+KINDS = ("_parameters", "_buffers")
+TENSORS = (*KINDS, "_modules", "_flat_weights", "_device")
 PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
 Copies = tuple[Tensor, ...]  # of a parameter or a buffer, one a replica; the first is the user's own
@@ -50,9 +51,11 @@ class Replicas:
         self._owners: list[nn.Module] = []  # layers
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
-        self._kept: list[dict[nn.Module, dict[str, tuple[Any, ...]]]] = [{} for _ in devices]  # what steps have rebound
+        self._kind = 0  # of step: what a training step has assigned, validation does not see
+        self._kept: dict[tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]] = {}  # by kind of step and replica
         self._meet = False  # whether replicas meet in this step
-        self._is_watched = False  # whether buffers are compared after it
+        self.is_watched = True  # after the next step parameters are compared, and buffers
+        self._began: list[tuple[int, int]] = []  # marks of the first replica's when the step began
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
@@ -60,13 +63,13 @@ class Replicas:
         """For every parameter its copies, one a replica."""
         return list(self.copies.values())
 
-    def begin(self, *number: int, meet: bool) -> None:
+    def begin(self, kind: int, *number: int, meet: bool) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        The number names the step. Replicas that meet in it have lists and dicts of their own.
+        The numbers name the step. Replicas that meet in it have lists and dicts of their own.
         """
-        self.streams.begin(*number)
-        self._is_watched = self.is_stale
+        self._kind = kind
+        self.streams.begin(kind, *number)
         named = list(self.module.named_modules({each for each in self.module.modules() if isinstance(each, SHARED)}))
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
@@ -76,6 +79,7 @@ class Replicas:
         self._meet, self._lists = meet, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
         self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
+        self._began = _marks(self._watched(0).values())
 
     def copy_of(self, tensor: Any, i: int) -> Any:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
@@ -115,15 +119,14 @@ class Replicas:
         self._marks, self.is_stale = self._find_marks(), False
 
     def _find_marks(self) -> list[tuple[int, int]]:
-        """What changes with an edit: torch counts those in place, but not of `.data`; setting `.data` moves it."""
-        return [(tensor._version, tensor.data_ptr()) for copies in self.parameters for tensor in copies]
+        return _marks(tensor for copies in self.parameters for tensor in copies)
 
     def _replica_of(self, owner: nn.Module, i: int) -> dict[str, Any]:
         """The `__dict__` of a layer in replica i. The first one's is its own."""
         if i == 0:
             return owner.__dict__
         own = dict(owner.__dict__)
-        for kind in ("_parameters", "_buffers"):
+        for kind in KINDS:
             if own[kind]:
                 own[kind] = {name: self.copy_of(tensor, i) for name, tensor in own[kind].items()}
         if "_flat_weights" in own:  # what recurrent layers compute with
@@ -138,7 +141,7 @@ class Replicas:
                 own[name] = copy.copy(value) if self._meet else value
                 if type(value) is list:
                     self._lists.append((value, len(value), own[name]))
-        kept = self._kept[i].get(owner, {})
+        kept = self._kept.get((self._kind, i, owner), {})
         for name, (value, base, versions) in kept.items():
             if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
                 own[name] = value
@@ -153,26 +156,35 @@ class Replicas:
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
             collected[end:] = bring_home(others[length:], self.devices[0])
-        if self._is_watched:
-            self._warn_of_buffers(active)
+        if self.is_watched or self._began != _marks(self._watched(0).values()):
+            self.is_watched = False
+            self._warn_of_edits(active)
         for i in active:
             for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
                     if value is not put.get(name, MISSING) and not (name in TENSORS or isinstance(value, PLAIN)):
                         base = owner.__dict__.get(name, MISSING)
-                        self._kept[i].setdefault(owner, {})[name] = value, base, _versions(base)
+                        kept = self._kept.setdefault((self._kind, i, owner), {})
+                        kept[name] = value, base, _versions(base)
 
-    def _warn_of_buffers(self, active: Sequence[int]) -> None:
-        """Say which buffers a step has edited by its shard. Statistics of BatchNorm are averaged."""
-        for n, owner in enumerate(self._owners):
-            for name, first in () if isinstance(owner, _NormBase) else self._dicts[0][n]["_buffers"].items():
-                others = [self._dicts[i][n]["_buffers"].get(name) for i in active]
-                others = [other for other in others if first is not None and other is not None]
-                if any(first.shape == other.shape and not are_equal(first, other) for other in others):
-                    rank_zero_warn(
-                        f"A step edits the buffer {name} of {type(owner).__name__} by what is in its shard. The first "
-                        "replica's counts for all: edit it in a hook, `on_train_batch_start` say."
-                    )
+    def _watched(self, i: int) -> dict[tuple[int, str, str], Tensor]:
+        """Replica i's parameters and buffers, by layer, kind and name. Statistics of BatchNorm are averaged."""
+        layers = [(n, own) for n, own in enumerate(self._dicts[i]) if not isinstance(self._owners[n], _NormBase)]
+        named = [(n, kind, name, tensor) for n, own in layers for kind in KINDS for name, tensor in own[kind].items()]
+        return {(n, kind, name): t for n, kind, name, t in named if t is not None and t.layout == torch.strided}
+
+    def _warn_of_edits(self, active: Sequence[int]) -> None:
+        """Say what a step has edited by its shard: a buffer, or a parameter that its first samples set."""
+        others = [self._watched(i) for i in active]
+        for key, first in self._watched(0).items():
+            alike = [own[key] for own in others if key in own and own[key].shape == first.shape]  # not of the shard's
+            if not all(are_equal(first, other) for other in alike if other.dtype == first.dtype):
+                owner = type(self._owners[key[0]]).__name__
+                rank_zero_warn(
+                    f"A step edits {key[2]} of {owner} by what is in its shard. The first replica's counts for all: "
+                    "edit it in a hook, `on_train_batch_start` say."
+                )
+                self.is_stale = True
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
@@ -245,6 +257,11 @@ def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
             raise MisconfigurationException(  # its graph does not call `F.batch_norm`
                 "sync_batchnorm=True does not reach BatchNorm in compiled layers: leave one of the two out."
             )
+
+
+def _marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """What changes with an edit: torch counts those in place, but not of `.data`; setting `.data` moves it."""
+    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 def _versions(value: Any) -> list[int]:

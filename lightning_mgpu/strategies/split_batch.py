@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_mgpu.strategies.one_process import device_module
@@ -39,7 +39,11 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
     if isinstance(part, Array):
         if not part.ndim or len(part) != total:
             return part
-        shard = part[rows]  # a view; by `.data` it counts edits in place for itself, as the backward pass checks
+        shard = part[rows]
+        if type(shard) is Tensor and type(part) not in (Tensor, nn.Parameter):  # torchvision's tv_tensors
+            shard = shard.as_subclass(type(part))  # type: ignore[type-var]
+            vars(shard).update(vars(part))
+        # a view; by `.data` it counts edits in place for itself, as the backward pass checks
         return shard.data if type(shard) is Tensor and not shard.requires_grad else shard
     if (items := items_of(part)) is None:
         return part
@@ -61,9 +65,12 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def share_out(batch: Any, shares: Sequence[float], device: torch.device) -> list[int]:
-    """Samples of each replica. What cannot be split goes whole to the first, which never goes without."""
-    num_samples = find_batch_size(batch)
+def share_out(batch: Any, shares: Sequence[float], device: torch.device, loaded: set[int]) -> list[int]:
+    """Samples of each replica. What cannot be split goes whole to the first, which never goes without.
+
+    `loaded` are the loaders' batch sizes: a list as long holds samples. Then so may shorter ones, of a last batch.
+    """
+    num_samples = find_batch_size(batch, loaded)
     if num_samples is None:
         rank_zero_warn(
             "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not split: "
@@ -85,7 +92,7 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
     return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
 
 
-def find_batch_size(batch: Any) -> int | None:
+def find_batch_size(batch: Any, loaded: set[int]) -> int | None:
     """The number of samples in a batch; `None` if it cannot be split."""
     if any(_is_opaque(leaf) for leaf in leaves(batch)):
         return None
@@ -94,23 +101,30 @@ def find_batch_size(batch: Any) -> int | None:
     if len(sizes) != 1 or 0 in sizes:
         return None
     size = sizes.pop()
-    return None if any(_is_ambiguous(item, size) for item in items_of(batch) or []) else size
+    if _is_list(batch) and 3 < len(batch) != size and len(batch) in loaded:  # up to 3 are inputs, targets, weights
+        loaded.update(range(max(loaded)))
+        return None
+    return None if any(_is_ambiguous(item, size, loaded) for item in items_of(batch) or []) else size
 
 
 def _is_opaque(leaf: Any) -> bool:
-    """Whether something moves to a device as a whole: nobody here knows how to cut it."""
+    """Whether something moves to a device as a whole, or holds tensors: nobody here knows how to cut it."""
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
-    return hasattr(leaf, "to") and not isinstance(leaf, (np.ndarray, type))
+    if isinstance(leaf, (np.ndarray, type)):
+        return False
+    return hasattr(leaf, "to") or any(isinstance(each, Array) for each in getattr(leaf, "__dict__", {}).values())
 
 
-def _is_ambiguous(part: Any, size: int) -> bool:
+def _is_ambiguous(part: Any, size: int, loaded: set[int]) -> bool:
     """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
     if _is_list(part) and _has_arrays(part):
         is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
-        if len(part) == size or is_of_images:
+        if len(part) in loaded:
+            loaded.update(range(max(loaded)))
+        if len(part) in (size, *loaded) or is_of_images:
             return True
-    return any(_is_ambiguous(item, size) for item in items_of(part) or [])
+    return any(_is_ambiguous(item, size, loaded) for item in items_of(part) or [])
 
 
 # Nestings
@@ -187,7 +201,10 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         tensors = [output if all(each.is_cpu for each in outputs) else output.to(device) for output in outputs]
         return _gather_tensors(tensors, sizes, are_rows)
     if isinstance(first, np.ndarray):
-        return np.concatenate([np.atleast_1d(output) for output in outputs])  # squeezed from a shard of one
+        if first.dtype.kind not in "biufc":  # but of texts
+            return np.concatenate(outputs)
+        whole = _gather_tensors([torch.as_tensor(output) for output in outputs], sizes, are_rows)
+        return apply_to_collection(whole, Tensor, Tensor.numpy)
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
     if isinstance(first, (int, float, np.number)):
@@ -233,7 +250,9 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
 def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Whether lists hold one item a sample, or as many as were found in each shard, and not a few results for all."""
     if any(len(output) != size for output, size in zip(outputs, sizes)):
-        return len({len(output) for output in outputs}) > 1
+        are_texts = all(isinstance(item, str) for output in outputs for item in output)
+        lengths = {len(output) for output in outputs}
+        return len(lengths) > 1 or (are_texts and any(output != outputs[0] for output in outputs))
     items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
     if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
         return False  # [logits, features], as many as there are samples by chance
@@ -242,6 +261,8 @@ def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 def bring_home(output: Any, device: torch.device) -> Any:
     """Move tensors to the device. What the user has put on the CPU stays there."""
+    if all(leaf.is_cpu or leaf.device == device for leaf in leaves(output) if isinstance(leaf, Tensor)):
+        return output  # the very object, which callbacks may share
     return apply_to_collection(output, Tensor, lambda tensor: tensor if tensor.is_cpu else tensor.to(device))
 
 

@@ -22,7 +22,7 @@ from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import OneProcess, find_device
-from lightning_mgpu.strategies.recording import Recorder
+from lightning_mgpu.strategies.recording import Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import AutoSplit, gather, leaves, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
@@ -66,6 +66,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
         self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
+        self.loaded: set[int] = set()  # the loaders' batch sizes
         self._is_set_up = False
 
     # Devices
@@ -148,6 +149,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     # A step
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+        self.loaded |= {size} if isinstance(size, int) else set()
+        return dataloader
+
+    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_split:
             return super().training_step(batch, *args, **kwargs)
@@ -177,7 +184,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
         module, replicas, trains = self.replicas.module, self.replicas, name == STEPS[0]
-        all_sizes = share_out(batch, self.shares, self.devices[0])
+        all_sizes = share_out(batch, self.shares, self.devices[0], self.loaded)
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
         is_alone = len(self.sizes) == 1  # it has the whole batch
         shards = [batch] if is_alone else split_batch(batch, all_sizes)
@@ -191,7 +198,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             return getattr(module, name)(send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
 
         optimizers = self.optimizers if trains else []
-        replicas.may_be_edited = not trains or self.updates.find_hooks(optimizers)
+        replicas.may_be_edited = self.updates.find_hooks(name, optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
             replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
@@ -249,9 +256,20 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         return together({0: closure_loss})  # one replica has the whole batch
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._synchronized():
+        self.gradients.are_reduced = False
+        passes, itself = [], torch.autograd.backward
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            passes.append(True)
+            itself(*args, **kwargs)
+
+        with self._synchronized(), attributes([(torch.autograd, "backward", watched)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        self.gradients.end_pass()
+        if passes and not self.gradients.are_reduced:  # a `backward` of the user's own may leave a batch out
+            raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
+        if not self._is_automatic:
+            self.gradients.copy_changed()  # by the module's own `backward`
+            self.replicas.copy_edited()  # by hooks that step an optimizer, before the step's next forward
         self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 
@@ -272,7 +290,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def _start_anew(self) -> None:
         if self.is_split:
-            self.replicas.is_stale = True
+            self.replicas.is_stale = self.replicas.is_watched = True
             self.gradients.is_checked = False
             self.updates.start_anew()
             check_layers(self.replicas.module, sync_batchnorm=self._layer_sync is not None)

@@ -21,11 +21,16 @@ from lightning_mgpu.strategies.replicas import Replicas, are_equal
 
 OURS = ("lightning.", "lightning_mgpu.")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
-MAY_EDIT = (
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
-    *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-    *("on_train_batch_start", "on_train_batch_end"),  # before a step of evaluation all is copied
-)
+MAY_EDIT = {
+    "training_step": (
+        *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
+        *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+        *("on_train_batch_start", "on_train_batch_end"),
+    ),
+    "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
+    "test_step": ("on_test_batch_start", "on_test_batch_end"),
+    "predict_step": ("on_predict_batch_start", "on_predict_batch_end"),
+}
 
 
 class Updates:
@@ -39,13 +44,13 @@ class Updates:
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
-    def find_hooks(self, optimizers: Sequence[Optimizer]) -> bool:
+    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> bool:
         """Whether weights or gradients may be edited unseen: by a hook of the user's, or by a GradScaler."""
         module = self.replicas.module
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         hooks: list[Any] = [getattr(module.trainer.precision_plugin, "scaler", None)]
         hooks += [getattr(optimizer, name, None) for optimizer in optimizers for name in STEP_HOOKS]
-        return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT)
+        return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT[step])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""

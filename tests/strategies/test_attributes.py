@@ -185,7 +185,7 @@ def test_a_buffer_that_follows_its_shard(train):
             self.centre.mul_(0.9).add_(0.1 * batch[0].mean(0))
             return super().loss(batch)
 
-    with pytest.warns(UserWarning, match="edits the buffer centre of Module"):
+    with pytest.warns(UserWarning, match="edits centre of Module"):
         train(Module, 2)
 
 

@@ -133,9 +133,14 @@ def makes_its_own(self):
     self.own = optim.SGD(self.parameters(), 0.1)
 
 
+def for_some_parameters(self, batch, batch_idx):
+    self.manual_backward(self.loss(batch), inputs=list(self.net[0].parameters()))
+
+
 REFUSED = {
     "must call self.manual_backward": by_hand(backward_by_hand),
     "configure_optimizers has not returned it": by_hand(step_of_its_own, configure_optimizers=makes_its_own),
+    "without inputs=": by_hand(for_some_parameters),
     "evaluates its closure several times": lambda: WithClosure(optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)),
 }
 
@@ -144,17 +149,6 @@ REFUSED = {
 def test_refused_in_one_line(train, said):
     with refused(said):
         train(REFUSED[said], 2)
-
-
-def test_a_backward_for_some_parameters(assert_parity):
-    """Each replica names its own."""
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss(batch), inputs=list(self.net[0].parameters()))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-    assert_parity(by_hand(training_step))
 
 
 class Scheduled(Manual):
