@@ -43,22 +43,18 @@ def run(train, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("make", [lambda: Regression(optimizer=one_cycle), lambda: Manual(optimizer=adamw)])
+MAKERS = [(lambda: Regression(optimizer=one_cycle), True), (lambda: Manual(optimizer=adamw), False)]
+
+
+@pytest.mark.parametrize(("make", "own_updates"), MAKERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_resumed(run, make, before, after):
-    """From the end of the first epoch, and from the middle of the second."""
+def test_resumed(run, make, own_updates, before, after):
+    """From the end of the first epoch, and from the middle of the second; replicas update themselves from the start."""
     whole = run(make, before)
     for step in (4, 6):
-        resumed = run(make, after, f"{before}/step={step}.ckpt")
+        resumed = run(make, after, f"{before}/step={step}.ckpt", own_updates=own_updates)
         assert resumed.trainer.global_step == whole.trainer.global_step == 12
         assert_close(resumed.state_dict(), whole.state_dict())
-
-
-@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-def test_replicas_update_themselves_after_a_resume(run):
-    """With the states of the checkpoint from the first step on."""
-    run(lambda: Regression(optimizer=adamw), 2)
-    run(lambda: Regression(optimizer=adamw), 2, "2/step=6.ckpt", own_updates=True)
 
 
 def test_resumed_under_another_strategy(run, engine):

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from tiny_runs import MANUAL, Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
+from tiny_runs import Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
 from torch import nn
 from torchmetrics import Metric
 
@@ -159,29 +159,6 @@ def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, 
     said = "cable" if error else "left replica 1 ("
     assert said in str(raised.value)
     assert_clean_and_usable(trainer_on)
-
-
-def books(data):
-    """d2l.ai's, as it is today."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
-
-
-@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-def test_an_allreduce_of_ones_own(assert_parity):
-    """It trains parameters without dimensions, too."""
-
-    class Scaled(Regression):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-        def loss(self, batch):
-            return super().loss(batch) * self.scale.exp()
-
-    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)
 
 
 class Stepper:

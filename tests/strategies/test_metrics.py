@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, refused
+from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, make_strategy, refused
 from torch import nn
 from torchmetrics import classification as tc
 
@@ -276,24 +276,3 @@ def test_a_metric_that_is_the_loss(assert_parity, base):
             return self.mse(Z, y) + sum(self.both(Z, y).values())
 
     assert_parity(Module)
-
-
-def test_a_mean_without_a_weight(assert_parity):
-    """It weighs every batch alike; a count of samples adds up."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.means = nn.ModuleList(tm.MeanMetric() for _ in range(2))
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            for metric, weight in zip(self.means, ((), (len(batch[0]),))):
-                metric.update(loss.detach(), *weight)
-            names = ("alike", "counted")
-            self.log_dict(dict(zip(names, self.means)), on_step=False, on_epoch=True)
-            return loss
-
-    for module in assert_parity(Module, loader=lambda: a_loader(3, 13)):
-        metrics = module.trainer.callback_metrics
-        assert metrics["alike"] != metrics["counted"]
