@@ -41,13 +41,10 @@ def test_edited_by_a_callback(assert_parity, hook, edit):
     assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: edit})])
 
 
-@pytest.mark.parametrize(
-    ("base", "hook"),
-    [
-        *((base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")),
-        (Regression, "on_before_zero_grad"),
-    ],
-)
+HOOKS = [(base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")]
+
+
+@pytest.mark.parametrize(("base", "hook"), [*HOOKS, (Regression, "on_before_zero_grad")])
 def test_edited_by_the_module(assert_parity, hook, base):
     """Between a loss and its gradient, too, where torch forbids an edit with a trace."""
     assert_parity(type("Module", (base,), {hook: lambda self, *_: clamp_data(None, self)}))
@@ -73,14 +70,9 @@ def decorated_on_the_instance(self):
     self.on_train_batch_end = lambda *args: (inner(*args), clamp_data(None, self))
 
 
-def halve(self):
-    for parameter in self.parameters():
-        parameter.data.mul_(0.5)
-
-
-def double(self):
-    for parameter in self.parameters():
-        parameter.data.mul_(2)
+def scale(module, factor):
+    for parameter in module.parameters():
+        parameter.data.mul_(factor)
 
 
 EDITS = {
@@ -88,8 +80,11 @@ EDITS = {
     "while saving": {"on_save_checkpoint": lambda self, checkpoint: clamp_data(None, self)},
     "with the scheduler": {"lr_scheduler_step": with_the_scheduler, "configure_optimizers": scheduled},
     "in a hook decorated later": {"on_fit_start": decorated_on_the_instance},
-    "for validation, and back": {"on_validation_start": halve, "on_validation_end": double},
-    "between batches of validation": {"on_validation_batch_end": lambda self, *_: halve(self)},
+    "for validation, and back": {
+        "on_validation_start": lambda self: scale(self, 0.5),
+        "on_validation_end": lambda self: scale(self, 2),
+    },
+    "between batches of validation": {"on_validation_batch_end": lambda self, *_: scale(self, 0.5)},
 }
 
 
@@ -126,11 +121,9 @@ def test_lightnings_averages(assert_parity, name):
 def test_pruning(assert_parity):
     """A parameter becomes another one and a mask, then the mask changes."""
 
-    def prune():
-        return [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)]
-
+    prune = {"callbacks": lambda: [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)]}
     make = lambda: Regression(optimizer=lambda m: optim.Adam(m.parameters(), 0.01))  # noqa: E731
-    modules = assert_parity(make, callbacks=prune, max_epochs=3, val=True, enable_checkpointing=False)
+    modules = assert_parity(make, max_epochs=3, val=True, **prune)
     assert all((module.net[0].weight == 0).any() for module in modules)
 
 

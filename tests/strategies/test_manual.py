@@ -25,11 +25,13 @@ def accumulates(self, batch, batch_idx):
 def two_updates(self, batch, batch_idx):
     """The second from the weights after the first, and by the optimizer of torch itself; weights are clamped after."""
     before = self.global_step
-    self.update(self.loss(batch))
+    self.update(loss := self.loss(batch))
+    self.log("first", loss, on_step=True, on_epoch=True)
     assert self.global_step == before + 1
     optimizer = self.optimizers(use_pl_optimizer=False)
     optimizer.zero_grad()
-    self.manual_backward(self.loss(batch))
+    self.manual_backward(loss := self.loss(batch))
+    self.log("second", loss, on_step=True, on_epoch=True)
     optimizer.step()
     for parameter in self.parameters():
         parameter.data.clamp_(-0.3, 0.3)
