@@ -3,26 +3,27 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_runs import DP, MANUAL, Manual, Regression, assert_close, make_strategy, one_cycle, same_bits
+from tiny_runs import (
+    BATCH_SIZE,
+    DP,
+    MANUAL,
+    Manual,
+    Regression,
+    a_loader,
+    assert_close,
+    make_strategy,
+    one_cycle,
+    same_bits,
+)
 from torch import optim
-from torch.utils.data import Dataset
 
-from lightning_mgpu.data.batches import BatchLoader, GlobalBatches
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.one_process import KEY
 
 
-class Indexed(Dataset):
-    def __init__(self):
-        self.X = torch.randn(25, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-    def __getitem__(self, item):
-        _, indices = item
-        return [self.X[indices], self.X[indices, :3].sin()]
-
-
 def shuffled():
-    return BatchLoader(Indexed(), GlobalBatches(torch.arange(25), 8, seed=3))
+    return batch_loader(a_loader().dataset, BATCH_SIZE, shuffle=True, seed=3)
 
 
 def adamw(module):

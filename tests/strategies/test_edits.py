@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
@@ -97,12 +96,11 @@ def test_edited_elsewhere(assert_parity, name):
 
 
 def test_a_callback_added_while_training(assert_parity):
-    class Adds(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.callbacks.append(LambdaCallback(on_before_optimizer_step=clamp_data))
+    def add(trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.callbacks.append(LambdaCallback(on_before_optimizer_step=clamp_data))
 
-    assert_parity(Regression, callbacks=lambda: [Adds()])
+    assert_parity(Regression, callbacks=lambda: [LambdaCallback(on_train_epoch_start=add)])
 
 
 AVERAGES = {
@@ -127,22 +125,13 @@ def test_pruning(assert_parity):
     assert all((module.net[0].weight == 0).any() for module in modules)
 
 
-class Replace(Callback):
-    """Puts a new last layer in place of the old one when a hook is called for the n-th time."""
-
-    def __init__(self, hook, n):
-        self.num_calls, self.n = 0, n
-        setattr(self, hook, self.count)
-
-    def count(self, trainer, module, *_):
-        self.num_calls += 1
-        if self.num_calls == self.n:
+@pytest.mark.parametrize("make", [Regression, Manual])
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 5), ("on_validation_start", 4)])
+def test_layers_replaced_on_the_way(assert_parity, make, hook, step):
+    def replace(trainer, module, *_):
+        if trainer.global_step == step:
             torch.manual_seed(2)
             module.net[2] = nn.Linear(8, 3).double().to(module.device)
             trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
 
-
-@pytest.mark.parametrize("make", [Regression, Manual])
-@pytest.mark.parametrize(("hook", "n"), [("on_train_batch_start", 6), ("on_validation_start", 1)])
-def test_layers_replaced_on_the_way(assert_parity, make, hook, n):
-    assert_parity(make, callbacks=lambda: [Replace(hook, n)], val=True, max_epochs=3)
+    assert_parity(make, callbacks=lambda: [LambdaCallback(**{hook: replace})], val=True, max_epochs=3)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from tiny_runs import Manual, Regression, assert_close, refused
 from torch.nn import functional as F
 
@@ -15,16 +15,14 @@ def test_callbacks_see_the_reduced_gradient(assert_parity, hooks, accumulate):
     """In every batch of an accumulation window, too."""
     seen = []
 
-    class Look(Callback):
-        def look(self, trainer, module, *_):
-            seen[-1].extend(p.grad.clone() for p in module.parameters() if p.grad is not None)
+    def look(trainer, module, *_):
+        seen[-1].extend(p.grad.clone() for p in module.parameters() if p.grad is not None)
 
-        def on_fit_start(self, trainer, module):
-            seen.append([])
+    def callbacks():
+        seen.append([])
+        return [LambdaCallback(**dict.fromkeys(hooks, look))]
 
-    for hook in hooks:
-        setattr(Look, hook, Look.look)
-    assert_parity(Regression, callbacks=lambda: [Look()], accumulate_grad_batches=accumulate)
+    assert_parity(Regression, callbacks=callbacks, accumulate_grad_batches=accumulate)
     for gradients in seen[1:]:
         assert_close(gradients, seen[0])
 

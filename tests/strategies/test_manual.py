@@ -1,5 +1,7 @@
 """Manual optimization: replicas meet in `manual_backward` and in `step`, and go on as one device does."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_runs import Manual, Regression, is_second_shard, ordered_loader, refused
@@ -64,18 +66,16 @@ def skips_a_batch(self, batch, batch_idx):
     self.optimizers().step()
 
 
-class WithClosure(Manual):
+def with_closure(self, batch, batch_idx):
     """The loss that `step` gives back is the whole batch's."""
+    optimizer = self.optimizers()
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
+    def closure():
+        optimizer.zero_grad()
+        self.manual_backward(loss := self.loss(batch))
+        return loss
 
-        def closure():
-            optimizer.zero_grad()
-            self.manual_backward(loss := self.loss(batch))
-            return loss
-
-        self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
+    self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
 
 
 def update_by_hand(self, batch, batch_idx):
@@ -108,8 +108,8 @@ def for_some_parameters(self, batch, batch_idx):
 
 
 STEPS = [
-    *(Manual, WithClosure),
-    *(by_hand(step) for step in (accumulates, two_updates, two_backwards, for_some_parameters)),
+    Manual,
+    *map(by_hand, (accumulates, two_updates, two_backwards, with_closure, for_some_parameters)),
     by_hand(adversarial, on_fit_start=lambda self: vars(self).update(backup={})),
     by_hand(skips_a_batch, loss=loss_of_some),
     by_hand(update_by_hand, configure_optimizers=lambda self: None),
@@ -137,10 +137,16 @@ def makes_its_own(self):
     self.own = optim.SGD(self.parameters(), 0.1)
 
 
+def lbfgs(self):
+    return optim.LBFGS(self.parameters(), 0.1)
+
+
 REFUSED = {
     "must call self.manual_backward": by_hand(backward_by_hand),
     "configure_optimizers has not returned it": by_hand(step_of_its_own, configure_optimizers=makes_its_own),
-    "evaluates its closure several times": lambda: WithClosure(optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)),
+    "evaluates its closure several times": partial(
+        by_hand(with_closure), optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)
+    ),
 }
 
 
@@ -150,35 +156,32 @@ def test_refused_in_one_line(train, said):
         train(REFUSED[said], 2)
 
 
-class Scheduled(Manual):
-    """Steps its scheduler by hand, twice a batch, and reads the rate."""
-
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [StepLR(optimizer, 1, 0.9)]
-
-    def training_step(self, batch, batch_idx):
-        for _ in range(2):
-            self.update(self.loss(batch) * 10 * self.optimizers().param_groups[0]["lr"])
-            self.lr_schedulers().step()
+def steps_its_scheduler(self, batch, batch_idx):
+    """Twice a batch; it reads the rate."""
+    for _ in range(2):
+        self.update(self.loss(batch) * 10 * self.optimizers().param_groups[0]["lr"])
+        self.lr_schedulers().step()
 
 
-class Plateau(Manual):
-    """Its scheduler is given the loss, which must be the whole batch's."""
-
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [ReduceLROnPlateau(optimizer, patience=0, factor=0.5)]
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.update(loss)
-        self.lr_schedulers().step(loss.detach() if batch_idx % 2 else float(loss))
+def gives_it_the_loss(self, batch, batch_idx):
+    """Which must be the whole batch's."""
+    loss = self.loss(batch)
+    self.update(loss)
+    self.lr_schedulers().step(loss.detach() if batch_idx % 2 else float(loss))
 
 
-@pytest.mark.parametrize("make", [Scheduled, Plateau])
-def test_schedulers_are_stepped_once(assert_parity, make):
-    one, *others = (module.trainer.lr_scheduler_configs[0].scheduler for module in assert_parity(make))
+SCHEDULERS = [(steps_its_scheduler, partial(StepLR, step_size=1, gamma=0.9))]
+SCHEDULERS += [(gives_it_the_loss, partial(ReduceLROnPlateau, patience=0, factor=0.5))]
+
+
+@pytest.mark.parametrize(("step", "schedule"), SCHEDULERS)
+def test_schedulers_are_stepped_once(assert_parity, step, schedule):
+    def configure(module):
+        optimizer = optim.SGD(module.parameters(), 0.1)
+        return [optimizer], [schedule(optimizer)]
+
+    modules = assert_parity(partial(by_hand(step), optimizer=configure))
+    one, *others = (module.trainer.lr_scheduler_configs[0].scheduler for module in modules)
     for other in others:
         assert other.get_last_lr() == one.get_last_lr() and other.last_epoch == one.last_epoch
 

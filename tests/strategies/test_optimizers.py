@@ -12,15 +12,14 @@ from torch import nn, optim
 class SharpnessAware(optim.SGD):
     """Evaluates the loss twice, the second time elsewhere. Edits weights without a trace."""
 
+    @torch.enable_grad()
     def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
+        loss = closure()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         steps = [parameter.grad.detach() * 0.1 for parameter in parameters]
         for parameter, step in zip(parameters, steps):
             parameter.data.add_(step)
-        with torch.enable_grad():
-            closure()
+        closure()
         for parameter, step in zip(parameters, steps):
             parameter.data.sub_(step)
         super().step()

@@ -64,7 +64,7 @@ class Watch(Callback):
 class Talkative(Regression):
     """Means, counts, samples and tokens in one dict."""
 
-    def outputs(self, batch):
+    def training_step(self, batch, batch_idx):
         X, y = batch
         Z = self.net(X)
         return {
@@ -73,11 +73,7 @@ class Talkative(Regression):
             "nested": {"pair": (y, X)}, "none": None,
         }  # fmt: skip
 
-    def training_step(self, batch, batch_idx):
-        return self.outputs(batch)
-
-    def validation_step(self, batch, batch_idx):
-        return self.outputs(batch)
+    validation_step = training_step
 
 
 def test_callbacks_see_whole_batches_and_outputs(train):
