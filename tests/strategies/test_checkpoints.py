@@ -3,18 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_runs import (
-    BATCH_SIZE,
-    DP,
-    MANUAL,
-    Manual,
-    Regression,
-    a_loader,
-    assert_close,
-    make_strategy,
-    one_cycle,
-    same_bits,
-)
+from tiny_runs import DP, MANUAL, Manual, Regression, a_loader, assert_close, make_strategy, one_cycle, same_bits
 from torch import optim
 
 from lightning_mgpu.data import batch_loader
@@ -23,7 +12,7 @@ from lightning_mgpu.strategies.one_process import KEY
 
 
 def shuffled():
-    return batch_loader(a_loader().dataset, BATCH_SIZE, shuffle=True, seed=3)
+    return batch_loader(a_loader().dataset, 8, shuffle=True, seed=3)
 
 
 def adamw(module):

@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 
 def by_hand(training_step, **methods):
-    """A module that optimizes by hand in this training step."""
     return type("Module", (Manual,), {"training_step": training_step, **methods})
 
 
@@ -187,8 +186,6 @@ def test_schedulers_are_stepped_once(assert_parity, step, schedule):
 
 
 class GAN(Regression):
-    """Two nets against each other."""
-
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)))
         self.critic = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()

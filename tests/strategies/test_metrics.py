@@ -111,8 +111,6 @@ class WeightedColumns(Ratio):
 
 
 class WeightedError(Ratio):
-    """Its target is nested."""
-
     def update(self, predicted, target):
         [y, *_], weights = target
         weights = torch.ones_like(y) if weights is None else weights

@@ -62,8 +62,6 @@ class Watch(Callback):
 
 
 class Talkative(Regression):
-    """Means, counts, samples and tokens in one dict."""
-
     def training_step(self, batch, batch_idx):
         X, y = batch
         Z = self.net(X)

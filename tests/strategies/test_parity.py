@@ -18,7 +18,6 @@ def net(*layers):
 
 
 def step(training_step, base=Regression, **methods):
-    """A module with this training step."""
     return type("Module", (base,), {"training_step": training_step, **methods})
 
 

@@ -152,9 +152,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, equal_nan=True)
     elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key, value in expected.items():
-            assert_close(found[key], value, rtol, atol)
+        assert_close(list(found.items()), list(expected.items()), rtol, atol)
     elif isinstance(expected, (list, tuple)):
         assert type(found) is type(expected) and len(found) == len(expected)
         for item, other in zip(found, expected):
