@@ -94,15 +94,13 @@ def test_as_many_samples_as_parts(assert_parity, name):
     assert_parity(unpacking(unpack), (2,), loader=lambda: collated(make, 2, 8))
 
 
-@pytest.mark.parametrize(
-    ("size", "shards"), [(8, [3, 3, 2]), (7, [3, 2, 2]), (4, [2, 1, 1]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]
-)
-def test_shards_are_even(trainer_on, size, shards):
+@pytest.mark.parametrize("shards", [[3, 3, 2], [3, 2, 2], [2, 1, 1], [1, 1, 1], [1, 1], [1]], ids=str)
+def test_shards_are_even(trainer_on, shards):
     class Sizes(Regression):
         def predict_step(self, batch, batch_idx):
             return torch.full((len(batch[0]),), len(batch[0]))
 
-    [found] = trainer_on(3).predict(Sizes(), a_loader(size, size))
+    [found] = trainer_on(3).predict(Sizes(), a_loader(sum(shards), sum(shards)))
     assert found.tolist() == [n for n in shards for _ in range(n)]
 
 

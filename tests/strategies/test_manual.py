@@ -86,6 +86,10 @@ def update_by_hand(self, batch, batch_idx):
             parameter.grad = None
 
 
+def keeps_a_backup(self):
+    self.backup = {}
+
+
 def adversarial(self, batch, batch_idx):
     """Weights are disturbed for a second backward pass, and put back from a dict (fast gradient method)."""
     self.optimizers().zero_grad()
@@ -109,7 +113,7 @@ def for_some_parameters(self, batch, batch_idx):
 STEPS = [
     Manual,
     *map(by_hand, (accumulates, two_updates, two_backwards, with_closure, for_some_parameters)),
-    by_hand(adversarial, on_fit_start=lambda self: vars(self).update(backup={})),
+    by_hand(adversarial, on_fit_start=keeps_a_backup),
     by_hand(skips_a_batch, loss=loss_of_some),
     by_hand(update_by_hand, configure_optimizers=lambda self: None),
 ]
