@@ -26,7 +26,6 @@ from tiny_runs import (
     a_loader,
     assert_close,
     labelled,
-    one_line,
     relative_error,
 )
 
@@ -68,8 +67,7 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
         k: int = 1,
         strategy: Any = None,
         callbacks: Callable[[], list[Callback]] = list,
-        loader: Callable[[], DataLoader] | None = None,
-        shape: tuple[int, ...] = (6,),
+        loader: Callable[[], DataLoader] = a_loader,
         val: bool = False,
         check: bool = True,
         own_updates: bool | None = None,
@@ -79,20 +77,13 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
     ) -> LightningModule:
         seed_everything(1, verbose=False)
         module = make()
-        make_loader = loader or (lambda: a_loader(shape=shape))
         checks: list[Callback] = [EqualReplicas(own_updates)] if k > 1 and check and engine == MANUAL else []
         settings = {"max_epochs": 2, "limit_val_batches": 1.0 if val else 0, **kwargs}
         if strategy is not None:
             settings["strategy"] = strategy
         trainer = trainer_on(k, callbacks=[*checks, *callbacks()], plugins=plugins(), **settings)
         before = functions()
-        trainer.fit(
-            module,
-            make_loader(),
-            make_loader() if val else None,
-            ckpt_path=ckpt_path,
-            weights_only=None if ckpt_path is None else False,
-        )
+        trainer.fit(module, loader(), loader() if val else None, ckpt_path=ckpt_path, weights_only=False)
         changed = [name for name, function in functions().items() if function != before.get(name, function)]
         assert set(changed) <= {"Module.__init__", "Module.__setstate__"}  # torch.compile's affair
         assert all(check.num_steps > 0 for check in checks)
@@ -123,21 +114,6 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
             metrics, expected = (dict(module.trainer.callback_metrics) for module in (modules[-1], one))
             assert_close(metrics, expected, max(1e-6, tolerance), 1e-9)
         return modules
-
-    return check
-
-
-@pytest.fixture
-def right_or_refused(assert_parity: Callable[..., Any]) -> Callable[..., None]:
-    """Several devices end where one does, or the run ends with an error of one line. Nothing is wrong in silence."""
-
-    def check(make: Make, **kwargs: Any) -> None:
-        try:
-            assert_parity(make, **kwargs)
-        except AssertionError:
-            raise
-        except Exception as error:
-            one_line(error)
 
     return check
 

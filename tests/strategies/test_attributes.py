@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])
 def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
-    """Tensors, dicts, objects and modes; in place, too."""
+    """Tensors, dicts, objects, modes, attributes of weights and hooks of layers; in place, too."""
 
     class Module(Regression):
         def __init__(self):
@@ -26,7 +26,8 @@ def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
         def training_step(self, batch, batch_idx):
             assert self.net[1].training == self.by_name["trains"]
             factors = (self.temperature, self.config.factor, *self.config.values, *self.by_name["more"]["factors"])
-            return ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(factors)
+            loss = ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(factors)
+            return loss + sum(parameter.decay * parameter.square().sum() for parameter in self.parameters())
 
     def set_and_change(self, *_):
         step = self.global_step
@@ -36,6 +37,10 @@ def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
         self.config.factor *= 1.1
         self.config.values[0] *= 1.1
         self.net[1].train(step % 2 == 0)
+        for n, parameter in enumerate(self.parameters()):
+            parameter.decay = 0.01 * (n + step)
+        if step == 0:
+            self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
 
     assert_parity(type("Sets", (Module,), {hook: set_and_change}))
 
@@ -52,14 +57,13 @@ class Net(nn.Sequential):
     """A layer of a user's class."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "base"),
-    [
-        *((kind, "module", Regression) for kind in KINDS),
-        ("tensor", "layer", Regression),
-        ("tensor", "layer", Manual),
-    ],
-)
+PLACES = [
+    *((kind, "module", Regression) for kind in KINDS),
+    *(("tensor", "layer", base) for base in (Regression, Manual)),
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "base"), PLACES)
 def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
     """Truncated backpropagation through time: every replica goes on with its samples' state, until a hook resets it."""
     put, find = KINDS[kind]
@@ -68,18 +72,21 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
         def __init__(self):
             super().__init__(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
 
+        @property
+        def owner(self):
+            return self if place == "module" else self.net
+
         def on_train_epoch_start(self):
-            owner = self if place == "module" else self.net
-            owner.state = put(torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device))
+            state = torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device)
+            self.owner.state = put(state)
 
         def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 2 and kind == "tensor":
-                (self if place == "module" else self.net).state.zero_()
+                self.owner.state.zero_()
 
         def loss(self, batch):
-            owner = self if place == "module" else self.net
-            Z = self.net(batch[0]) + 0.5 * find(owner.state)
-            owner.state = put(Z.detach())
+            Z = self.net(batch[0]) + 0.5 * find(self.owner.state)
+            self.owner.state = put(Z.detach())
             return F.mse_loss(Z, batch[1])
 
     assert_parity(Module, (2, 4), loader=lambda: a_loader(num_samples=24))
@@ -187,24 +194,3 @@ def test_a_buffer_that_follows_its_shard(train):
 
     with pytest.warns(UserWarning, match="edits centre of Module"):
         train(Module, 2)
-
-
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
-def test_backward_hooks_of_layers(assert_parity, hook):
-    def register(self):
-        self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
-
-    assert_parity(type("Module", (Regression,), {hook: register}))
-
-
-def test_attributes_of_weights(assert_parity):
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            for n, parameter in enumerate(self.parameters()):
-                parameter.decay = 0.01 * n
-
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch) + sum(getattr(p, "decay", 0) * p.square().sum() for p in self.parameters())
-
-    assert_parity(Module)

@@ -3,26 +3,16 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_runs import DP, MANUAL, Manual, Regression, assert_close, make_strategy, one_cycle, same_bits
+from tiny_runs import DP, MANUAL, Manual, Regression, a_loader, assert_close, make_strategy, one_cycle, same_bits
 from torch import optim
-from torch.utils.data import Dataset
 
-from lightning_mgpu.data.batches import BatchLoader, GlobalBatches
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.one_process import KEY
 
 
-class Indexed(Dataset):
-    def __init__(self):
-        self.X = torch.randn(25, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-    def __getitem__(self, item):
-        _, indices = item
-        return [self.X[indices], self.X[indices, :3].sin()]
-
-
 def shuffled():
-    return BatchLoader(Indexed(), GlobalBatches(torch.arange(25), 8, seed=3))
+    return batch_loader(a_loader().dataset, 8, shuffle=True, seed=3)
 
 
 def adamw(module):
@@ -43,22 +33,18 @@ def run(train, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("make", [lambda: Regression(optimizer=one_cycle), lambda: Manual(optimizer=adamw)])
+MAKERS = [(lambda: Regression(optimizer=one_cycle), True), (lambda: Manual(optimizer=adamw), False)]
+
+
+@pytest.mark.parametrize(("make", "own_updates"), MAKERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_resumed(run, make, before, after):
-    """From the end of the first epoch, and from the middle of the second."""
+def test_resumed(run, make, own_updates, before, after):
+    """From the end of the first epoch, and from the middle of the second; replicas update themselves from the start."""
     whole = run(make, before)
     for step in (4, 6):
-        resumed = run(make, after, f"{before}/step={step}.ckpt")
+        resumed = run(make, after, f"{before}/step={step}.ckpt", own_updates=own_updates)
         assert resumed.trainer.global_step == whole.trainer.global_step == 12
         assert_close(resumed.state_dict(), whole.state_dict())
-
-
-@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-def test_replicas_update_themselves_after_a_resume(run):
-    """With the states of the checkpoint from the first step on."""
-    run(lambda: Regression(optimizer=adamw), 2)
-    run(lambda: Regression(optimizer=adamw), 2, "2/step=6.ckpt", own_updates=True)
 
 
 def test_resumed_under_another_strategy(run, engine):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
@@ -41,13 +40,10 @@ def test_edited_by_a_callback(assert_parity, hook, edit):
     assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: edit})])
 
 
-@pytest.mark.parametrize(
-    ("base", "hook"),
-    [
-        *((base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")),
-        (Regression, "on_before_zero_grad"),
-    ],
-)
+HOOKS = [(base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")]
+
+
+@pytest.mark.parametrize(("base", "hook"), [*HOOKS, (Regression, "on_before_zero_grad")])
 def test_edited_by_the_module(assert_parity, hook, base):
     """Between a loss and its gradient, too, where torch forbids an edit with a trace."""
     assert_parity(type("Module", (base,), {hook: lambda self, *_: clamp_data(None, self)}))
@@ -73,14 +69,9 @@ def decorated_on_the_instance(self):
     self.on_train_batch_end = lambda *args: (inner(*args), clamp_data(None, self))
 
 
-def halve(self):
-    for parameter in self.parameters():
-        parameter.data.mul_(0.5)
-
-
-def double(self):
-    for parameter in self.parameters():
-        parameter.data.mul_(2)
+def scale(module, factor):
+    for parameter in module.parameters():
+        parameter.data.mul_(factor)
 
 
 EDITS = {
@@ -88,8 +79,11 @@ EDITS = {
     "while saving": {"on_save_checkpoint": lambda self, checkpoint: clamp_data(None, self)},
     "with the scheduler": {"lr_scheduler_step": with_the_scheduler, "configure_optimizers": scheduled},
     "in a hook decorated later": {"on_fit_start": decorated_on_the_instance},
-    "for validation, and back": {"on_validation_start": halve, "on_validation_end": double},
-    "between batches of validation": {"on_validation_batch_end": lambda self, *_: halve(self)},
+    "for validation, and back": {
+        "on_validation_start": lambda self: scale(self, 0.5),
+        "on_validation_end": lambda self: scale(self, 2),
+    },
+    "between batches of validation": {"on_validation_batch_end": lambda self, *_: scale(self, 0.5)},
 }
 
 
@@ -102,12 +96,11 @@ def test_edited_elsewhere(assert_parity, name):
 
 
 def test_a_callback_added_while_training(assert_parity):
-    class Adds(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.callbacks.append(LambdaCallback(on_before_optimizer_step=clamp_data))
+    def add(trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.callbacks.append(LambdaCallback(on_before_optimizer_step=clamp_data))
 
-    assert_parity(Regression, callbacks=lambda: [Adds()])
+    assert_parity(Regression, callbacks=lambda: [LambdaCallback(on_train_epoch_start=add)])
 
 
 AVERAGES = {
@@ -126,30 +119,19 @@ def test_lightnings_averages(assert_parity, name):
 def test_pruning(assert_parity):
     """A parameter becomes another one and a mask, then the mask changes."""
 
-    def prune():
-        return [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)]
-
+    prune = {"callbacks": lambda: [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)]}
     make = lambda: Regression(optimizer=lambda m: optim.Adam(m.parameters(), 0.01))  # noqa: E731
-    modules = assert_parity(make, callbacks=prune, max_epochs=3, val=True, enable_checkpointing=False)
+    modules = assert_parity(make, max_epochs=3, val=True, **prune)
     assert all((module.net[0].weight == 0).any() for module in modules)
 
 
-class Replace(Callback):
-    """Puts a new last layer in place of the old one when a hook is called for the n-th time."""
-
-    def __init__(self, hook, n):
-        self.num_calls, self.n = 0, n
-        setattr(self, hook, self.count)
-
-    def count(self, trainer, module, *_):
-        self.num_calls += 1
-        if self.num_calls == self.n:
+@pytest.mark.parametrize("make", [Regression, Manual])
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 5), ("on_validation_start", 4)])
+def test_layers_replaced_on_the_way(assert_parity, make, hook, step):
+    def replace(trainer, module, *_):
+        if trainer.global_step == step:
             torch.manual_seed(2)
             module.net[2] = nn.Linear(8, 3).double().to(module.device)
             trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
 
-
-@pytest.mark.parametrize("make", [Regression, Manual])
-@pytest.mark.parametrize(("hook", "n"), [("on_train_batch_start", 6), ("on_validation_start", 1)])
-def test_layers_replaced_on_the_way(assert_parity, make, hook, n):
-    assert_parity(make, callbacks=lambda: [Replace(hook, n)], val=True, max_epochs=3)
+    assert_parity(make, callbacks=lambda: [LambdaCallback(**{hook: replace})], val=True, max_epochs=3)

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from tiny_runs import MANUAL, Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
+from tiny_runs import Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
@@ -64,41 +64,27 @@ def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on, envir
     trainer_on(plugins=[environment]).fit(Regression(), a_loader())
 
 
-class BadBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, X):
-        return X.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise LookupError("in backward")
-
-
-class BadMetric(Metric):
-    def update(self, X):
-        raise LookupError("in metric")
-
-    def compute(self):
-        return torch.tensor(0.0)
-
-
 def fails(where, base):
     """A module that fails in step 1 where `where` says, in the second replica."""
+
+    def fail(*_):
+        raise (KeyboardInterrupt if where == "interrupt" else LookupError)(f"in {where}")
 
     class Fails(base):
         def __init__(self):
             super().__init__()
-            self.metric = BadMetric() if where == "metric" else nn.Identity()
+            self.metric = type("Fails", (MeanMetric,), {"update": fail})()
 
         def loss(self, batch):
             X, y = batch
             if self.trainer.global_step == 1 and is_second_shard(batch):
-                if where == "interrupt":
-                    raise KeyboardInterrupt
-                if where == "forward":
-                    raise LookupError("in forward")
-                self.metric(X)
-                X = BadBackward.apply(X.clone().requires_grad_()) if where == "backward" else X
+                if where == "metric":
+                    self.metric(X)
+                elif where == "backward":
+                    X = X.clone().requires_grad_()
+                    X.register_hook(fail)
+                else:
+                    fail()
             return super().loss([X, y])
 
     return Fails()
@@ -135,18 +121,18 @@ def test_a_wrong_allreduce_is_refused_on_start(trainer_on):
         trainer_on(strategy=ManualAllreduceStrategy(averages)).fit(Regression(), a_loader())
 
 
-class StopsAfter:
+def stops_after(num_calls, error):
     """An allreduce that stops exchanging after some calls, or raises."""
+    calls = []
 
-    def __init__(self, num_calls, error=None):
-        self.num_calls, self.error = num_calls, error
-
-    def __call__(self, tensors):
-        self.num_calls -= 1
-        if self.num_calls >= 0:
+    def allreduce(tensors):
+        calls.append(1)
+        if len(calls) <= num_calls:
             textbook_allreduce(tensors)
-        elif self.error is not None:
-            raise self.error
+        elif error is not None:
+            raise error
+
+    return allreduce
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
@@ -155,33 +141,10 @@ def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, 
     """An exception is its own. If it leaves replicas with different sums, the next epoch's first step says so."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
     with pytest.raises(LookupError if error else ValueError) as raised:
-        train(base, 2, strategy=ManualAllreduceStrategy(StopsAfter(10, error)), check=False, max_epochs=8)
+        train(base, 2, strategy=ManualAllreduceStrategy(stops_after(10, error)), check=False, max_epochs=8)
     said = "cable" if error else "left replica 1 ("
     assert said in str(raised.value)
     assert_clean_and_usable(trainer_on)
-
-
-def books(data):
-    """d2l.ai's, as it is today."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
-
-
-@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-def test_an_allreduce_of_ones_own(assert_parity):
-    """It trains parameters without dimensions, too."""
-
-    class Scaled(Regression):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-        def loss(self, batch):
-            return super().loss(batch) * self.scale.exp()
-
-    assert_parity(Scaled, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)
 
 
 class Stepper:

@@ -1,5 +1,7 @@
 """Manual optimization: replicas meet in `manual_backward` and in `step`, and go on as one device does."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_runs import Manual, Regression, is_second_shard, ordered_loader, refused
@@ -9,7 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 
 def by_hand(training_step, **methods):
-    """A module that optimizes by hand in this training step."""
     return type("Module", (Manual,), {"training_step": training_step, **methods})
 
 
@@ -25,11 +26,13 @@ def accumulates(self, batch, batch_idx):
 def two_updates(self, batch, batch_idx):
     """The second from the weights after the first, and by the optimizer of torch itself; weights are clamped after."""
     before = self.global_step
-    self.update(self.loss(batch))
+    self.update(loss := self.loss(batch))
+    self.log("first", loss, on_step=True, on_epoch=True)
     assert self.global_step == before + 1
     optimizer = self.optimizers(use_pl_optimizer=False)
     optimizer.zero_grad()
-    self.manual_backward(self.loss(batch))
+    self.manual_backward(loss := self.loss(batch))
+    self.log("second", loss, on_step=True, on_epoch=True)
     optimizer.step()
     for parameter in self.parameters():
         parameter.data.clamp_(-0.3, 0.3)
@@ -62,18 +65,16 @@ def skips_a_batch(self, batch, batch_idx):
     self.optimizers().step()
 
 
-class WithClosure(Manual):
+def with_closure(self, batch, batch_idx):
     """The loss that `step` gives back is the whole batch's."""
+    optimizer = self.optimizers()
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
+    def closure():
+        optimizer.zero_grad()
+        self.manual_backward(loss := self.loss(batch))
+        return loss
 
-        def closure():
-            optimizer.zero_grad()
-            self.manual_backward(loss := self.loss(batch))
-            return loss
-
-        self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
+    self.log("loss", optimizer.step(closure=closure), on_step=True, on_epoch=True)
 
 
 def update_by_hand(self, batch, batch_idx):
@@ -85,28 +86,27 @@ def update_by_hand(self, batch, batch_idx):
             parameter.grad = None
 
 
-class Adversarial(Manual):
+def keeps_a_backup(self):
+    self.backup = {}
+
+
+def adversarial(self, batch, batch_idx):
     """Weights are disturbed for a second backward pass, and put back from a dict (fast gradient method)."""
-
-    def __init__(self):
-        super().__init__()
-        self.backup = {}
-
-    def training_step(self, batch, batch_idx):
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-        for name, parameter in self.named_parameters():
-            self.backup[name] = parameter.data.clone()
-            parameter.data.add_(0.1 * parameter.grad)
-        self.manual_backward(self.loss(batch))
-        for name, parameter in self.named_parameters():
-            parameter.data = self.backup.pop(name)
-        self.optimizers().step()
+    self.optimizers().zero_grad()
+    self.manual_backward(self.loss(batch))
+    for name, parameter in self.named_parameters():
+        self.backup[name] = parameter.data.clone()
+        parameter.data.add_(0.1 * parameter.grad)
+    self.manual_backward(self.loss(batch))
+    for name, parameter in self.named_parameters():
+        parameter.data = self.backup.pop(name)
+    self.optimizers().step()
 
 
 STEPS = [
-    *(Manual, WithClosure, Adversarial),
-    *(by_hand(step) for step in (accumulates, two_updates, two_backwards)),
+    Manual,
+    *map(by_hand, (accumulates, two_updates, two_backwards, with_closure)),
+    by_hand(adversarial, on_fit_start=keeps_a_backup),
     by_hand(skips_a_batch, loss=loss_of_some),
     by_hand(update_by_hand, configure_optimizers=lambda self: None),
 ]
@@ -141,7 +141,9 @@ REFUSED = {
     "must call self.manual_backward": by_hand(backward_by_hand),
     "configure_optimizers has not returned it": by_hand(step_of_its_own, configure_optimizers=makes_its_own),
     "without inputs=": by_hand(for_some_parameters),
-    "evaluates its closure several times": lambda: WithClosure(optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)),
+    "evaluates its closure several times": partial(
+        by_hand(with_closure), optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)
+    ),
 }
 
 
@@ -151,42 +153,37 @@ def test_refused_in_one_line(train, said):
         train(REFUSED[said], 2)
 
 
-class Scheduled(Manual):
-    """Steps its scheduler by hand, twice a batch, and reads the rate."""
-
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [StepLR(optimizer, 1, 0.9)]
-
-    def training_step(self, batch, batch_idx):
-        for _ in range(2):
-            self.update(self.loss(batch) * 10 * self.optimizers().param_groups[0]["lr"])
-            self.lr_schedulers().step()
+def steps_its_scheduler(self, batch, batch_idx):
+    """Twice a batch; it reads the rate."""
+    for _ in range(2):
+        self.update(self.loss(batch) * 10 * self.optimizers().param_groups[0]["lr"])
+        self.lr_schedulers().step()
 
 
-class Plateau(Manual):
-    """Its scheduler is given the loss, which must be the whole batch's."""
-
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [ReduceLROnPlateau(optimizer, patience=0, factor=0.5)]
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.update(loss)
-        self.lr_schedulers().step(loss.detach() if batch_idx % 2 else float(loss))
+def gives_it_the_loss(self, batch, batch_idx):
+    """Which must be the whole batch's."""
+    loss = self.loss(batch)
+    self.update(loss)
+    self.lr_schedulers().step(loss.detach() if batch_idx % 2 else float(loss))
 
 
-@pytest.mark.parametrize("make", [Scheduled, Plateau])
-def test_schedulers_are_stepped_once(assert_parity, make):
-    one, *others = (module.trainer.lr_scheduler_configs[0].scheduler for module in assert_parity(make))
+SCHEDULERS = [(steps_its_scheduler, partial(StepLR, step_size=1, gamma=0.9))]
+SCHEDULERS += [(gives_it_the_loss, partial(ReduceLROnPlateau, patience=0, factor=0.5))]
+
+
+@pytest.mark.parametrize(("step", "schedule"), SCHEDULERS)
+def test_schedulers_are_stepped_once(assert_parity, step, schedule):
+    def configure(module):
+        optimizer = optim.SGD(module.parameters(), 0.1)
+        return [optimizer], [schedule(optimizer)]
+
+    modules = assert_parity(partial(by_hand(step), optimizer=configure))
+    one, *others = (module.trainer.lr_scheduler_configs[0].scheduler for module in modules)
     for other in others:
         assert other.get_last_lr() == one.get_last_lr() and other.last_epoch == one.last_epoch
 
 
 class GAN(Regression):
-    """Two nets against each other."""
-
     def __init__(self):
         super().__init__(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)))
         self.critic = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()

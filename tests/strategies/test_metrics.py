@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, refused
+from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, make_strategy, refused
 from torch import nn
 from torchmetrics import classification as tc
 
@@ -17,18 +17,18 @@ def for_stages(make):
     return lambda: nn.ModuleDict({f"on_{stage}": make() for stage in ("train", "val", "test")})
 
 
-def update(module, name, metric, *args):
-    metric.update(*args)
+def update(module, name, metric, *args, **kwargs):
+    metric.update(*args, **kwargs)
     module.log(name, metric, on_epoch=True)
 
 
-def forward(module, name, metric, *args):
-    metric(*args)
+def forward(module, name, metric, *args, **kwargs):
+    metric(*args, **kwargs)
     module.log(name, metric, on_step=True, on_epoch=True)
 
 
-def returned(module, name, metric, *args):
-    module.log(name, metric(*args), on_step=True, on_epoch=True)
+def returned(module, name, metric, *args, **kwargs):
+    module.log(name, metric(*args, **kwargs), on_step=True, on_epoch=True)
 
 
 METRICS = {
@@ -36,15 +36,6 @@ METRICS = {
     "f1": lambda: tc.MulticlassF1Score(NUM_CLASSES),
     "auroc": lambda: tc.MulticlassAUROC(NUM_CLASSES),
 }
-
-
-@pytest.mark.parametrize("way", [update, forward, returned])
-def test_ways_to_log_a_metric(assert_logs_alike, way):
-    def step(module, stage, X, y, batch_idx):
-        for name, metric in module.metric[f"on_{stage}"].items():
-            way(module, f"{stage}_{name}", metric, module.probabilities(X), y)
-
-    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in METRICS.items()})))
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
@@ -96,16 +87,6 @@ def test_a_metric_that_needs_more_samples_than_a_shard_has(assert_logs_alike, ma
     assert_logs_alike(step, make)
 
 
-@pytest.mark.parametrize("way", [update, forward])
-def test_squeezed_arguments(assert_logs_alike, way):
-    """Those of a shard of one sample have no dimension left."""
-
-    def step(module, stage, X, y, batch_idx):
-        way(module, f"{stage}_error", module.metric[f"on_{stage}"], X[:, 0].squeeze(), X[:, 1].squeeze())
-
-    assert_logs_alike(step, for_stages(tm.MeanSquaredError))
-
-
 class Ratio(tm.Metric):
     """A user's own metric, fed with sums and counts."""
 
@@ -130,8 +111,6 @@ class WeightedColumns(Ratio):
 
 
 class WeightedError(Ratio):
-    """Its target is nested."""
-
     def update(self, predicted, target):
         [y, *_], weights = target
         weights = torch.ones_like(y) if weights is None else weights
@@ -140,58 +119,50 @@ class WeightedError(Ratio):
 
 Target = namedtuple("Target", "values weights")
 OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
+    "squeezed": (tm.MeanSquaredError, lambda X, y: (X[:, 0].squeeze(), X[:, 1].squeeze())),  # of one sample: 0-d
     "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
     "tokens": (lambda: tc.MulticlassAccuracy(5), lambda X, y: (X.repeat(5, 1), y.repeat(5) % 5)),
     "texts": (tm.text.WordErrorRate, lambda X, y: ([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))),
+    "retrieval": (tm.RetrievalMAP, lambda X, y: {"preds": X[:, 0], "target": X[:, 1] > 0, "indexes": y}),
+    "a part of the batch": (METRICS["accuracy"], lambda X, y: (X[y > 0, :NUM_CLASSES], y[y > 0])),
     "sums": (Ratio, lambda X, y: (X, len(X))),
     "weights": (WeightedColumns, lambda X, y: (X[:, :3], torch.tensor([1.0, 2.0, 3.0], device=X.device))),
     "nested": (WeightedError, lambda X, y: (X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))),
     "named": (WeightedError, lambda X, y: (X[:, 0], Target([X[:, 1]], None))),
 }
-
-
-def test_metrics_of_other_shapes(assert_logs_alike):
-    """Regression, tokens, texts, nested arguments, retrieval and a part of the batch."""
-    makers = {name: make for name, (make, _) in OF_OTHER_SHAPES.items()}
-    makers |= {"map": tm.RetrievalMAP, "masked": METRICS["accuracy"]}
-
-    def step(module, stage, X, y, batch_idx):
-        metrics = module.metric[f"on_{stage}"]
-        for name, (_, arguments) in OF_OTHER_SHAPES.items():
-            metrics[name].update(*arguments(X, y))
-        metrics["map"].update(X[:, 0], X[:, 1] > 0, indexes=y)
-        if len(kept := y > 0):
-            metrics["masked"].update(module.probabilities(X)[kept], y[kept])
-        for name in metrics:
-            module.log(f"{stage}_{name}", metrics[name], on_epoch=True, on_step=False)
-
-    assert_logs_alike(step, for_stages(lambda: nn.ModuleDict({name: make() for name, make in makers.items()})))
-
-
-AGGREGATORS = {
-    "mean": (tm.MeanMetric, lambda x: (x.mean(),)),
-    "mean of a number": (tm.MeanMetric, lambda x: (x.mean().item(),)),
-    "mean with samples as weight": (tm.MeanMetric, lambda x: (x.mean(), len(x))),
-    "mean of some with their number as weight": (tm.MeanMetric, lambda x: (x[x > -1].mean(), (x > -1).sum())),
-    "mean of rows": (tm.MeanMetric, lambda x: (x,)),
-    "sum of rows": (tm.SumMetric, lambda x: (x,)),
-    "count": (tm.SumMetric, lambda x: (len(x),)),
-    "max of rows": (tm.MaxMetric, lambda x: (x,)),
-    "min of rows": (tm.MinMetric, lambda x: (x,)),
-    "running mean": (lambda: tm.RunningMean(window=2), lambda x: (x.mean(),)),
-    "running sum": (lambda: tm.RunningSum(window=2), lambda x: (len(x),)),
+AGGREGATORS = {  # a float is the shard's mean, an integer a count: the metric is given the whole batch's
+    "mean": (tm.MeanMetric, lambda x, _: (x.mean(),)),
+    "mean of a number": (tm.MeanMetric, lambda x, _: (x.mean().item(),)),
+    "mean with samples as weight": (tm.MeanMetric, lambda x, _: (x.mean(), len(x))),
+    "mean of some with their number as weight": (tm.MeanMetric, lambda x, _: (x[x > -1].mean(), (x > -1).sum())),
+    "mean of rows": (tm.MeanMetric, lambda x, _: (x,)),
+    "sum of rows": (tm.SumMetric, lambda x, _: (x,)),
+    "count": (tm.SumMetric, lambda x, _: (len(x),)),
+    "max of rows": (tm.MaxMetric, lambda x, _: (x,)),
+    "min of rows": (tm.MinMetric, lambda x, _: (x,)),
+    "running mean": (lambda: tm.RunningMean(window=2), lambda x, _: (x.mean(),)),
+    "running sum": (lambda: tm.RunningSum(window=2), lambda x, _: (len(x),)),
+}
+TABLES = {
+    "classification": {name: (make, lambda X, y: (X, y)) for name, make in METRICS.items()},
+    "other shapes": OF_OTHER_SHAPES,
+    "aggregators": AGGREGATORS,
 }
 
 
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("way", [update, forward, returned])
-def test_aggregators(assert_logs_alike, way):
-    """A float is the shard's mean, an integer a count: the metric is given the whole batch's."""
+def test_ways_to_log_a_metric(assert_logs_alike, way, table):
+    """Its arguments are the net's outputs and classes, samples and classes, or one value a sample."""
 
     def step(module, stage, X, y, batch_idx):
-        for n, (_, arguments) in enumerate(AGGREGATORS.values()):
-            way(module, f"{stage}_{n}", module.metric[f"on_{stage}"][n], *arguments(X[:, 0].float()))
+        X = {"classification": module.probabilities(X), "other shapes": X, "aggregators": X[:, 0].float()}[table]
+        for n, (_, arguments) in enumerate(TABLES[table].values()):
+            given, metric = arguments(X, y), module.metric[f"on_{stage}"][n]
+            args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+            way(module, f"{stage}_{n}", metric, *args, **kwargs)
 
-    assert_logs_alike(step, for_stages(lambda: nn.ModuleList(make() for make, _ in AGGREGATORS.values())))
+    assert_logs_alike(step, for_stages(lambda: nn.ModuleList(make() for make, _ in TABLES[table].values())))
 
 
 def collection(**kwargs):
@@ -276,24 +247,3 @@ def test_a_metric_that_is_the_loss(assert_parity, base):
             return self.mse(Z, y) + sum(self.both(Z, y).values())
 
     assert_parity(Module)
-
-
-def test_a_mean_without_a_weight(assert_parity):
-    """It weighs every batch alike; a count of samples adds up."""
-
-    class Module(Regression):
-        def __init__(self):
-            super().__init__()
-            self.means = nn.ModuleList(tm.MeanMetric() for _ in range(2))
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            for metric, weight in zip(self.means, ((), (len(batch[0]),))):
-                metric.update(loss.detach(), *weight)
-            names = ("alike", "counted")
-            self.log_dict(dict(zip(names, self.means)), on_step=False, on_epoch=True)
-            return loss
-
-    for module in assert_parity(Module, loader=lambda: a_loader(3, 13)):
-        metrics = module.trainer.callback_metrics
-        assert metrics["alike"] != metrics["counted"]

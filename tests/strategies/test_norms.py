@@ -14,7 +14,7 @@ def net2d(norm=nn.BatchNorm2d, **options):
     return nn.Sequential(nn.Conv2d(2, 4, 2), norm(4, **options), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
 
 
-IMAGES = {"shape": (2, 3, 2), "sync_batchnorm": True}
+IMAGES = {"loader": lambda: a_loader(shape=(2, 3, 2)), "sync_batchnorm": True}
 OPTIONS = [{}, {"momentum": None}, {"momentum": 0.5, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}]
 
 

@@ -27,12 +27,14 @@ PREDICTIONS = {
     "nothing inside": lambda Z, names: {"Z": Z, "found": (), "meta": {}},
     "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
     "tokens": lambda Z, names: Z.reshape(-1),
+    "samples second": lambda Z, names: Z[None].repeat(2, 1, 1),  # as the hidden states of a recurrent layer
 }
 
 
 @pytest.mark.parametrize("kind", PREDICTIONS)
 def test_predictions(trainer_on, kind):
-    """From two loaders."""
+    """From two loaders, or from one whose shards cannot be taken for layers."""
+    loaders = [a_loader(7, 14)] if kind == "samples second" else [a_loader(), a_loader(4, 7)]
 
     class Predicts(Regression):
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
@@ -40,41 +42,11 @@ def test_predictions(trainer_on, kind):
 
     def predicted(k):
         torch.manual_seed(1)
-        return trainer_on(k).predict(Predicts(), [a_loader(), a_loader(4, 7)])
+        return trainer_on(k).predict(Predicts(), loaders)
 
     expected = predicted(1)
     for k in (2, 3):
         assert_close(predicted(k), expected)
-
-
-def test_predictions_with_samples_second(trainer_on):
-    """As the hidden states of a recurrent layer, (layers, samples, features)."""
-
-    class Predicts(Regression):
-        def predict_step(self, batch, batch_idx):
-            return self.net(batch[0])[None].repeat(2, 1, 1)
-
-    def predicted(k):
-        torch.manual_seed(1)
-        return trainer_on(k).predict(Predicts(), a_loader(7, 14))
-
-    assert_close(predicted(2), predicted(1))
-
-
-def test_every_sample_counts_once(trainer_on):
-    class Counts(Regression):
-        def test_step(self, batch, batch_idx):
-            self.log("samples", torch.tensor(float(len(batch[0]))), reduce_fx="sum", on_epoch=True)
-            self.log("index_sum", batch[0].sum(), reduce_fx="sum", on_epoch=True)
-
-        def predict_step(self, batch, batch_idx):
-            return batch[0]
-
-    indices = torch.arange(10_007, dtype=torch.float64)
-    trainer, module, loader = trainer_on(3), Counts(), DataLoader(TensorDataset(indices), 500)
-    [result] = trainer.test(module, loader, verbose=False)
-    assert result == {"samples": 10_007, "index_sum": 10_007 * 10_006 / 2}
-    assert torch.equal(torch.cat(trainer.predict(module, loader)).cpu(), indices)
 
 
 class Watch(Callback):
@@ -90,9 +62,7 @@ class Watch(Callback):
 
 
 class Talkative(Regression):
-    """Means, counts, samples and tokens in one dict."""
-
-    def outputs(self, batch):
+    def training_step(self, batch, batch_idx):
         X, y = batch
         Z = self.net(X)
         return {
@@ -101,11 +71,7 @@ class Talkative(Regression):
             "nested": {"pair": (y, X)}, "none": None,
         }  # fmt: skip
 
-    def training_step(self, batch, batch_idx):
-        return self.outputs(batch)
-
-    def validation_step(self, batch, batch_idx):
-        return self.outputs(batch)
+    validation_step = training_step
 
 
 def test_callbacks_see_whole_batches_and_outputs(train):

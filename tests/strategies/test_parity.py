@@ -5,10 +5,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from tiny_runs import Manual, Regression, a_loader, make_strategy, same_bits
+from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy, same_bits
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
 def net(*layers):
@@ -16,7 +18,6 @@ def net(*layers):
 
 
 def step(training_step, base=Regression, **methods):
-    """A module with this training step."""
     return type("Module", (base,), {"training_step": training_step, **methods})
 
 
@@ -50,6 +51,17 @@ def tied():
     module = Regression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
     module.net[2].weight = module.net[0].weight
     return module
+
+
+class AddedUp(Regression):
+    """Autograd gives views of one tensor to parameters that are added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(1, 3).double()) for _ in range(2))
+
+    def loss(self, batch):
+        return F.mse_loss(self.net(batch[0]) @ (self.a.t() + self.b.t()), batch[1][:, :1])
 
 
 class SparselyEmbedded(Regression):
@@ -103,6 +115,7 @@ MODELS = {
     "0-d parameters": lambda: Regression(Scaled()),
     "frozen, unused and sometimes used": Sometimes,
     "tied": tied,
+    "gradients in one place": AddedUp,
     "spectral norm": net(lambda: spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
     "instance norm": net(lambda: nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten, lambda: nn.Linear(6, 3)),
     "sparse embedding": SparselyEmbedded,
@@ -181,3 +194,18 @@ def test_sizes_of_batches(assert_parity, kind, batch_size):
 @pytest.mark.parametrize("kind", [Regression, Manual])
 def test_one_replica_is_one_device(train, engine, kind):
     assert same_bits(train(kind, strategy=make_strategy(engine)), train(kind))
+
+
+def books(data):
+    """d2l.ai's, as it is today."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+@pytest.mark.parametrize("engine", [MANUAL], indirect=True)
+def test_an_allreduce_of_ones_own(assert_parity):
+    """It adds up parameters without dimensions, too."""
+    make = MODELS["0-d parameters"]
+    assert_parity(make, strategy=lambda: ManualAllreduceStrategy(books), own_updates=True)

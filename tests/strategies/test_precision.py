@@ -44,10 +44,24 @@ class Scaled(MixedPrecision):
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
 
 
-@pytest.mark.parametrize(
-    ("fused", "base", "clip"),
-    [(False, Regression, None), (False, Regression, 0.1), (False, Manual, None), (True, Regression, None)],
-)
+class TwoOptimizers(Manual):
+    """Of one backward pass: the first one's step unscales its gradients."""
+
+    def update(self, loss):
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [optim.AdamW(layer.parameters(), 0.01) for layer in (self.net[0], self.net[2])]
+
+
+SCALED = [(False, Regression, None), (False, Regression, 0.1), (True, Regression, None)]
+SCALED += [(False, Manual, None), (False, TwoOptimizers, None)]
+
+
+@pytest.mark.parametrize(("fused", "base", "clip"), SCALED)
 def test_scaled_gradients(assert_parity, fused, base, clip):
     """The same steps are skipped. The scaler has a hand in the update: the others get the first one's."""
     scales = []
@@ -60,22 +74,6 @@ def test_scaled_gradients(assert_parity, fused, base, clip):
     kwargs = {"max_epochs": 4, "gradient_clip_val": clip, "own_updates": False}
     assert_parity(make, tolerance=0.03, plugins=lambda: [Scaled()], **kwargs)
     assert scales[0] < 2.0**8 * 64.0**8 and len(set(scales)) == 1
-
-
-def test_two_optimizers_of_one_backward_pass(assert_parity):
-    """The first one's step unscales its gradients."""
-
-    class Module(in_single(Manual)):
-        def training_step(self, batch, batch_idx):
-            self.zero_grad()
-            self.manual_backward(self.loss(batch))
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return [optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
-
-    assert_parity(Module, tolerance=0.03, plugins=lambda: [Scaled()])
 
 
 def test_a_skipped_step_changes_nothing(train):

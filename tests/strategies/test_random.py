@@ -6,17 +6,20 @@ import pytest
 import torch
 from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close, make_strategy, same_bits
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mgpu.strategies import split_batch
 
 
-def dropping(base=Regression, norm=False):
-    """A module that keeps the dropout masks of every replica."""
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}], ids=["", "sync"])
+def test_masks_can_be_repeated_and_differ(train, kwargs, base):
+    """Of all steps and replicas. The first replica draws what one device does."""
 
     class Module(base):
         def __init__(self):
-            layers = [nn.BatchNorm1d(32)] if norm else []
+            layers = [nn.BatchNorm1d(32)] if kwargs else []
             super().__init__(nn.Sequential(nn.Linear(6, 32), *layers, nn.Dropout(0.5), nn.Linear(32, 3)))
             self.masks = []
 
@@ -24,14 +27,7 @@ def dropping(base=Regression, norm=False):
             self.masks.append(self.net[-2](torch.ones(4, 32, device=self.device)).ne(0).flatten().tolist())
             return super().loss(batch)
 
-    return Module
-
-
-@pytest.mark.parametrize("base", [Regression, Manual])
-@pytest.mark.parametrize("kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}], ids=["", "sync"])
-def test_masks_can_be_repeated_and_differ(train, kwargs, base):
-    """Of all steps and replicas. The first replica draws what one device does."""
-    one, *runs = (train(dropping(base, "sync_batchnorm" in kwargs), k, **kwargs) for k in (1, 3, 3))
+    one, *runs = (train(Module, k, **kwargs) for k in (1, 3, 3))
     assert same_bits(*runs) and runs[0].masks == runs[1].masks
     masks = [tuple(mask) for mask in runs[0].masks]
     assert len(masks) == (18 if kwargs else 20) and len(set(masks)) == len(masks)
@@ -59,19 +55,16 @@ def test_the_global_generator_goes_on_as_on_one_device(train):
 def test_activation_checkpointing_replays_the_masks(train, use_reentrant, base):
     """In the backward pass, of the right replica: nothing changes but memory."""
 
-    def make(is_checkpointed):
-        class Module(base):
-            def __init__(self):
-                super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
+    class Plain(base):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
 
-            def loss(self, batch):
-                X = batch[0].clone().requires_grad_()
-                Z = checkpoint(self.net, X, use_reentrant=use_reentrant) if is_checkpointed else self.net(X)
-                return (Z - batch[1]).square().mean()
+    class Checkpointed(Plain):
+        def loss(self, batch):
+            X = batch[0].clone().requires_grad_()
+            return F.mse_loss(checkpoint(self.net, X, use_reentrant=use_reentrant), batch[1])
 
-        return Module
-
-    plain, checkpointed = (train(make(c), 3) for c in (False, True))
+    plain, checkpointed = (train(make, 3) for make in (Plain, Checkpointed))
     torch.testing.assert_close(checkpointed.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
 
 

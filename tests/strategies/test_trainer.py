@@ -8,16 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from tiny_runs import (
-    IS_SIMULATED,
-    Manual,
-    Regression,
-    a_loader,
-    assert_close,
-    make_strategy,
-    relative_error,
-    same_bits,
-)
+from tiny_runs import IS_SIMULATED, Manual, Regression, a_loader, assert_close, make_strategy, relative_error, same_bits
 from torchmetrics import MeanSquaredError
 
 

@@ -6,6 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -151,9 +152,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, equal_nan=True)
     elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key, value in expected.items():
-            assert_close(found[key], value, rtol, atol)
+        assert_close(list(found.items()), list(expected.items()), rtol, atol)
     elif isinstance(expected, (list, tuple)):
         assert type(found) is type(expected) and len(found) == len(expected)
         for item, other in zip(found, expected):
@@ -184,19 +183,13 @@ def same_bits(module: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-def one_line(error: BaseException) -> str:
-    """The message, which must be one line that fits a terminal or two."""
-    text = str(error)
-    assert text and "\n" not in text and len(text) <= 250, text
-    return text
-
-
 @contextmanager
 def refused(said: str) -> Iterator[None]:
     """The block ends in an error of one line, which says so."""
     with pytest.raises(Exception, match=re.escape(said)) as raised:
         yield
-    one_line(raised.value)
+    text = str(raised.value)
+    assert "\n" not in text and len(text) <= 250, text  # it fits a terminal, or two
 
 
 class Written(DummyLogger):
@@ -243,14 +236,12 @@ class Logs(LightningModule):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.step(self, "test", *batch, batch_idx)
 
-    def on_train_epoch_end(self) -> None:
-        self.at_end(self, "train")
+    def _end(self, stage: str) -> None:
+        self.at_end(self, stage)
 
-    def on_validation_epoch_end(self) -> None:
-        self.at_end(self, "val")
-
-    def on_test_epoch_end(self) -> None:
-        self.at_end(self, "test")
+    on_train_epoch_end = partialmethod(_end, "train")
+    on_validation_epoch_end = partialmethod(_end, "val")
+    on_test_epoch_end = partialmethod(_end, "test")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
