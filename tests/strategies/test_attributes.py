@@ -180,7 +180,19 @@ def test_buffers_that_a_step_updates(assert_parity, base):
     assert_parity(Module, (3, 4), loader=lambda: a_loader(2))
 
 
-def test_a_buffer_that_follows_its_shard(train):
+def moves_a_centre(self, X):
+    self.centre.mul_(0.9).add_(0.1 * X.mean(0))
+
+
+def sets_a_weight(self, X):
+    """By the first samples, as the layers of flows."""
+    if self.centre.sum() == 0:
+        self.centre += 1
+        self.net[0].bias.data.fill_(X.mean())
+
+
+@pytest.mark.parametrize(("edit", "said"), [(moves_a_centre, "centre of Module"), (sets_a_weight, "bias of Linear")])
+def test_what_follows_its_shard(train, edit, said):
     """Nobody knows whether its values are means, sums or samples."""
 
     class Module(Regression):
@@ -189,8 +201,27 @@ def test_a_buffer_that_follows_its_shard(train):
             self.register_buffer("centre", torch.zeros(6, dtype=torch.float64))
 
         def loss(self, batch):
-            self.centre.mul_(0.9).add_(0.1 * batch[0].mean(0))
+            edit(self, batch[0])
             return super().loss(batch)
 
-    with pytest.warns(UserWarning, match="edits centre of Module"):
+    with pytest.warns(UserWarning, match=f"A step edits {said}"):
         train(Module, 2)
+
+
+def test_evaluation_has_what_stays(trainer_on):
+    """Not what training has put into a replica's attributes."""
+
+    class Module(Regression):
+        mean = 0.0
+
+        def loss(self, batch):
+            self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0, keepdim=True)
+            return super().loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("mean", self.mean.mean())
+
+    trainer, module = trainer_on(2, max_epochs=1), Module()
+    trainer.fit(module, a_loader(8, 24), a_loader(8, 24))
+    logged = trainer.callback_metrics["mean"]
+    assert trainer.validate(module, a_loader(8, 24), verbose=False) == [{"mean": logged}]

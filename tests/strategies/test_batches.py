@@ -1,7 +1,7 @@
 """Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
 
 from collections import UserDict
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +55,12 @@ class Labelled(torch.Tensor):
         return part
 
 
+class Plain(torch.Tensor):
+    """One whose slices are plain tensors, as torchvision's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
 BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "tuple": (lambda X, y: (X, y), lambda b: b),
     "dict": (lambda X, y: {"X": X, "y": y}, lambda b: (b["X"], b["y"])),
@@ -70,10 +76,13 @@ BATCHES = {  # how a batch is made of X and y, and how the step finds them
 }
 
 
-def test_a_kind_of_tensor(engine):
-    X = torch.zeros(5, 2).as_subclass(Labelled)
+@pytest.mark.parametrize("kind", [Labelled, Plain])
+def test_a_kind_of_tensor(engine, kind):
+    X = torch.zeros(5, 2).as_subclass(kind)
     X.label = "features"
-    assert [(len(shard), shard.label) for shard in split_batch(X, [3, 2])] == [(3, "features"), (2, "features")]
+    shards = split_batch(X, [3, 2])
+    assert [len(shard) for shard in shards] == [3, 2]
+    assert all(type(shard) is kind and shard.label == "features" for shard in shards)
 
 
 def unpacking(unpack, base=Regression):
@@ -126,6 +135,15 @@ UNSPLITTABLE = {
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
         lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
     ),
+    "a list of samples": (
+        lambda X, y: [{"X": x, "label": v[0]} for x, v in zip(X, y)],
+        lambda b: (torch.stack([sample["X"] for sample in b]), torch.stack([sample["X"][:3] for sample in b])),
+    ),
+    "gray images, and as many boxes each": (
+        lambda X, y: ([x.reshape(1, 2, 3) for x in X], [{"boxes": v.repeat(2, 1)} for v in y]),
+        lambda b: (torch.stack([x.flatten() for x in b[0]]), torch.stack([target["boxes"][0] for target in b[1]])),
+    ),
+    "an object that holds tensors": (lambda X, y: (X, SimpleNamespace(y=y)), lambda b: (b[0], b[1].y)),
     "a packed sequence": (
         lambda X, y: (pack_padded_sequence(X, [6] * len(X), batch_first=True), y),
         lambda b: (pad_packed_sequence(b[0], batch_first=True)[0], b[1]),
@@ -140,7 +158,7 @@ def test_what_cannot_be_split(assert_parity, name, kind):
     """A warning says so; the first device computes it, and all replicas are updated."""
     make, unpack = UNSPLITTABLE[name]
     with pytest.warns(UserWarning, match="not split"):
-        assert_parity(unpacking(unpack, kind), loader=lambda: collated(make, 8, 24))
+        assert_parity(unpacking(unpack, kind), loader=lambda: collated(make, 8, 20))
 
 
 @pytest.mark.filterwarnings("ignore:A batch")

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, make_strategy, refused
+from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, refused
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import classification as tc
 
 pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
@@ -76,15 +77,35 @@ def test_a_returned_value_is_the_shards(assert_logs_alike):
     assert_logs_alike(step, METRICS["accuracy"])
 
 
-@pytest.mark.parametrize("make", [tm.R2Score, lambda: tm.MetricCollection([tm.R2Score()])])
+SMALL = {"r2": tm.R2Score, "extremes": lambda: tm.MinMaxMetric(tm.MeanSquaredError())}  # the latter's are three
+
+
+@pytest.mark.parametrize("make", [SMALL["r2"], lambda: tm.MetricCollection({name: SMALL[name]() for name in SMALL})])
 def test_a_metric_that_needs_more_samples_than_a_shard_has(assert_logs_alike, make):
     """The last batch has two samples, of which three devices get one or none."""
 
     def step(module, stage, X, y, batch_idx):
         values = module.metric(X[:, 0], X[:, 1])
-        module.log_dict(values if isinstance(values, dict) else {"r2": values}, on_step=True, on_epoch=False)
+        module.log("r2", values["r2"] if isinstance(values, dict) else values, on_step=True, on_epoch=False)
 
     assert_logs_alike(step, make)
+
+
+@pytest.mark.filterwarnings("ignore:A batch")
+def test_a_metric_that_holds_a_graph(assert_parity):
+    """One device has the first batch alone."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.mean = tm.MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.mean(loss)
+            return loss
+
+    assert_parity(Module, loader=lambda: DataLoader(a_loader().dataset, batch_sampler=[[0], [1, 2, 3, 4]]))
 
 
 class Ratio(tm.Metric):
