@@ -55,7 +55,7 @@ class Replicas:
         self._kept: dict[tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]] = {}  # by kind of step and replica
         self._meet = False  # whether replicas meet in this step
         self.is_watched = True  # after the next step parameters are compared, and buffers
-        self._began: list[tuple[int, int]] = []  # marks of the first replica's when the step began
+        self._began: list[tuple[int, int]] = []  # marks of the first replica's buffers when the step began
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
@@ -79,7 +79,7 @@ class Replicas:
         self._meet, self._lists = meet, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
         self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
-        self._began = _marks(self._watched(0).values())
+        self._began = _marks(self._watched(0, ["_buffers"]).values())
 
     def copy_of(self, tensor: Any, i: int) -> Any:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
@@ -156,7 +156,7 @@ class Replicas:
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
             collected[end:] = bring_home(others[length:], self.devices[0])
-        if self.is_watched or self._began != _marks(self._watched(0).values()):
+        if self.is_watched or self._began != _marks(self._watched(0, ["_buffers"]).values()):
             self.is_watched = False
             self._warn_of_edits(active)
         for i in active:
@@ -167,10 +167,10 @@ class Replicas:
                         kept = self._kept.setdefault((self._kind, i, owner), {})
                         kept[name] = value, base, _versions(base)
 
-    def _watched(self, i: int) -> dict[tuple[int, str, str], Tensor]:
+    def _watched(self, i: int, kinds: Sequence[str] = KINDS) -> dict[tuple[int, str, str], Tensor]:
         """Replica i's parameters and buffers, by layer, kind and name. Statistics of BatchNorm are averaged."""
         layers = [(n, own) for n, own in enumerate(self._dicts[i]) if not isinstance(self._owners[n], _NormBase)]
-        named = [(n, kind, name, tensor) for n, own in layers for kind in KINDS for name, tensor in own[kind].items()]
+        named = [(n, kind, name, tensor) for n, own in layers for kind in kinds for name, tensor in own[kind].items()]
         return {(n, kind, name): t for n, kind, name, t in named if t is not None and t.layout == torch.strided}
 
     def _warn_of_edits(self, active: Sequence[int]) -> None:
