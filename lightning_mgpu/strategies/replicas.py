@@ -157,8 +157,8 @@ class Replicas:
             end = length if others is collected else len(collected)
             collected[end:] = bring_home(others[length:], self.devices[0])
         if self.is_watched or self._began != _marks(self._watched(0, ["_buffers"]).values()):
+            self._warn_of_edits(active, KINDS if self.is_watched else ["_buffers"])
             self.is_watched = False
-            self._warn_of_edits(active)
         for i in active:
             for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
@@ -167,16 +167,16 @@ class Replicas:
                         kept = self._kept.setdefault((self._kind, i, owner), {})
                         kept[name] = value, base, _versions(base)
 
-    def _watched(self, i: int, kinds: Sequence[str] = KINDS) -> dict[tuple[int, str, str], Tensor]:
+    def _watched(self, i: int, kinds: Sequence[str]) -> dict[tuple[int, str, str], Tensor]:
         """Replica i's parameters and buffers, by layer, kind and name. Statistics of BatchNorm are averaged."""
         layers = [(n, own) for n, own in enumerate(self._dicts[i]) if not isinstance(self._owners[n], _NormBase)]
         named = [(n, kind, name, tensor) for n, own in layers for kind in kinds for name, tensor in own[kind].items()]
         return {(n, kind, name): t for n, kind, name, t in named if t is not None and t.layout == torch.strided}
 
-    def _warn_of_edits(self, active: Sequence[int]) -> None:
+    def _warn_of_edits(self, active: Sequence[int], kinds: Sequence[str]) -> None:
         """Say what a step has edited by its shard: a buffer, or a parameter that its first samples set."""
-        others = [self._watched(i) for i in active]
-        for key, first in self._watched(0).items():
+        others = [self._watched(i, kinds) for i in active]
+        for key, first in self._watched(0, kinds).items():
             alike = [own[key] for own in others if key in own and own[key].shape == first.shape]  # not of the shard's
             if not all(are_equal(first, other) for other in alike if other.dtype == first.dtype):
                 owner = type(self._owners[key[0]]).__name__

@@ -68,7 +68,7 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
 def share_out(batch: Any, shares: Sequence[float], device: torch.device, loaded: set[int]) -> list[int]:
     """Samples of each replica. What cannot be split goes whole to the first, which never goes without.
 
-    `loaded` are the loaders' batch sizes: a list as long holds samples. Then so may shorter ones, of a last batch.
+    `loaded` are the loaders' batch sizes: a list as long holds samples.
     """
     num_samples = find_batch_size(batch, loaded)
     if num_samples is None:
@@ -101,8 +101,7 @@ def find_batch_size(batch: Any, loaded: set[int]) -> int | None:
     if len(sizes) != 1 or 0 in sizes:
         return None
     size = sizes.pop()
-    if _is_list(batch) and 3 < len(batch) != size and len(batch) in loaded:  # up to 3 are inputs, targets, weights
-        loaded.update(range(max(loaded)))
+    if _is_list(batch) and 3 < len(batch) != size and _is_loaded(batch, loaded):  # up to 3 are inputs, targets, weights
         return None
     return None if any(_is_ambiguous(item, size, loaded) for item in items_of(batch) or []) else size
 
@@ -116,13 +115,18 @@ def _is_opaque(leaf: Any) -> bool:
     return hasattr(leaf, "to") or any(isinstance(each, Array) for each in getattr(leaf, "__dict__", {}).values())
 
 
+def _is_loaded(part: Any, loaded: set[int]) -> bool:
+    """Whether a list is as long as a loader's batch. From then on so are shorter ones, which a last batch may have."""
+    if is_loaded := len(part) in loaded:
+        loaded.update(range(max(loaded)))
+    return is_loaded
+
+
 def _is_ambiguous(part: Any, size: int, loaded: set[int]) -> bool:
     """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
     if _is_list(part) and _has_arrays(part):
         is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
-        if len(part) in loaded:
-            loaded.update(range(max(loaded)))
-        if len(part) in (size, *loaded) or is_of_images:
+        if len(part) == size or is_of_images or _is_loaded(part, loaded):
             return True
     return any(_is_ambiguous(item, size, loaded) for item in items_of(part) or [])
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from tiny_runs import Manual, Regression, batch_norm_net
+from tiny_runs import Manual, Regression, a_loader, assert_close, batch_norm_net
 from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
 
@@ -93,6 +93,29 @@ def test_edited_elsewhere(assert_parity, name):
     saving = {"enable_checkpointing": True, "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=2)]}
     kwargs = saving if name == "while saving" else {"val": True, "val_check_interval": 2}
     assert_parity(type("Module", (Regression,), EDITS[name]), **kwargs, check=False)
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_edited_in_evaluation(trainer_on, stage, when):
+    class Module(Regression):
+        def test_step(self, batch, batch_idx):
+            self.log("loss", self.loss(batch))
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    def halve(self, *_):
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+
+    def results(k):
+        torch.manual_seed(1)
+        module = type("Edited", (Module,), {f"on_{stage}_batch_{when}": halve})()
+        trainer = trainer_on(k)
+        return trainer.test(module, a_loader(), verbose=False), trainer.predict(module, a_loader())
+
+    assert_close(results(2), results(1))
 
 
 def test_a_callback_added_while_training(assert_parity):

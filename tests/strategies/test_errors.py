@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from tiny_runs import Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
-from torch import nn
+from torch import nn, optim
 from torchmetrics import MeanMetric
 
 from lightning_mgpu.allreduce import textbook_allreduce
@@ -162,9 +162,18 @@ class Stepper:
     state_dict = load_state_dict = zero_grad
 
 
+class Wrapper(optim.SGD):
+    """Keeps its state in another optimizer."""
+
+    state = property(lambda self: self.__dict__["own"], lambda self, own: self.__dict__.setdefault("own", own))
+
+
 REFUSED = {  # what is said of modules that several devices would train wrongly
     "(max_norm=...) edits its weights": lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))),
     "Stepper is no torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
+    "Wrapper is no torch.optim.Optimizer with a state": lambda: Regression(
+        optimizer=lambda module: Wrapper(module.parameters(), 0.1)
+    ),
 }
 
 

@@ -148,6 +148,7 @@ def keeps_gradients_of_samples(self):
     def keep(layer, _, gradients):
         layer.weight.grad_sample = gradients[0]
 
+    self.net[0].weight.grad_sample = None
     self.net[0].register_full_backward_hook(keep)
 
 
