@@ -155,6 +155,7 @@ class Recorder:
         """The metrics' calls go first: what is logged of them may have come before, in a replica that made no call."""
         self.is_recording = False
         for key, by_replica in sorted(self._calls.items(), key=lambda item: isinstance(item[0][0], str)):
+            by_replica = dict(sorted(by_replica.items()))  # whatever the order in which they ran
             calls, sizes = list(by_replica.values()), [self.sizes[i] for i in by_replica]
             if calls[0].method == "log":
                 self._do_log(*key[:2], calls, sizes)

@@ -21,7 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_mgpu.strategies.one_process import device_module
+from lightning_mgpu.strategies.one_process import wait_for
 
 Array = (Tensor, np.ndarray)
 NUM_TIMED = 5  # steps that `split='auto'` looks at
@@ -88,7 +88,8 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
     """A shard on a replica's device. What the user has put elsewhere stays there."""
     if home == device:
         return shard
-    is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
+    # a copy to the CPU is read at once; one to Apple's GPU races with the memory it is made of, as in Lightning
+    is_async = device.type not in ("cpu", "mps")
     return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
 
 
@@ -292,8 +293,7 @@ class AutoSplit:
         yield
         if self.is_done:
             return
-        if (module := device_module(device)) is not None:
-            module.synchronize(device)
+        wait_for(device)
         self._seconds[i] += time.perf_counter() - start
 
     def end_step(self, shares: Sequence[float]) -> list[float]:
