@@ -195,7 +195,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         are_rows: Join all tensors that have a dimension, whatever their length.
 
     Raises:
-        ValueError: With `are_rows`, if tensors do not fit together, or may be for all samples.
+        ValueError: With `are_rows`, if tensors do not fit together.
     """
     present = [(output, size) for output, size in zip(outputs, sizes) if output is not None]
     outputs, sizes = [output for output, _ in present], [size for _, size in present]
@@ -233,8 +233,6 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
     if any(tensor.ndim for tensor in tensors):
         tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]  # squeezed from a shard of one
         lengths = [len(tensor) for tensor in tensors]
-        if are_rows and lengths != list(sizes) and all(torch.equal(tensor, first) for tensor in tensors):
-            raise ValueError("perhaps for all samples, as weights of classes")
         if not are_rows and any(length % size for length, size in zip(lengths, sizes)):
             for dim in range(1, first.ndim):
                 if all(tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)):
