@@ -1,5 +1,6 @@
-"""Many tensors from one device to another in few messages: neighbours travel in one flat tensor."""
+"""Many tensors from one device to another in few messages: those of one dtype travel in flat tensors."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,18 +9,21 @@ from torch import Tensor
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's: larger ones gain nothing, and take memory
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Cut a list where a message ends: at another dtype or device, or after `BUCKET_BYTES`."""
-    start, num_bytes = 0, 0
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The indices of the tensors of each message: of one dtype and device, up to `BUCKET_BYTES`."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
-        first = tensors[start]
-        is_alike = (tensor.dtype, tensor.device) == (first.dtype, first.device)
-        if i > start and not (is_alike and num_bytes + tensor.nbytes <= BUCKET_BYTES):
-            yield slice(start, i)
-            start, num_bytes = i, 0
-        num_bytes += tensor.nbytes
-    if tensors:
-        yield slice(start, len(tensors))
+        alike[tensor.dtype, tensor.device].append(i)
+    for indices in alike.values():
+        bucket: list[int] = []
+        num_bytes = 0
+        for i in indices:
+            num_bytes += tensors[i].nbytes
+            if bucket and num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], tensors[i].nbytes
+            bucket.append(i)
+        yield bucket
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -36,13 +40,14 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into the target at its place. The targets are on one device."""
-    for part in buckets(sources):
-        torch._foreach_copy_(targets[part], on_device(sources[part], targets[part.start].device))
+    for bucket in buckets(sources):
+        into = [targets[i] for i in bucket]
+        torch._foreach_copy_(into, on_device([sources[i] for i in bucket], into[0].device))
 
 
 @torch.no_grad()
 def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor], alpha: float = 1) -> None:
     """Add each source, times `alpha`, to the target at its place. The targets are on one device."""
-    for part in buckets(sources):
-        moved = on_device(sources[part], targets[part.start].device)
-        torch._foreach_add_(targets[part], moved, alpha=alpha)
+    for bucket in buckets(sources):
+        into = [targets[i] for i in bucket]
+        torch._foreach_add_(into, on_device([sources[i] for i in bucket], into[0].device), alpha=alpha)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.one_process import gpus_first
-from lightning_mgpu.strategies.replicas import Replicas, differ, to_bools
+from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
 from lightning_mgpu.strategies.split_batch import weighted_mean
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
@@ -60,7 +60,7 @@ class Gradients:
                 "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
                 "in training_step by torch.autograd.grad, or use one device."
             )
-        self.replicas.copy_edited()  # `on_before_backward` may have edited the first one's weights
+        self.replicas.copy_edited(self.replicas.hooks.intersection(BEFORE_BACKWARD))
         parameters = self.replicas.parameters
         before = [copies[0].grad for copies in parameters]
         self._known.clear()  # nothing holds the old ones
@@ -143,7 +143,7 @@ class Gradients:
 
     def copy_changed(self) -> None:
         """Give the replicas the first one's gradients if somebody has changed one: clipping, `zero_grad` or a hook."""
-        if self.replicas.may_be_edited or not self._are_known():
+        if self.replicas.hooks or not self._are_known():
             self._copy(self.replicas.parameters)
             self._known = self._versions()
 

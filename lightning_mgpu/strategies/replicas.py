@@ -6,7 +6,7 @@ always was. A turn exchanges the dicts. So an attribute that a step assigns is s
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ KINDS = ("_parameters", "_buffers")
 TENSORS = (*KINDS, "_modules", "_flat_weights", "_device")
 PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
+# hooks that run between a step and its backward pass
+BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
 Copies = tuple[Tensor, ...]  # of a parameter or a buffer, one a replica; the first is the user's own
 Key = tuple[int, str, str]  # of a parameter or a buffer: its layer's number, `_parameters` or `_buffers`, its name
 Said = tuple[str, str, str]  # the same with the name of the layer's class, as a warning says it
@@ -47,7 +49,7 @@ class Replicas:
         self.module, self.devices, self.streams = module, list(devices), Streams(devices, own_streams)
         self.current = 0  # whose turn it is
         self.is_stale = True  # somebody may have edited the original in ways that torch does not count
-        self.may_be_edited = False  # so may hooks at any time
+        self.hooks: set[str] = set()  # the names of the user's around this step: so may they
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self.copies_of: dict[int, Copies] = {}  # of parameters and buffers, by the original's id
         self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
@@ -78,7 +80,7 @@ class Replicas:
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
-        self.copy_edited()
+        self.copy_edited(self.hooks)
         copy_tensors(buffers.values())
         self._meet, self._lists = meet, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
@@ -108,15 +110,15 @@ class Replicas:
         known = {**self.copies_of, **{id(copies[0]): copies for copies in zip(*sets)}}
         return {name: known[key] for key, (name, _) in found.items()}
 
-    def copy_edited(self) -> None:
-        """Copy the first replica's parameters to the others if somebody has edited one, or may have."""
+    def copy_edited(self, hooks: Collection[str] = ()) -> None:
+        """Copy the first replica's parameters to the others if one was edited, or may have been by these hooks."""
         for original, *others in self.parameters:
             for other in others:
                 if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
                     vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
-        if self.is_stale or self.may_be_edited or self._marks != self._find_marks():
+        if self.is_stale or hooks or self._marks != self._find_marks():
             copy_tensors(self.parameters)
             self.remember()
 

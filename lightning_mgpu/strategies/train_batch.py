@@ -210,7 +210,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 return getattr(module, name)(sent.pop(i), *args, **kwargs)
 
         optimizers = self.optimizers if trains else []
-        replicas.may_be_edited = self.updates.find_hooks(name, optimizers)
+        replicas.hooks = self.updates.find_hooks(name, optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
             are_apart = meet or order != list(self.sizes)
@@ -285,7 +285,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the module's own `backward`
-            self.replicas.copy_edited()  # by hooks that step an optimizer, before the step's next forward
+            # hooks may have stepped an optimizer, and the step's next forward pass is to come
+            self.replicas.copy_edited(self.replicas.hooks)
         self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 

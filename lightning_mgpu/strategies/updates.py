@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.replicas import Replicas, differ, to_bools
+from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
 
 OURS = ("lightning.", "lightning_mgpu.")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
 MAY_EDIT = {
     "training_step": (
-        *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
-        *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-        *("on_train_batch_start", "on_train_batch_end"),
+        *BEFORE_BACKWARD,
+        *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"),
+        *("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end"),
     ),
     "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
     "test_step": ("on_test_batch_start", "on_test_batch_end"),
@@ -45,13 +45,12 @@ class Updates:
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
-    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether weights or gradients may be edited unseen: by a hook of the user's, or by a GradScaler."""
+    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> set[str]:
+        """The names of the user's hooks around a step: they may edit weights and gradients unseen."""
         module = self.replicas.module
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        hooks: list[Any] = [getattr(module.trainer.precision_plugin, "scaler", None)]
-        hooks += [getattr(optimizer, name, None) for optimizer in optimizers for name in STEP_HOOKS]
-        return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT[step])
+        owners = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+        of_optimizers = {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
+        return of_optimizers | {hook for hook in MAY_EDIT[step] if any(_is_users(hook, owner) for owner in owners)}
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. A replica that looks at a state gets a copy of it."""
@@ -145,7 +144,8 @@ class Updates:
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
-            and not self.replicas.may_be_edited
+            and not self.replicas.hooks
+            and getattr(module.trainer.precision_plugin, "scaler", None) is None  # which may skip an update
             and type(optimizer).__module__.startswith("torch.optim")
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
