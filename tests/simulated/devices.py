@@ -19,12 +19,10 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
-    "test_precisions[": "no autocast",
-    "test_scaled_gradients": "no autocast",
-    "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
     "-lstm]": "no fused cells of recurrent layers",
 }
@@ -34,6 +32,7 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
     "states_are_the_replicas_own[new list-": "a tensor that a hook puts into a list stays on the first device",
     "states_are_the_replicas_own[new object-": "a tensor that a hook puts into an object stays on the first device",
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
+    "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays on the CPU",
 }
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
@@ -67,7 +66,7 @@ def register() -> None:
 
     def manual_seed_all(seed: int) -> None:
         for i in range(NUM_DEVICES):
-            ops.manual_seed(seed, i)
+            ops.manual_seed(seed - 2**64 if seed >= 2**63 else seed, i)
 
     module: Any = ModuleType("torch.sim")
     vars(module).update(
@@ -79,7 +78,7 @@ def register() -> None:
         _is_in_bad_fork=lambda: False,
         manual_seed_all=manual_seed_all,
         get_rng_state=lambda device="sim": ops.get_rng_state(index_of(device)),
-        get_amp_supported_dtype=lambda: [],  # autocast is not simulated, but asked for
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         set_rng_state=lambda state, device="sim": ops.set_rng_state(state, index_of(device)),
     )
     torch._register_device_module("sim", module)
@@ -106,17 +105,37 @@ def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
 
 
-def pytest_configure() -> None:
+def simulated(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Trainer on the CPU for one on simulated devices."""
+    devices, strategy = kwargs.get("devices", 1), kwargs.get("strategy", "auto")
+    precision = kwargs.get("precision")
+    devices = int(devices) if str(devices).isdigit() else 1
+    own = getattr(strategy, "parallel_devices", None)
+    is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
+    names_its_own = (devices == 1 and not is_ours) or (own and own[0].type == "cpu")
+    has_processes = str(strategy).startswith(("ddp", "fsdp")) or (strategy == "auto" and devices > 1)
+    if kwargs.get("accelerator") != "cpu" or names_its_own or has_processes:
+        return kwargs
+    kwargs = {**kwargs, "accelerator": SimulatedAccelerator(), "devices": devices}
+    if devices == 1 and strategy == "auto":
+        kwargs["strategy"] = SingleDeviceStrategy("sim:0")
+    if precision in ("bf16-mixed", "16-mixed"):  # Lightning would take CUDA's autocast
+        kwargs["precision"] = None
+        plugins = kwargs.get("plugins") or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        kwargs["plugins"] = [*plugins, MixedPrecision(precision, "sim")]
+    return kwargs
+
+
+def patch_trainer() -> None:
     init = Trainer.__init__
 
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
-        devices, strategy = kwargs.get("devices", 1), kwargs.get("strategy", "auto")
-        names_its_own = devices == 1 and not isinstance(strategy, str)
-        if kwargs.get("accelerator") == "cpu" and not names_its_own:
-            kwargs["accelerator"] = SimulatedAccelerator()
-            if devices == 1 and strategy == "auto":
-                kwargs["strategy"] = SingleDeviceStrategy("sim:0")
-        init(self, **kwargs)
+        init(self, **simulated(kwargs))
 
     Trainer.__init__ = on_simulated_devices  # type: ignore[method-assign]
+
+
+def pytest_configure() -> None:
+    patch_trainer()
