@@ -22,10 +22,14 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
 
 
 def finished_time() -> float:
-    """The clock, in seconds, when every GPU of this process has finished. The book waits for one, or for none."""
+    """The clock, in seconds, when every GPU of this process has finished. The book waits for one, or for none.
+
+    GPUs that hold nothing of this process are left alone: waiting for one opens a context on it.
+    """
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(i)
+            if torch.cuda.memory_allocated(i):
+                torch.cuda.synchronize(i)
     return time.perf_counter()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
@@ -31,6 +32,12 @@ NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of w
     *("Does not validate against any", "Subtypes:", "Errors:", "Parser key ", "Problem with given class_path"),
     *("Expected a <class 'NoneType'>", "Expected a <class 'str'>", "Expected a path but", "Not a valid subclass of "),
     *("Given value", "Subclass types expect one of", "a class path (str)", "a dict with"),
+)
+DEVICE_ERRORS = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
+DEVICE_ERROR_WORDS = ("CUDA error", "HIP error", "MPS backend out of memory")
+DEVICE_HINT = (
+    "A GPU reports an error whenever the next call waits for it. CUDA_LAUNCH_BLOCKING=1 shows the line that "
+    "caused it, often an index or a label out of range. Out of memory: try a smaller --data.batch_size."
 )
 BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
 TAKEN: tuple[type, ...] = (LightningModule, LightningDataModule, Optimizer, LRScheduler, Callback, Logger)
@@ -65,6 +72,8 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if is_device_error(error):
+            error.add_note(DEVICE_HINT)
         if show_traceback or not is_mistake(error):
             raise
         # wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone
@@ -73,8 +82,15 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         sys.exit(2)
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Whether a GPU ran out of memory, or a kernel on it failed: the line that waited for it is not to blame."""
+    return isinstance(error, DEVICE_ERRORS) or str(error).startswith(DEVICE_ERROR_WORDS)
+
+
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
+    if is_device_error(error):
+        return False
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)

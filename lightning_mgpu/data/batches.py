@@ -163,9 +163,11 @@ def batch_loader(
         shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
         seed: Of the order. Left out: `seed_everything`'s.
         indices: The samples to visit, a vector, on the device that batches are gathered on. Left out: all.
-        kwargs: Further arguments of `DataLoader`, such as `num_workers`.
+        kwargs: Further arguments of `DataLoader`, such as `num_workers`. Left out, `pin_memory` is true where batches
+            gathered on the CPU go to a GPU.
     """
     indices = torch.arange(len(dataset)) if indices is None else indices  # type: ignore[arg-type]
+    kwargs.setdefault("pin_memory", trainer is not None and _are_pinned(trainer, indices))
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
     sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
     if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
@@ -173,6 +175,12 @@ def batch_loader(
         sampler = GlobalBatches(indices, batch_size, True, seed, *share)
     # by keyword: for `predict` Lightning makes the loader anew from its arguments
     return BatchLoader(dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs)
+
+
+def _are_pinned(trainer: Trainer, indices: Tensor) -> bool:
+    """Whether pinned memory helps: the training's device copies from it by itself. Apple's shares the CPU's memory."""
+    device = trainer.strategy.root_device
+    return indices.is_cpu and device.type not in ("cpu", "mps")
 
 
 def _as_it_is(batch: Any) -> Any:

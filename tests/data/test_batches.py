@@ -17,7 +17,8 @@ def global_batches(num_processes: int, batch_size: int = 64, num_samples: int = 
     """The batches, every one put together from the shares of all processes."""
     dataset, shares, epoch = TensorDataset(torch.arange(num_samples)), [], options.pop("epoch", 0)
     for rank in range(num_processes):
-        trainer: Any = SimpleNamespace(world_size=num_processes, global_rank=rank, overfit_batches=0)
+        on_cpu = SimpleNamespace(root_device=torch.device("cpu"))
+        trainer: Any = SimpleNamespace(world_size=num_processes, global_rank=rank, overfit_batches=0, strategy=on_cpu)
         loader = batch_loader(dataset, batch_size, trainer, **options)
         loader.sampler.set_epoch(epoch)
         shares.append([X.tolist() for (X,) in loader])
@@ -77,3 +78,24 @@ def test_workers_give_the_same_batches(first: int) -> None:
         return [X.tolist() for (X,) in loader]
 
     assert batches(2) == batches(0) and len(batches(0)) == 4 - first
+
+
+@pytest.mark.parametrize(
+    ("device", "indices", "given", "is_pinned"),
+    [
+        ("cpu", torch.arange(6), {}, False),  # on a machine with a GPU, too: CUDA is left alone
+        ("cuda:1", torch.arange(6), {}, True),
+        ("xpu", torch.arange(6), {}, True),
+        ("mps", torch.arange(6), {}, False),
+        ("cuda", torch.arange(6, device="meta"), {}, False),  # gathered on the device
+        ("cuda", torch.arange(6), {"pin_memory": False}, False),
+    ],
+)
+def test_batches_are_pinned_for_the_device_they_go_to(
+    monkeypatch: pytest.MonkeyPatch, device: str, indices: torch.Tensor, given: dict[str, bool], is_pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, world_size=1, global_rank=0, overfit_batches=0)
+    dataset = torch.utils.data.TensorDataset(torch.arange(6.0))
+    assert batch_loader(dataset, 2, trainer, indices=indices, **given).pin_memory is is_pinned
