@@ -126,8 +126,7 @@ class FashionMNIST(LightningDataModule):
     predict_dataloader = test_dataloader
 
     def _loader(self, images: InMemoryImages, indices: Tensor, shuffle: bool = False) -> BatchLoader:
-        pin_memory = torch.cuda.is_available() and not self.device_resident
-        return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices, pin_memory=pin_memory)
+        return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices)
 
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
