@@ -162,12 +162,18 @@ def batch_loader(
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
         shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
         seed: Of the order. Left out: `seed_everything`'s.
-        indices: The samples to visit, a vector, on the device that batches are gathered on. Left out: all.
-        kwargs: Further arguments of `DataLoader`, such as `num_workers`. Left out, `pin_memory` is true where batches
-            gathered on the CPU go to a GPU.
+        indices: The samples to visit, a vector, on the device that batches are gathered on. Left
+            out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.
+        kwargs: Further arguments of `DataLoader`, such as `num_workers`. Without `pin_memory`,
+            batches are pinned if they are gathered on the CPU and the trainer's device copies
+            faster from pinned memory.
     """
-    indices = torch.arange(len(dataset)) if indices is None else indices  # type: ignore[arg-type]
-    kwargs.setdefault("pin_memory", trainer is not None and _are_pinned(trainer, indices))
+    if indices is None:
+        in_memory = type(dataset) is TensorDataset
+        device = dataset.tensors[0].device if in_memory else "cpu"  # type: ignore[attr-defined]
+        indices = torch.arange(len(dataset), device=device)  # type: ignore[arg-type]
+    if trainer is not None and indices.device.type == "cpu":
+        kwargs.setdefault("pin_memory", copies_faster_from_pinned(trainer.strategy.root_device))
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
     sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
     if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
@@ -177,10 +183,14 @@ def batch_loader(
     return BatchLoader(dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs)
 
 
-def _are_pinned(trainer: Trainer, indices: Tensor) -> bool:
-    """Whether pinned memory helps: the training's device copies from it by itself. Apple's shares the CPU's memory."""
-    device = trainer.strategy.root_device
-    return indices.is_cpu and device.type not in ("cpu", "mps")
+def copies_faster_from_pinned(device: torch.device) -> bool:
+    """Whether a `DataLoader` should pin batches for this device.
+
+    A loader can only pin for the machine's accelerator, and torch cannot pin for MPS. Pinning takes
+    memory on the GPU, so a run on the CPU of the same machine must not do it.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -13,13 +13,18 @@ from lightning_mgpu.data import batch_loader
 Batches = list[list[int]]
 
 
+def a_trainer(device: str, world_size: int = 1, rank: int = 0) -> Any:
+    """What `batch_loader` asks of a Trainer."""
+    share = {"world_size": world_size, "global_rank": rank}
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(**share, overfit_batches=0, strategy=strategy)
+
+
 def global_batches(num_processes: int, batch_size: int = 64, num_samples: int = 503, **options: Any) -> Batches:
     """The batches, every one put together from the shares of all processes."""
     dataset, shares, epoch = TensorDataset(torch.arange(num_samples)), [], options.pop("epoch", 0)
     for rank in range(num_processes):
-        on_cpu = SimpleNamespace(root_device=torch.device("cpu"))
-        trainer: Any = SimpleNamespace(world_size=num_processes, global_rank=rank, overfit_batches=0, strategy=on_cpu)
-        loader = batch_loader(dataset, batch_size, trainer, **options)
+        loader = batch_loader(dataset, batch_size, a_trainer("cpu", num_processes, rank), **options)
         loader.sampler.set_epoch(epoch)
         shares.append([X.tolist() for (X,) in loader])
     return [list(chain(*parts)) for parts in zip(*shares, strict=True)]
@@ -81,21 +86,68 @@ def test_workers_give_the_same_batches(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "indices", "given", "is_pinned"),
+    ("root_device", "accelerator", "is_pinned"),
     [
-        ("cpu", torch.arange(6), {}, False),  # on a machine with a GPU, too: CUDA is left alone
-        ("cuda:1", torch.arange(6), {}, True),
-        ("xpu", torch.arange(6), {}, True),
-        ("mps", torch.arange(6), {}, False),
-        ("cuda", torch.arange(6, device="meta"), {}, False),  # gathered on the device
-        ("cuda", torch.arange(6), {"pin_memory": False}, False),
+        ("cuda:1", "cuda", True),
+        ("xpu:0", "xpu", True),
+        ("cpu", "cuda", False),  # pinning would start CUDA, which fails if the GPU is full
+        ("cpu", None, False),
+        ("mps:0", "mps", False),  # torch cannot pin for it
+        ("xla:0", None, False),
     ],
 )
-def test_batches_are_pinned_for_the_device_they_go_to(
-    monkeypatch: pytest.MonkeyPatch, device: str, indices: torch.Tensor, given: dict[str, bool], is_pinned: bool
+def test_batches_are_pinned_for_the_trainers_device(
+    root_device: str, accelerator: str | None, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    trainer: Any = SimpleNamespace(strategy=strategy, world_size=1, global_rank=0, overfit_batches=0)
-    dataset = torch.utils.data.TensorDataset(torch.arange(6.0))
-    assert batch_loader(dataset, 2, trainer, indices=indices, **given).pin_memory is is_pinned
+    found = accelerator and torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    dataset, trainer = TensorDataset(torch.arange(10)), a_trainer(root_device)
+    assert batch_loader(dataset, 3, trainer).pin_memory is is_pinned
+    for wanted in (True, False):
+        assert batch_loader(dataset, 3, trainer, pin_memory=wanted).pin_memory is wanted
+    assert not batch_loader(dataset, 3).pin_memory
+
+
+def test_batches_gathered_on_a_device_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meta` stands for a GPU: a tensor there cannot be pinned."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    trainer, images = a_trainer("cuda:0"), TensorDataset(torch.empty(10, 2, device="meta"))
+    assert not batch_loader(images, 3, trainer).pin_memory
+    assert [X.shape for (X,) in batch_loader(images, 3, trainer)][-1] == (2, 2)
+    indices = torch.arange(10, device="meta")
+    assert not batch_loader(TensorDataset(torch.arange(10)), 3, trainer, indices=indices).pin_memory
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pinned_batches_are_the_same(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order, uneven last batch, and the batches left after a resume; only the copy is left out."""
+    pinned: list[list[int]] = []
+
+    def pin(batch: Any, device: str | None = None) -> Any:
+        pinned.append(batch[0].tolist())
+        return batch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pin)
+
+    def batches(pin_memory: bool) -> tuple[Batches, list[int]]:
+        dataset, counts = TensorDataset(torch.arange(10)), []
+        options = {"pin_memory": pin_memory, "num_workers": num_workers}
+        loader = batch_loader(dataset, 3, shuffle=True, seed=1, **options)
+        loader.load_state_dict({"num_yielded": 1})
+        values = []
+        for epoch in (2, 3):
+            iterator = iter(loader)
+            loader.sampler.set_epoch(epoch)  # after `iter`, as Lightning does
+            for (X,) in iterator:
+                values.append(X.tolist())
+                counts.append(loader.state_dict()["num_yielded"])
+        return values, counts
+
+    assert batches(True) == batches(False)
+    values, counts = batches(True)
+    assert counts == [2, 3, 4, 1, 2, 3, 4] and len(values[2]) == 1
+    assert sorted(pinned) == sorted(values * 2)  # workers finish in any order
