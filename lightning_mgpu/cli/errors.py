@@ -34,12 +34,6 @@ NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of w
     *("Expected a <class 'NoneType'>", "Expected a <class 'str'>", "Expected a path but", "Not a valid subclass of "),
     *("Given value", "Subclass types expect one of", "a class path (str)", "a dict with"),
 )
-DEVICE_ERRORS = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
-DEVICE_ERROR_WORDS = ("CUDA error", "HIP error", "MPS backend out of memory")
-DEVICE_HINT = (
-    "A GPU reports an error whenever the next call waits for it. CUDA_LAUNCH_BLOCKING=1 shows the line that "
-    "caused it, often an index or a label out of range. Out of memory: try a smaller --data.batch_size."
-)
 BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
 TAKEN: tuple[type, ...] = (LightningModule, LightningDataModule, Optimizer, LRScheduler, Callback, Logger)
 ADVICE: dict[type[Exception], str] = {  # for errors of a device, below their traceback
@@ -80,8 +74,6 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if is_device_error(error):
-            error.add_note(DEVICE_HINT)
         if show_traceback or not is_mistake(error):
             for kind, advice in ADVICE.items():
                 if isinstance(error, kind):
@@ -93,15 +85,8 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         sys.exit(2)
 
 
-def is_device_error(error: BaseException) -> bool:
-    """Whether a GPU ran out of memory, or a kernel on it failed: the line that waited for it is not to blame."""
-    return isinstance(error, DEVICE_ERRORS) or str(error).startswith(DEVICE_ERROR_WORDS)
-
-
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
-    if is_device_error(error):
-        return False
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
     if str(error).startswith(OTHER_PARAMETERS):

@@ -25,13 +25,11 @@ WARNINGS = (
     r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
     r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
-    r"GPU available but not used",  # --trainer.accelerator=cpu was asked for
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
     r"GPU available but not used",  # of a run on the CPU that was asked for
 )
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (
-    *("You are using a CUDA device", "LOCAL_RANK: "),  # docs/runs.md says how to use Tensor Cores
     *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to "),
     *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
