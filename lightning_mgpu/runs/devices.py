@@ -26,7 +26,7 @@ def own_devices(trainer: Trainer) -> list[torch.device]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work queued on every device of the list. A CPU has none."""
+    """Wait for all work queued on the devices of the list, whatever their kind."""
     for device in set(devices):
         if device.type == "mps":
             torch.mps.synchronize()  # takes no device

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.check import Result, check_strategy
@@ -55,9 +55,10 @@ def parse() -> argparse.Namespace:
     try:  # now, for it takes minutes
         for strategy in args.strategy:
             Kind(strategy).make_strategy()
+        Kind(devices=max(args.devices), accelerator=args.accelerator).trainer()  # are there as many?
         if args.table and not 0 <= (text := args.table.read_text()).find(BEGIN) < text.find(END):
             parser.error(f"{args.table} has no lines {BEGIN} and {END}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MisconfigurationException) as error:
         parser.error(str(error))
     return args
 
