@@ -190,13 +190,3 @@ def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| ... with batches that do not divide evenly | yes | no (1) | yes | yes | yes | yes | yes |" in lines
     assert "| torchmetrics objects have the value of one device | yes | yes | no (2) | yes | yes | yes | yes |" in lines
     assert [line for line in lines if line.startswith("(")] == ["(1) By nature.  ", "(2) Off by 2.  "]
-
-
-def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """One line at the start, not every case broken."""
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr("sys.argv", ["testing", "--strategy=dp", "--accelerator=gpu"])
-    with pytest.raises(SystemExit) as ended:
-        suite.parse()
-    assert ended.value.code == 2
-    assert "--devices=3: there are 1 for --accelerator=gpu" in capsys.readouterr().err
