@@ -9,18 +9,17 @@ Unlike GPUs, they have no streams, and what `UNLIKE_GPUS` lists. What GPUs refus
 
 import functools
 import hashlib
+import importlib.util
 import os
 import subprocess
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "-sparse embedding]": "no sparse tensors",
@@ -37,6 +36,8 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
+PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
+"""On PYTHONPATH, these let every process load the devices, and `--trainer.accelerator=sim` take them."""
 
 
 def build() -> Path:
@@ -84,14 +85,28 @@ def register() -> None:
     torch._register_device_module("sim", module)
 
 
-class SimulatedAccelerator(CPUAccelerator):
-    """Simulated devices for a Trainer."""
+class AfterLightning(MetaPathFinder):
+    """Makes the accelerator known once Lightning's Trainer is imported: torch is imported in the midst of Lightning."""
 
-    def setup_device(self, device: torch.device) -> None: ...
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "lightning.pytorch.trainer.connectors.accelerator_connector":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
 
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
-        return [torch.device("sim", i) for i in range(devices)]
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            importlib.import_module("tests.simulated.accelerator")
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+def autoload() -> None:
+    """Called by `import torch` in processes that have `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
+    register()
+    sys.meta_path.insert(0, AfterLightning())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,37 +120,24 @@ def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
 
 
-def simulated(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Trainer on the CPU for one on simulated devices."""
-    devices, strategy = kwargs.get("devices", 1), kwargs.get("strategy", "auto")
-    precision = kwargs.get("precision")
-    devices = int(devices) if str(devices).isdigit() else 1
-    own = getattr(strategy, "parallel_devices", None)
-    is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
-    names_its_own = (devices == 1 and not is_ours) or (own and own[0].type == "cpu")
-    has_processes = str(strategy).startswith(("ddp", "fsdp")) or (strategy == "auto" and devices > 1)
-    if kwargs.get("accelerator") != "cpu" or names_its_own or has_processes:
-        return kwargs
-    kwargs = {**kwargs, "accelerator": SimulatedAccelerator(), "devices": devices}
-    if devices == 1 and strategy == "auto":
-        kwargs["strategy"] = SingleDeviceStrategy("sim:0")
-    if precision in ("bf16-mixed", "16-mixed"):  # Lightning would take CUDA's autocast
-        kwargs["precision"] = None
-        plugins = kwargs.get("plugins") or []
-        plugins = plugins if isinstance(plugins, list) else [plugins]
-        kwargs["plugins"] = [*plugins, MixedPrecision(precision, "sim")]
-    return kwargs
+def pytest_configure() -> None:
+    """Let Trainers on the CPU run on simulated devices, but those that start processes or name their own devices."""
+    from lightning.pytorch import Trainer
 
+    import tests.simulated.accelerator  # noqa: F401
 
-def patch_trainer() -> None:
     init = Trainer.__init__
 
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
-        init(self, **simulated(kwargs))
+        strategy, devices = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1))
+        is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
+        own = getattr(strategy, "parallel_devices", None)
+        names_its_own = (devices == "1" and not is_ours) or (own and own[0].type == "cpu")
+        has_processes = str(strategy).startswith(("ddp", "fsdp"))
+        has_processes |= strategy == "auto" and devices not in ("1", "auto")
+        if kwargs.get("accelerator") == "cpu" and not names_its_own and not has_processes:
+            kwargs["accelerator"] = "sim"
+        init(self, **kwargs)
 
     Trainer.__init__ = on_simulated_devices  # type: ignore[method-assign]
-
-
-def pytest_configure() -> None:
-    patch_trainer()
