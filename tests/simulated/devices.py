@@ -122,8 +122,9 @@ def pytest_load_initial_conftests() -> None:
 
 def pytest_configure() -> None:
     """Let Trainers on the CPU run on simulated devices, but those that start processes or name their own devices."""
-    import tests.simulated.accelerator  # noqa: F401
     from lightning.pytorch import Trainer
+
+    import tests.simulated.accelerator  # noqa: F401
 
     init = Trainer.__init__
 
@@ -133,9 +134,8 @@ def pytest_configure() -> None:
         is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
         own = getattr(strategy, "parallel_devices", None)
         names_its_own = (devices == "1" and not is_ours) or (own and own[0].type == "cpu")
-        has_processes = str(strategy).startswith(("ddp", "fsdp")) or (
-            strategy == "auto" and devices not in ("1", "auto")
-        )
+        has_processes = str(strategy).startswith(("ddp", "fsdp"))
+        has_processes |= strategy == "auto" and devices not in ("1", "auto")
         if kwargs.get("accelerator") == "cpu" and not names_its_own and not has_processes:
             kwargs["accelerator"] = "sim"
         init(self, **kwargs)
