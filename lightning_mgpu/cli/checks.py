@@ -37,6 +37,17 @@ def check_devices(config: Namespace) -> None:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
 
 
+def check_strategy(strategy: Any) -> None:
+    """Refuse checkpoints that are directories, before an epoch is spent on one: runs read files."""
+    options = {"state_dict_type": ("sharded", "full"), "save_distributed_checkpoint": (True, False)}
+    for name, (refused, instead) in options.items():
+        if isinstance(strategy, Namespace) and strategy.get(f"init_args.{name}") == refused:
+            raise UsageError(
+                f"--trainer.strategy.{name}={str(refused).lower()}: a checkpoint would be a directory of shards, "
+                f"which --resume, test, predict and export cannot read: take {str(instead).lower()}"
+            )
+
+
 def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:
     """Refuse other values than a run's, or than those of a checkpoint's model; `before` is flat."""
     now = flatten(config)
