@@ -43,8 +43,8 @@ def check_strategy(strategy: Any) -> None:
     for name, (refused, instead) in options.items():
         if isinstance(strategy, Namespace) and strategy.get(f"init_args.{name}") == refused:
             raise UsageError(
-                f"--trainer.strategy.{name}={str(refused).lower()}: a checkpoint would be a directory of shards, "
-                f"which --resume, test, predict and export cannot read: take {str(instead).lower()}"
+                f"--trainer.strategy.{name}={str(refused).lower()}: a checkpoint would be a directory "
+                f"of shards, which --resume, test, predict and export cannot read: take {str(instead).lower()}"
             )
 
 

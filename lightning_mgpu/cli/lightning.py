@@ -178,7 +178,8 @@ class CLI(LightningCLI):
         if has_test and sharded:  # FSDP would split the module's shards once more
             path = shlex.quote(best or self.best.last_model_path or "FILE")
             if is_first:
-                print(f"not tested, as parameters are sharded; test with: {PROG} test --ckpt_path={path}")
+                told = "not tested, as parameters are sharded; test with"
+                print(f"{told}: {PROG} test --ckpt_path={path}")
         elif has_test:
             if best is None and is_first:
                 print("testing the last epoch: no metric says which one is the best", flush=True)

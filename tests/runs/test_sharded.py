@@ -1,4 +1,4 @@
-"""Lightning's FSDP, whose processes have only shards of the parameters, here on two CPU processes."""
+"""Lightning's FSDP, whose processes have only shards of the parameters, on two CPU processes."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 
 from lightning_mgpu.cli.checks import check_strategy
 from lightning_mgpu.runs.errors import UsageError
@@ -26,7 +27,9 @@ class CPUFSDP(FSDPStrategy):
 '''
 DEVICES = ("--trainer.accelerator=cpu", "--trainer.devices=2")
 STRATEGY = ("--config=trainer/fsdp.yaml", "--trainer.strategy=cpu_fsdp.CPUFSDP", *DEVICES)
-SHORT = ("--data.source=synthetic", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1")
+LIMITS = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1")
+SHORT = ("--data.source=synthetic", *LIMITS)
+MOMENTUM = ("--model.optimizer=SGD", "--model.optimizer.lr=0.1", "--model.optimizer.momentum=0.9")
 NUM_PARAMETERS = 129_068  # LeNet's, of both shards
 
 
@@ -34,8 +37,7 @@ def test_fsdp(command: Any, tmp_path: Path) -> None:
     """`fit` and `--resume`, each to its end, with checkpoints of the whole model."""
     (tmp_path / "cpu_fsdp.py").write_text(CPU_FSDP)
     run = tmp_path / "run"
-    momentum = ("--model.optimizer=SGD", "--model.optimizer.lr=0.1", "--model.optimizer.momentum=0.9")
-    options = (*STRATEGY, *SHORT, *momentum, f"--run_dir={run}", "--trainer.max_epochs=1")
+    options = (*STRATEGY, *SHORT, *MOMENTUM, f"--run_dir={run}", "--trainer.max_epochs=1")
     status, out, err = command("fit", *options)
     assert status == 0, err
     assert f"LeNet, {NUM_PARAMETERS:,} parameters" in out
@@ -44,7 +46,7 @@ def test_fsdp(command: Any, tmp_path: Path) -> None:
     assert told.startswith("not tested") and told.endswith(f"test --ckpt_path={best}")
     assert fingerprint.startswith("fingerprint: none") and "sec/epoch" in closing
 
-    weights = torch.load(best, weights_only=True)["state_dict"]  # whole, under the module's own keys
+    weights = torch.load(best, weights_only=True)["state_dict"]  # under the module's own keys
     assert weights["net.0.weight"].shape == (20, 1, 3, 3)
     assert sum(weight.numel() for weight in weights.values()) == NUM_PARAMETERS
 
@@ -52,12 +54,13 @@ def test_fsdp(command: Any, tmp_path: Path) -> None:
     assert status == 0 and "epoch 2/2" in out, err
 
 
-def test_a_resume_that_fsdp_cannot_do_is_refused(main: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_resume_that_fsdp_cannot_do_is_refused(main: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The book's SGD has no state, and Lightning's FSDP takes the first key of it."""
     Path("cpu_fsdp.py").write_text(CPU_FSDP)
     one_device = ("--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("fit", *SHORT, *one_device, "--trainer.max_epochs=1", "--run_dir=run") == 0
     capfd.readouterr()
+    monkeypatch.setattr(Trainer, "fit", lambda *args, **kwargs: pytest.fail("it starts"))
     ddp = "--trainer.strategy=ddp"
     assert main("fit", "--resume=run", *STRATEGY, "--trainer.max_epochs=2") == 2
     err = capfd.readouterr().err
@@ -69,7 +72,7 @@ def test_a_resume_that_fsdp_cannot_do_is_refused(main: Any, tmp_path: Path, capf
     ("option", "refused", "allowed"),
     [("state_dict_type", "sharded", "full"), ("save_distributed_checkpoint", True, False)],
 )
-def test_checkpoints_that_are_directories_are_refused(option: str, refused: Any, allowed: Any) -> None:
+def test_directories_as_checkpoints_are_refused(option: str, refused: Any, allowed: Any) -> None:
     with pytest.raises(UsageError, match=rf"{option}={refused}.* take {allowed}".lower()):
         check_strategy(Namespace(class_path="a.Strategy", init_args=Namespace({option: refused})))
     check_strategy(Namespace(class_path="a.Strategy", init_args=Namespace({option: allowed})))
