@@ -39,12 +39,13 @@ def check_devices(config: Namespace) -> None:
 
 def check_strategy(strategy: Any) -> None:
     """Refuse checkpoints that are directories, before an epoch is spent on one: runs read files."""
-    options = {"state_dict_type": ("sharded", "full"), "save_distributed_checkpoint": (True, False)}
-    for name, (refused, instead) in options.items():
-        if isinstance(strategy, Namespace) and strategy.get(f"init_args.{name}") == refused:
+    shards = {"state_dict_type": "sharded", "save_distributed_checkpoint": "True"}
+    files = {"state_dict_type": "full", "save_distributed_checkpoint": "False"}
+    for name, refused in shards.items():
+        if isinstance(strategy, Namespace) and str(strategy.get(f"init_args.{name}")) == refused:
             raise UsageError(
-                f"--trainer.strategy.{name}={str(refused).lower()}: a checkpoint would be a directory "
-                f"of shards, which --resume, test, predict and export cannot read: take {str(instead).lower()}"
+                f"--trainer.strategy.{name}={refused}: a checkpoint would be a directory of shards, "
+                f"which --resume, test, predict and export cannot read: take {files[name]}"
             )
 
 
