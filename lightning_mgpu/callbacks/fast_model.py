@@ -10,7 +10,7 @@ checkpoints stay as they are.
 import ctypes
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,10 @@ from typing_extensions import override
 from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
+COMPILERS = {  # by kind of device: the variable that names a compiler, and those looked for without
+    "cpu": ("CXX", ["g++"]),  # Inductor's kernels are C++
+    "cuda": ("CC", ["gcc", "clang"]),  # Triton compiles what starts its kernels
+}
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 
 
@@ -32,7 +36,9 @@ class FastModel(Callback):
     Args:
         memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
             with, in half precision above all.
-        compile: Mode of `torch.compile`. Every shape of batch is compiled: choose a batch size that divides the data.
+        compile: Mode of `torch.compile`. For each kind of device, and each of several GPUs, it
+            makes three graphs: forward, backward and validation. Another shape of batch adds to
+            them: choose a batch size that divides the data. What runs after `fit` is not compiled.
             Of the other modes, CUDA graphs overwrite what a replica has returned.
     """
 
@@ -55,17 +61,41 @@ class FastModel(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.compile is None:
             return
-        if shutil.which(os.environ.get("CXX", "g++")) is None:
-            raise UsageError(f"--fast.compile={self.compile} needs a C++ compiler: install g++, or name yours in CXX")
-        num_devices = len(own_devices(trainer))
+        devices = own_devices(trainer)
+        check_compiler(f"--fast.compile={self.compile}", devices)
+        num_devices = len(devices)
         if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise UsageError(
                 f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: leave out "
                 "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs its own entries
-        for network in networks(pl_module):  # one graph serves all replicas: their parameters are its inputs
+        for network in networks(pl_module):
+            # Parameters are a graph's inputs, so that replicas on one device share it. Graphs know
+            # their device by its index, so that k GPUs need k of each.
             network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.compile is not None:
+            # Inference mode, as in `test`, needs a graph of its own for every device: compiling it
+            # takes longer than one pass over the test set.
+            for network in networks(pl_module):
+                network._compiled_call_impl = None
+
+
+def check_compiler(option: str, devices: Iterable[torch.device]) -> None:
+    """Refuse an option that compiles if there is no compiler for one of the devices.
+
+    Raises:
+        UsageError: With what to install.
+    """
+    for kind in sorted({device.type for device in devices} & COMPILERS.keys()):
+        variable, usual = COMPILERS[kind]
+        named = os.environ.get(variable)
+        if not any(shutil.which(name) for name in ([named] if named else usual)):
+            install = f"install {' or '.join(usual)}, or name yours in {variable}"
+            raise UsageError(f"{option} needs a compiler on {kind}: {install}")
 
 
 def networks(module: LightningModule) -> list[nn.Module]:

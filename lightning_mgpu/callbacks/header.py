@@ -1,12 +1,15 @@
 """What runs, in a few lines at the start of a run, and in the loggers' tables."""
 
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.runs.devices import devices, in_words
+from lightning_mgpu.runs.devices import devices, in_words, is_sharded
 from lightning_mgpu.runs.directory import run_directory
 
 
@@ -19,6 +22,13 @@ class RunHeader(Callback):
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self._printed = False
+        self._num_before_sharding: int | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # this is the last hook before FSDP splits the parameters, but configure_model comes later
+        if not is_overridden("configure_model", pl_module):
+            self._num_before_sharding = count_parameters(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -26,11 +36,19 @@ class RunHeader(Callback):
             return
         self._printed = True
         name, strategy = type(pl_module).__name__, type(trainer.strategy).__name__
-        num_parameters = sum(p.numel() for p in pl_module.parameters() if not is_lazy(p))
+        num_parameters: int | None = count_parameters(pl_module)
+        if is_sharded(trainer):
+            num_parameters = self._num_before_sharding
+        size = "sharded" if num_parameters is None else f"{num_parameters:,}"
         where = in_words(devices(trainer))
-        facts = {"model_class": name, "strategy": strategy, "num_parameters": num_parameters, "devices": where}
+        facts: dict[str, Any] = {
+            "model_class": name,
+            "strategy": strategy,
+            "num_parameters": num_parameters,
+            "devices": where,
+        }
         lines = {
-            "model": f"{name}, {num_parameters:,} parameters, precision {trainer.precision}",
+            "model": f"{name}, {size} parameters, precision {trainer.precision}",
             "strategy": f"{strategy} on {where}",
         }
         if (batch_size := global_batch_size(trainer)) is not None:
@@ -47,6 +65,10 @@ class RunHeader(Callback):
                 print(f"{label + ':':<10}{text}", flush=True)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+def count_parameters(module: LightningModule) -> int:
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def global_batch_size(trainer: Trainer) -> int | None:

@@ -37,6 +37,18 @@ def check_devices(config: Namespace) -> None:
         raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
 
 
+def check_strategy(strategy: Any) -> None:
+    """Refuse checkpoints that are directories, before an epoch is spent on one: runs read files."""
+    shards = {"state_dict_type": "sharded", "save_distributed_checkpoint": "True"}
+    files = {"state_dict_type": "full", "save_distributed_checkpoint": "False"}
+    for name, refused in shards.items():
+        if isinstance(strategy, Namespace) and str(strategy.get(f"init_args.{name}")) == refused:
+            raise UsageError(
+                f"--trainer.strategy.{name}={refused}: a checkpoint would be a directory of shards, "
+                f"which --resume, test, predict and export cannot read: take {files[name]}"
+            )
+
+
 def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:
     """Refuse other values than a run's, or than those of a checkpoint's model; `before` is flat."""
     now = flatten(config)

@@ -25,16 +25,16 @@ import lightning_mgpu.models  # --model=ResNet18 is found among the classes that
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import callbacks as ours
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_same, check_secrets
+from lightning_mgpu.cli.checks import check_devices, check_same, check_secrets, check_strategy
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.checkpoints import LastCheckpoint, RunCheckpoint
-from lightning_mgpu.runs.devices import devices
+from lightning_mgpu.runs.devices import devices, is_sharded
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
-from lightning_mgpu.runs.resume import FLAG, choose_checkpoint
+from lightning_mgpu.runs.resume import FLAG, check_can_go_on, choose_checkpoint
 from lightning_mgpu.runs.wandb_run import Tracking
 
 MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
@@ -95,6 +95,7 @@ class CLI(LightningCLI):
         self._dump_config()
         check_secrets(config)
         check_devices(config.trainer)
+        check_strategy(config.trainer.strategy)
         check_same(self.config_dump, self.before, self.resumed or config.ckpt_path)
         if self.resumed is not None:
             config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
@@ -150,6 +151,7 @@ class CLI(LightningCLI):
     before_test = before_validate = before_predict
 
     def fit(self, **kwargs: Any) -> None:
+        check_can_go_on(self.trainer.strategy, kwargs.get("ckpt_path"))
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
@@ -158,16 +160,27 @@ class CLI(LightningCLI):
             raise
 
     def after_fit(self) -> None:
-        """Test the best checkpoint, and print the fingerprint of the trained weights and the book's closing line."""
+        """Test the best checkpoint; print the weights' fingerprint and the book's closing line."""
         if ours.is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
-        is_first = self.trainer.is_global_zero
-        trained, seconds, best = fingerprint(self.model.parameters()), self.timer.seconds_per_epoch, self.best.best
+        is_first, best = self.trainer.is_global_zero, self.best.best
+        sharded = is_sharded(self.trainer)
+        trained = "none, as parameters are sharded"
+        if not sharded:
+            trained = fingerprint(self.model.parameters())
+        seconds = self.timer.seconds_per_epoch
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger) and is_first:
                 logger.experiment.summary["fingerprint"] = trained
         metrics: dict[str, Any] = {}
-        if is_overridden("test_step", self.model) and is_overridden("test_dataloader", self.datamodule):
+        has_test = is_overridden("test_step", self.model)
+        has_test = has_test and is_overridden("test_dataloader", self.datamodule)
+        if has_test and sharded:  # FSDP would split the module's shards once more
+            path = shlex.quote(best or self.best.last_model_path or "FILE")
+            if is_first:
+                told = "not tested, as parameters are sharded; test with"
+                print(f"{told}: {PROG} test --ckpt_path={path}")
+        elif has_test:
             if best is None and is_first:
                 print("testing the last epoch: no metric says which one is the best", flush=True)
             tested = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True)

@@ -5,12 +5,20 @@ from collections.abc import Iterable
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on: those of this machine, times the number of machines."""
     own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     return list(own) * trainer.num_nodes
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether each process has only its shard of the parameters, while it trains and afterwards."""
+    return isinstance(trainer.strategy, SHARDING)
 
 
 def in_words(devices: Iterable[torch.device]) -> str:

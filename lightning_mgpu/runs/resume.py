@@ -9,6 +9,8 @@ The run's `config.yaml` is the configuration. Only the options in `MAY_CHANGE` m
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 
@@ -48,3 +50,14 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
     return str(path)
+
+
+def check_can_go_on(strategy: Strategy, checkpoint: str | None) -> None:
+    """Refuse optimizers without state, for which Lightning's `FSDPStrategy` raises an IndexError."""
+    if checkpoint is None or not isinstance(strategy, FSDPStrategy):
+        return
+    if not all(states["state"] for states in read_checkpoint(checkpoint)["optimizer_states"]):
+        raise UsageError(
+            f"{checkpoint}: Lightning's FSDP cannot go on with an optimizer that has no state, such "
+            "as SGD without momentum: go on with --trainer.strategy=ddp"
+        )

@@ -1,5 +1,6 @@
 """Memory format, compile, resident data, fused optimizers, precision: under every strategy, and equal to none."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mgpu.callbacks import FastModel
+from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.errors import UsageError
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
@@ -95,8 +99,61 @@ def test_what_cannot_be_compiled_is_refused(train: Callable, monkeypatch: pytest
     with pytest.raises(UsageError, match=r"--fast\.compile=default: .* leave out --trainer\.sync_batchnorm=true"):
         train("manual_allreduce", {"compile": "default"}, sync_batchnorm=True)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs a C\+\+ compiler: install g\+\+"):
+    with pytest.raises(UsageError, match=r"needs a compiler on \w+: install g"):
         train(fast={"compile": "default"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "variables", "error"),
+    [
+        ("cpu", "g++", {}, ""),
+        ("cpu", "gcc", {}, r"on cpu: install g\+\+, or name yours in CXX"),
+        ("cpu", "mine", {"CXX": "mine"}, ""),
+        ("cuda", "gcc", {}, ""),
+        ("cuda", "clang", {}, ""),
+        ("cuda", "g++", {}, "on cuda: install gcc or clang, or name yours in CC"),
+        ("cuda", "gcc", {"CC": "mine"}, "on cuda"),
+        ("mps", "", {}, ""),  # Metal brings its own
+    ],
+)
+def test_the_compiler_that_a_device_needs(
+    kind: str, there: str, variables: dict[str, str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == there else None)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused = pytest.raises(UsageError, match=error) if error else contextlib.nullcontext()
+    with refused:
+        fast_model.check_compiler("--fast.compile=default", [torch.device(kind, 0)])
+
+
+@pytest.mark.parametrize("strategy", DEVICES)
+def test_graphs(strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three per device: replicas on one device share them, and the test after `fit` adds none."""
+    graphs: list[str] = []
+
+    def counted(kind: str) -> Callable[..., Any]:
+        def compiler(graph: Any, inputs: Any) -> Any:
+            graphs.append(kind)
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    kinds = {"fw_compiler": "forward", "bw_compiler": "backward", "inference_compiler": "inference"}
+    backend = aot_autograd(**{name: counted(kind) for name, kind in kinds.items()})
+    compile = torch.compile
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compile(call, backend=backend))
+    monkeypatch.setattr(fast_model, "check_compiler", lambda option, devices: None)
+    limits = {"limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
+    model = train(strategy, {"compile": "default"}, {"augment": False}, **limits)
+    num_devices = len(set(own_devices(model.trainer)))
+    expected = sorted(num_devices * list(kinds.values()))
+    assert sorted(graphs) == expected
+    model.trainer.test(model, datamodule=model.trainer.datamodule, verbose=False)
+    assert sorted(graphs) == expected
 
 
 class Waits(TorchDispatchMode):

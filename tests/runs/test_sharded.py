@@ -1,0 +1,79 @@
+"""Lightning's FSDP, whose processes have only shards of the parameters, on two CPU processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import Namespace
+
+from lightning_mgpu.cli.checks import check_strategy
+from lightning_mgpu.runs.errors import UsageError
+
+CPU_FSDP = '''
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+
+
+class CPUFSDP(FSDPStrategy):
+    """Lightning runs `FSDPStrategy` itself only on GPUs, and names the device to torch by index."""
+
+    def _setup_model(self, model: Module) -> Module:
+        options = {"sharding_strategy": self.sharding_strategy, **self.kwargs}
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+'''
+DEVICES = ("--trainer.accelerator=cpu", "--trainer.devices=2")
+STRATEGY = ("--config=trainer/fsdp.yaml", "--trainer.strategy=cpu_fsdp.CPUFSDP", *DEVICES)
+LIMITS = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1")
+SHORT = ("--data.source=synthetic", *LIMITS)
+MOMENTUM = ("--model.optimizer=SGD", "--model.optimizer.lr=0.1", "--model.optimizer.momentum=0.9")
+LAUNCHER = "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher"
+NUM_PARAMETERS = 129_068  # LeNet's, of both shards
+
+
+def test_fsdp(command: Any, tmp_path: Path) -> None:
+    """`fit` and `--resume`, each to its end, with checkpoints of the whole model."""
+    (tmp_path / "cpu_fsdp.py").write_text(CPU_FSDP)
+    run = tmp_path / "run"
+    options = (*STRATEGY, *SHORT, *MOMENTUM, f"--run_dir={run}", "--trainer.max_epochs=1")
+    status, out, err = command("fit", *options)
+    assert status == 0, err
+    assert f"LeNet, {NUM_PARAMETERS:,} parameters" in out
+    best = run / "checkpoints" / "epoch=0-step=2.ckpt"
+    *_, told, fingerprint, closing = out.splitlines()
+    assert told.startswith("not tested") and told.endswith(f"test --ckpt_path={best}")
+    assert fingerprint.startswith("fingerprint: none") and "sec/epoch" in closing
+
+    weights = torch.load(best, weights_only=True)["state_dict"]  # under the module's own keys
+    assert weights["net.0.weight"].shape == (20, 1, 3, 3)
+    assert sum(weight.numel() for weight in weights.values()) == NUM_PARAMETERS
+
+    status, out, err = command("fit", f"--resume={run}", "--trainer.max_epochs=2")
+    assert status == 0 and "epoch 2/2" in out, err
+
+
+def test_a_resume_that_fails_is_refused(main: Any, capfd: Any, monkeypatch: Any) -> None:
+    """The book's SGD has no state, and Lightning's FSDP takes the first key of it."""
+    Path("cpu_fsdp.py").write_text(CPU_FSDP)
+    one_device = ("--trainer.accelerator=cpu", "--trainer.devices=1")
+    assert main("fit", *SHORT, *one_device, "--trainer.max_epochs=1", "--run_dir=run") == 0
+    capfd.readouterr()
+    monkeypatch.setattr(f"{LAUNCHER}.launch", lambda *args, **kwargs: pytest.fail("it starts processes"))
+    ddp = "--trainer.strategy=ddp"
+    assert main("fit", "--resume=run", *STRATEGY, "--trainer.max_epochs=2") == 2
+    err = capfd.readouterr().err
+    assert "run/checkpoints/last.ckpt: Lightning's FSDP cannot go on" in err and ddp in err
+    assert len([line for line in err.splitlines() if line.startswith("error:")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "refused", "allowed"),
+    [("state_dict_type", "sharded", "full"), ("save_distributed_checkpoint", True, False)],
+)
+def test_directories_as_checkpoints_are_refused(option: str, refused: Any, allowed: Any) -> None:
+    with pytest.raises(UsageError, match=rf"{option}={refused}.* take {allowed}"):
+        check_strategy(Namespace(class_path="a.Strategy", init_args=Namespace({option: refused})))
+    check_strategy(Namespace(class_path="a.Strategy", init_args=Namespace({option: allowed})))
+    check_strategy("fsdp")
