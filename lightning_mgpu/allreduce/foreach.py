@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.allreduce.many import with_many
+from lightning_mgpu.allreduce.messages import add_all, copy_all
 
 
 @torch.no_grad()
 def foreach_many(gradients: list[list[Tensor]]) -> None:
     """For every parameter its k gradients: sum on device 0, then copy the sums back to the other devices, in place.
 
-    The additions are the textbook's, in its order. What is saved are Python's calls, a microsecond or two each, and on
-    a GPU the launches; that is most of the time for a LeNet, and nothing for a large model, whose sums, all made before
-    the first is copied back, have left the cache by then.
+    The additions are the textbook's, in its order. What is saved are Python's calls, a microsecond
+    or two each, and on GPUs the launches and the messages: neighbours travel together. That is
+    most of the time for a LeNet, and nothing for a large model on a CPU, whose sums, all made
+    before the first is copied back, have left the cache by then.
 
     `torch._foreach_add_` is what torch.optim uses for the same reason (`foreach=True`).
     """
@@ -20,9 +22,9 @@ def foreach_many(gradients: list[list[Tensor]]) -> None:
         return  # torch wants at least one
     totals, *others = map(list, zip(*gradients))  # k lists, one a device, of a tensor a parameter
     for other in others:
-        torch._foreach_add_(totals, [o.to(t.device) for o, t in zip(other, totals)])
+        add_all(totals, other)
     for other in others:
-        torch._foreach_copy_(other, totals)
+        copy_all(other, totals)
 
 
 @with_many(foreach_many)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mgpu import allreduce
 from lightning_mgpu.allreduce import Allreduce, allreduce_many, check_allreduce
-from lightning_mgpu.benchmark.parts import finished_time
+from lightning_mgpu.benchmark.parts import finished_clock
 from lightning_mgpu.benchmark.plan import make_model
 from lightning_mgpu.benchmark.processes import Result
 from lightning_mgpu.benchmark.report import markdown, not_measured, over_repeats
@@ -76,7 +76,8 @@ def time_function(name: str, shapes: Sequence[torch.Size], devices: Sequence[tor
     if name != LIMIT:
         call = functools.partial(allreduce_many, find_algorithm(name), gradients)
     call()  # compiles, allocates
-    timer = Timer("call()", globals={"call": call}, timer=finished_time, num_threads=torch.get_num_threads())
+    clock, num_threads = finished_clock(devices), torch.get_num_threads()
+    timer = Timer("call()", globals={"call": call}, timer=clock, num_threads=num_threads)
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 

@@ -1,11 +1,13 @@
 """Where the time of a training step goes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
+
+from lightning_mgpu.runs.devices import synchronize
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "strategy", "framework")
 """In the order of a step. `strategy` is what a strategy of this package does beside them: it puts parameters into the
@@ -21,21 +23,28 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
 }
 
 
-def finished_time() -> float:
-    """The clock, in seconds, when every GPU of this process has finished. The book waits for one, or for none."""
-    if torch.cuda.is_initialized():
-        for i in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(i)
-    return time.perf_counter()
+def finished_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
+    """A clock, in seconds, that waits until these devices have finished. The book waits for one, or for none.
+
+    A GPU of another process is not among them: waiting for it would open a context there.
+    """
+    waited_for = list(devices)
+
+    def now() -> float:
+        synchronize(waited_for)
+        return time.perf_counter()
+
+    return now
 
 
 class Parts(Profiler):
     """Adds up the seconds of every part while `is_on`. A part inside another counts for itself alone.
 
+    The clock must wait for the devices in use (`finished_clock`).
     The Trainer calls it through Lightning's profiler interface; a loop by hand writes `with parts.profile("forward"):`.
     """
 
-    def __init__(self, clock: Callable[[], float] = finished_time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self.clock, self.is_on = clock, False
         self.seconds = dict.fromkeys(PARTS, 0.0)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce
-from lightning_mgpu.benchmark.parts import Parts
+from lightning_mgpu.benchmark.parts import Parts, finished_clock
 from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.runs.devices import own_devices
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles
@@ -53,6 +54,7 @@ class Stretches(Callback):
         return len(self.seconds) == 2
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.parts.clock = finished_clock(own_devices(trainer))
         for owner, method in OWN if hasattr(trainer.strategy, "replicas") else ():
             its = getattr(trainer.strategy, owner)
             setattr(its, method, timed(getattr(its, method), self.parts, "strategy"))
@@ -147,11 +149,12 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     """Measure the loop by hand."""
     data.prepare_data()
     data.setup("fit")
-    model, parts, replicas = make_model(configuration.model), Parts(), list[Any]()
-    for i in range(configuration.replicas or configuration.devices):
-        device = torch.device("cuda", i % configuration.devices) if torch.cuda.is_available() else "cpu"
-        replicas.append(copy.deepcopy(model).to(device).train())
-    step = train_batch(replicas, parts)
+    model, num_replicas = make_model(configuration.model), configuration.replicas or configuration.devices
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = [torch.device(kind, i % configuration.devices) for i in range(num_replicas)]
+    devices = gpus if kind == "cuda" else [torch.device("cpu")] * num_replicas
+    parts = Parts(finished_clock(devices))
+    step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
     stretches = Stretches(parts, configuration.num_steps)
     batches = (batch for _ in count() for batch in data.train_dataloader())
     while True:

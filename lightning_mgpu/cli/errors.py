@@ -1,7 +1,8 @@
 """A mistake of the user's ends in a few lines that say what was given and what to do; `--traceback` shows more.
 
-Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever the user's own code
-raises later keeps its traceback.
+Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever
+the user's own code raises later keeps its traceback, and so do errors from torch's C++ code, which
+are also how a GPU reports its errors.
 """
 
 import difflib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
@@ -34,6 +36,13 @@ NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of w
 )
 BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
 TAKEN: tuple[type, ...] = (LightningModule, LightningDataModule, Optimizer, LRScheduler, Callback, Logger)
+ADVICE: dict[type[Exception], str] = {  # for errors of a device, below their traceback
+    torch.OutOfMemoryError: "The device's memory is full: try a smaller batch size.",
+    torch.AcceleratorError: (
+        "Devices report errors late: with CUDA_LAUNCH_BLOCKING=1 the traceback ends at the cause,\n"
+        "which is often a label that is not less than the number of classes."
+    ),
+}
 HOW = "a class is given by its name, or by its path: my_package.MyClass"
 
 
@@ -66,6 +75,9 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         sys.exit(130)
     except Exception as error:
         if show_traceback or not is_mistake(error):
+            for kind, advice in ADVICE.items():
+                if isinstance(error, kind):
+                    error.add_note(advice)
             raise
         # wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
@@ -77,10 +89,15 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
+    if str(error).startswith(OTHER_PARAMETERS):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
-    raised_here = bool(frames) and any(Path(frames[-1].filename).is_relative_to(package) for package in PACKAGES)
-    raised_here |= str(error).startswith(OTHER_PARAMETERS)
-    return raised_here and isinstance(error, (ValueError, RuntimeError, OSError))
+    if not frames or not any(Path(frames[-1].filename).is_relative_to(each) for each in PACKAGES):
+        return False
+    if isinstance(error, RuntimeError):
+        # torch's C++ code has no frame: its errors, a GPU's too, seem to come from its caller.
+        return (frames[-1].line or "").startswith("raise")
+    return isinstance(error, (ValueError, OSError))
 
 
 def in_lines(error: BaseException) -> str:

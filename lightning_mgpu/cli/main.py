@@ -26,6 +26,7 @@ WARNINGS = (
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
     r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
     r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
+    r"GPU available but not used",  # of a run on the CPU that was asked for
 )
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (
@@ -33,6 +34,8 @@ INFO = (
     *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
     *("Restoring states from", "Restored all states from", "Loaded model weights from"),
+    "LOCAL_RANK: ",
+    "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Finished batch size finder, will continue with full run",  # which it does not
     "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
 )

@@ -34,7 +34,9 @@ def own_devices(trainer: Trainer) -> list[torch.device]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work queued on every CUDA device of the list."""
+    """Wait for all work queued on the devices of the list, whatever their kind."""
     for device in set(devices):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type == "mps":
+            torch.mps.synchronize()  # takes no device
+        elif device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)

@@ -13,7 +13,9 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_summary import ModelSummary
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,6 +24,8 @@ from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.directory import claim
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
+
+SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 @dataclass(eq=False)
@@ -34,6 +38,7 @@ class RunRecord(Callback):
     tracking: Tracking | None  # none where nothing is logged
     opened: ExitStack  # what is closed when the run ends: the directory's lock, the W&B run
     is_done: bool = False
+    has_model: bool = False  # whether `model.txt` is written
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -46,7 +51,6 @@ class RunRecord(Callback):
             return
         self.opened.callback(os.close, claim(self.run_dir))
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
-        replace_text(self.run_dir / "model.txt", f"{ModelSummary(pl_module, max_depth=2)}\n")
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.header.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.tracking is not None:
@@ -54,6 +58,47 @@ class RunRecord(Callback):
             if logger is not None:
                 trainer.loggers = [*trainer.loggers, logger]
                 self.opened.callback(finish, logger.experiment)
+
+    # Where the weights are on their device: in `setup` they are not, though `pl_module.device` says so.
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self.has_model:
+            replace_text(self.run_dir / "model.txt", summary(pl_module))
+        self.has_model = True
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+
+class LayerTable(ModelSummary):
+    """Lightning's table of the layers, to which `example_input_array` gives sizes only if asked for."""
+
+    def __init__(self, module: LightningModule, has_sizes: bool) -> None:
+        self.has_sizes = has_sizes
+        super().__init__(module, max_depth=2)
+
+    @override
+    def _forward_example_input(self) -> None:
+        if self.has_sizes:
+            super()._forward_example_input()
+
+
+def summary(module: LightningModule) -> str:
+    """The text of `model.txt`. A model through which its example does not pass has no sizes in it.
+
+    The model is left as it was: modes and random numbers. Where parameters are sharded (FSDP) no example
+    passes: all processes would have to take part.
+    """
+    modes, note = [(layer, layer.training) for layer in module.modules()], ""
+    is_sharded = isinstance(module.trainer.strategy, SHARDING)
+    with isolate_rng():  # which restores nothing after an exception
+        try:
+            return f"{LayerTable(module, has_sizes=not is_sharded)}\n"
+        except Exception as error:  # of any model's `forward`: a table ends no run
+            note = f"no sizes: with example_input_array, forward raises {type(error).__name__}: {error}"
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+    return f"{LayerTable(module, has_sizes=False)}\n{note}\n"
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

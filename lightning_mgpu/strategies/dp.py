@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mgpu.allreduce.messages import add_all
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
@@ -28,9 +29,9 @@ class DataParallelStrategy(TrainBatchStrategy):
     @override
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
         """Add the gradients up on the first device, in order."""
-        for first, *others in gradients.values():
-            for other in others:
-                first.add_(other.to(first.device))
+        totals, *others = zip(*gradients.values()) if gradients else ((),)
+        for other in others:
+            add_all(totals, other)
 
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:

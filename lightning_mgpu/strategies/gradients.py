@@ -8,11 +8,14 @@ each in its turn. Then the gradients are reduced. Whoever looks at a gradient af
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.replicas import Replicas, are_equal
+from lightning_mgpu.allreduce.messages import copy_all
+from lightning_mgpu.strategies.one_process import gpus_first
+from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
 from lightning_mgpu.strategies.split_batch import weighted_mean
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
@@ -30,7 +33,7 @@ class Gradients:
     ) -> None:
         self.replicas, self.turn = replicas, turn
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
-        self.is_checked = False  # that the sums are equal, in this epoch
+        self.is_checked = False  # that replicas' gradients are equal, in this epoch
         self.are_reduced = False  # by the backward pass that runs
         self._known: list[tuple[Tensor | None, int]] = []  # all gradients, and versions, when the replicas' were equal
 
@@ -57,7 +60,7 @@ class Gradients:
                 "create_graph=True asks for gradients of gradients, which several replicas do not have. Compute them "
                 "in training_step by torch.autograd.grad, or use one device."
             )
-        self.replicas.copy_edited()  # `on_before_backward` may have edited the first one's weights
+        self.replicas.copy_edited(self.replicas.hooks.intersection(BEFORE_BACKWARD))
         parameters = self.replicas.parameters
         before = [copies[0].grad for copies in parameters]
         self._known.clear()  # nothing holds the old ones
@@ -83,9 +86,9 @@ class Gradients:
         if is_one_graph:
             torch.autograd.backward([loss for loss, _ in losses.values()], list(parts.values()), keep_graph)
             return
-        for i, (loss, _) in losses.items():
+        for i in gpus_first(losses, self.replicas.devices):
             with self.turn(i):
-                torch.autograd.backward(loss, parts[i], keep_graph)
+                torch.autograd.backward(losses[i][0], parts[i], keep_graph)
 
     def _reduce(self) -> None:
         """Reduce the gradients. Where a replica has none it counts as zero; sparse ones are added up by torch."""
@@ -95,7 +98,7 @@ class Gradients:
             parts = [param.grad for param in copies if param.grad is not None]
             if any(part.is_sparse for part in parts):
                 copies[0].grad = reduce(torch.add, [part.to(copies[0].device) for part in parts])
-                self._copy(copies)
+                self._copy([copies])
             elif parts:
                 for param in copies:
                     param.grad = torch.zeros_like(param) if param.grad is None else _unshared(param.grad, places)
@@ -109,13 +112,14 @@ class Gradients:
 
     def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
         """Raise a ValueError if replicas have other sums than the first one: they would drift apart."""
-        for name, (first, *others) in gradients.items():
-            for i, other in enumerate(others, start=1):
-                if not are_equal(first, other):
-                    raise ValueError(
-                        f"The allreduce left replica {i} ({other.device}) with another sum than replica 0 for the "
-                        f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
-                    )
+        pairs = [(name, i, tensors[0], other) for name, tensors in gradients.items() for i, other in enumerate(tensors)]
+        are_wrong = to_bools(differ(first, other) for _, _, first, other in pairs)
+        for (name, i, first, other), is_wrong in zip(pairs, are_wrong):
+            if is_wrong:
+                raise ValueError(
+                    f"The allreduce left replica {i} ({other.device}) with another sum than replica 0 for the "
+                    f"gradient of {name}, of shape {tuple(first.shape)}: replicas must be bit-identical."
+                )
 
     def _accumulate(self, before: Sequence[Tensor | None]) -> None:
         """Add the reduced gradients to those of the batches before. Autograd does, which calls the user's hooks."""
@@ -129,42 +133,81 @@ class Gradients:
                 original.grad = old
         if added:
             torch.autograd.backward([original for original, _ in added], [gradient for _, gradient in added])
-        is_manual = not self.replicas.module.automatic_optimization
-        if not (self.sums_everywhere or is_manual):  # nobody needs the others'
+        if self.sums_everywhere and not added and all(old is None for old in before):
+            self._known = self._versions()  # what the allreduce has left in them
+        elif not self.replicas.module.automatic_optimization:
+            self.copy_changed()  # replicas go on with them
+        else:  # they follow when an update or a step needs them; until then their memory is free
             for other in (other for copies in parameters for other in copies[1:]):
                 other.grad = None
-        elif is_manual or added or any(old is not None for old in before):
-            self.copy_changed()
-        else:
-            self._known = self._versions()
 
     def copy_changed(self) -> None:
         """Give the replicas the first one's gradients if somebody has changed one: clipping, `zero_grad` or a hook."""
-        known, now = self._known, self._versions()
-        is_known = len(known) == len(now) and all(a is b and n == m for (a, n), (b, m) in zip(known, now))
-        if self.replicas.may_be_edited or not is_known:
-            for copies in self.replicas.parameters:
-                self._copy(copies)
+        if self.replicas.hooks or not self._are_known():
+            self._copy(self.replicas.parameters)
             self._known = self._versions()
 
-    def _copy(self, copies: Sequence[Tensor]) -> None:
-        original, *others = copies
-        for other in others:
-            other.grad = None if original.grad is None else original.grad.to(other.device, copy=True)
+    @contextmanager
+    def copied_on_demand(self) -> Iterator[None]:
+        """Inside the block the first look at any `.grad` gives the replicas the first one's gradients.
+
+        A step may look at those of the step before; hardly any does, and copies would cost every step.
+        """
+        grad: Any = torch._C.TensorBase.grad  # private: what `Tensor.grad` is
+
+        def look(tensor: Tensor) -> Tensor | None:
+            restore()
+            self.copy_changed()
+            return grad.__get__(tensor)  # type: ignore[no-any-return]
+
+        def restore() -> None:
+            if "grad" in vars(Tensor):
+                del Tensor.grad
+
+        Tensor.grad = property(look, grad.__set__, grad.__delete__)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            restore()
+
+    def _copy(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+        for others in list(zip(*parameters))[1:]:
+            sources, targets = [], []
+            for (original, *_), other in zip(parameters, others):
+                gradient = original.grad
+                if gradient is None or gradient.layout != torch.strided:
+                    other.grad = None if gradient is None else gradient.to(other.device, copy=True)
+                else:
+                    other.grad = torch.empty_like(gradient, device=other.device)
+                    sources.append(gradient)
+                    targets.append(other.grad)
+            copy_all(targets, sources)
+
+    def _are_known(self) -> bool:
+        """Whether all gradients are as they were when the replicas' were equal. An edit of `.data` is not seen."""
+        known, now = self._known, self._versions()
+        return len(known) == len(now) and all(a is b and n == m for (a, n), (b, m) in zip(known, now))
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         gradients = [param.grad for copies in self.replicas.parameters for param in copies]
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def check_manual(self, active: Sequence[int]) -> None:
-        """Refuse gradients that differ: replicas may have edited them, or computed them, themselves."""
-        for copies in self.replicas.parameters:
-            first, *others = (copies[i].grad for i in active)
-            if not all(are_equal(first, other) for other in others):
-                raise RuntimeError(
-                    "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
-                    "in the same way for every shard: the replicas' gradients differ before an update."
-                )
+        """Refuse gradients that differ: replicas may have edited them, or computed them, themselves.
+
+        They are compared in an epoch's first step, and where torch has counted an edit. The host waits once.
+        """
+        if self.is_checked and self._are_known():
+            return
+        self.is_checked = True
+        gradients = [[copies[i].grad for i in active] for copies in self.replicas.parameters]
+        pairs = [(first, other) for first, *others in gradients for other in others]
+        dense = [(a, b) for a, b in pairs if a is not None and b is not None and not a.is_sparse]
+        if any((a is None) != (b is None) for a, b in pairs) or any(to_bools(differ(a, b) for a, b in dense)):
+            raise RuntimeError(
+                "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
+                "in the same way for every shard: the replicas' gradients differ before an update."
+            )
 
 
 def _unshared(gradient: Tensor, places: set[int]) -> Tensor:

@@ -69,7 +69,6 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        self.gradients.copy_changed()  # by clipping
-        self.own_updates = self.updates.repeat(optimizer)
+        self.own_updates = self.updates.repeat(optimizer, self.gradients.copy_changed)  # by clipping
         if not self.own_updates:
             self.replicas.copy_parameters()

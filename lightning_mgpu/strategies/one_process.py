@@ -1,7 +1,7 @@
 """What Lightning asks of a strategy beside training: devices, ranks and launchers, and its own part of a checkpoint."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,24 +14,47 @@ KEY = "lightning_mgpu_strategy"  # in a checkpoint
 
 
 def device_module(device: torch.device) -> Any:
-    """`torch.cuda` for a GPU, and so on; `None` for the CPU, of which there is one."""
-    module = getattr(torch, device.type, None)
-    return module if hasattr(module, "device") else None
+    """`torch.cuda` for an NVIDIA or AMD GPU, `torch.mps` for Apple's, and so on; `None` for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Make a device the thread's current one, on which kernels start."""
+    """Make a device the thread's current one, on which kernels start. Apple's has nothing to choose."""
     module = device_module(device)
-    return nullcontext() if module is None else module.device(device)
+    return module.device(device) if hasattr(module, "device") else nullcontext()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that was asked of it."""
+    if device.type == "mps":
+        torch.mps.synchronize()  # takes no device
+    elif (module := device_module(device)) is not None:
+        module.synchronize(device)
+
+
+def gpus_first(replicas: Iterable[int], devices: Sequence[torch.device]) -> list[int]:
+    """The order in which replicas are started: a GPU goes on by itself, while a CPU's replica is computed in place."""
+    return sorted(replicas, key=lambda i: devices[i].type == "cpu")
+
+
+def autocast_like(home: torch.device, device: torch.device) -> AbstractContextManager:
+    """Autocast on a device of another kind than `home`, in the dtype that is in force there.
+
+    torch keeps autocast for each kind of device; a precision plugin enters it for the first's.
+    """
+    if device.type == home.type or not torch.is_autocast_enabled(home.type):
+        return nullcontext()
+    return torch.autocast(device.type, torch.get_autocast_dtype(home.type), cache_enabled=False)
 
 
 def find_device(name: str | torch.device) -> torch.device:
     """A device by its name. One that this machine does not have is refused."""
     try:
         device = torch.device(name)
+        module = device_module(device)
     except RuntimeError:
         raise MisconfigurationException(f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are.") from None
-    if (module := device_module(device)) is None:
+    if module is None:
         return device
     if (device.index or 0) >= (count := module.device_count()):
         kind = device.type.upper()

@@ -48,6 +48,7 @@ class Recorder:
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep = replicas, lockstep
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
+        self._with_rows: set[tuple[int, int]] = set()  # arguments of metrics, by the metric's id and their place
         self._forget()
 
     def _forget(self) -> None:
@@ -91,7 +92,9 @@ class Recorder:
     def _record_log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
         self._write(fx, name, Call(None, "log", (value, self._sources.get(id(value))), kwargs))
 
-    def _to_tensor(self, value: Any, name: str) -> Tensor:
+    def _to_tensor(self, value: Any, name: str) -> Any:
+        if self.is_recording and not isinstance(value, Tensor):
+            return value  # a number: its way to the device is one copy for the whole batch
         made: Tensor = getattr(LightningModule, TO_TENSOR)(self.replicas.module, value, name)
         if (source := self._sources.get(id(value))) is not None:
             self._sources[id(made)] = *source[:2], made
@@ -155,6 +158,7 @@ class Recorder:
         """The metrics' calls go first: what is logged of them may have come before, in a replica that made no call."""
         self.is_recording = False
         for key, by_replica in sorted(self._calls.items(), key=lambda item: isinstance(item[0][0], str)):
+            by_replica = dict(sorted(by_replica.items()))  # whatever the order in which they ran
             calls, sizes = list(by_replica.values()), [self.sizes[i] for i in by_replica]
             if calls[0].method == "log":
                 self._do_log(*key[:2], calls, sizes)
@@ -173,9 +177,15 @@ class Recorder:
         if source is not None:
             key, path, _ = source
             value = reduce(getitem, path, self._values[key])
-        elif isinstance(value, Tensor):
-            values = [call.args[0].to(self.replicas.devices[0]) for call in calls]
-            value = _reduced(values, sizes, kwargs.get("reduce_fx", "mean"))
+        elif isinstance(value, (Tensor, Number)):
+            home = self.replicas.devices[0]
+            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # as Lightning
+            values = [call.args[0] for call in calls]
+            if all(isinstance(value, Tensor) for value in values):
+                values = [value.to(home) for value in values]
+            else:
+                values = [torch.as_tensor(value, dtype=dtype, device="cpu") for value in values]
+            value = _reduced(values, sizes, kwargs.get("reduce_fx", "mean")).to(home)
         self._log(fx, name, value, **kwargs)
 
     def _do(self, calls: Sequence[Call], sizes: Sequence[int]) -> Any:
@@ -184,7 +194,8 @@ class Recorder:
         if method == "reset":
             return metric.reset()
         device = self.replicas.devices[0]
-        if (joined := _joined(calls, sizes, device)) is not None:
+        joined = None if self._have_one_for_all(calls, sizes) else _joined(calls, sizes, device)
+        if joined is not None:
             return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
         copied = self._blank(metric)  # for the value of this batch alone
         for call in calls:
@@ -199,6 +210,24 @@ class Recorder:
             if isinstance(part, Metric):
                 part._forward_cache = value if its_copy is copied else its_copy.compute()  # private: what is logged
         return value
+
+    def _have_one_for_all(self, calls: Sequence[Call], sizes: Sequence[int]) -> bool:
+        """Whether an argument may be one tensor for all samples, for example weights of classes.
+
+        Then replicas have given equal tensors, not as long as their shards. Once they have given
+        others the argument is known to have rows of samples, and no step waits for the answer.
+        """
+        metric = calls[0].metric
+        given = [list(leaves([*call.args, *call.kwargs.values()])) for call in calls]
+        for n, tensors in enumerate(zip(*given)):
+            if (id(metric), n) in self._with_rows or not all(isinstance(t, Tensor) and t.ndim for t in tensors):
+                continue
+            if [len(tensor) for tensor in tensors] != list(sizes):
+                first, *others = tensors
+                if all(torch.equal(first, other.to(first.device)) for other in others):
+                    return True
+                self._with_rows.add((id(metric), n))
+        return False
 
 
 def find_metrics(module: nn.Module) -> list[Any]:

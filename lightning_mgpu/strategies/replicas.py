@@ -6,7 +6,7 @@ always was. A turn exchanges the dicts. So an attribute that a step assigns is s
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the latter are a
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
+from lightning_mgpu.allreduce.messages import add_all, copy_all
 from lightning_mgpu.strategies.one_process import current_device, device_module
 from lightning_mgpu.strategies.split_batch import bring_home, send
 
@@ -27,7 +28,11 @@ KINDS = ("_parameters", "_buffers")
 TENSORS = (*KINDS, "_modules", "_flat_weights", "_device")
 PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
+# hooks that run between a step and its backward pass
+BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
 Copies = tuple[Tensor, ...]  # of a parameter or a buffer, one a replica; the first is the user's own
+Key = tuple[int, str, str]  # of a parameter or a buffer: its layer's number, `_parameters` or `_buffers`, its name
+Said = tuple[str, str, str]  # the same with the name of the layer's class, as a warning says it
 
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -44,7 +49,7 @@ class Replicas:
         self.module, self.devices, self.streams = module, list(devices), Streams(devices, own_streams)
         self.current = 0  # whose turn it is
         self.is_stale = True  # somebody may have edited the original in ways that torch does not count
-        self.may_be_edited = False  # so may hooks at any time
+        self.hooks: set[str] = set()  # the names of the user's around this step: so may they
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self.copies_of: dict[int, Copies] = {}  # of parameters and buffers, by the original's id
         self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
@@ -55,7 +60,8 @@ class Replicas:
         self._kept: dict[tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]] = {}  # by kind of step and replica
         self._meet = False  # whether replicas meet in this step
         self.is_watched = True  # after the next step parameters are compared, and buffers
-        self._began: list[tuple[int, int]] = []  # marks of the first replica's buffers when the step began
+        self._began: dict[Key, tuple[int, int]] = {}  # marks of the first replica's buffers when the step began
+        self._disagree: dict[Said, Tensor] = {}  # buffers that steps have edited: whether replicas hold other values
         self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
 
     @property
@@ -74,12 +80,19 @@ class Replicas:
         self._owners = [owner for _, owner in named]
         self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
-        self.copy_edited()
+        self.copy_edited(self.hooks)
         copy_tensors(buffers.values())
         self._meet, self._lists = meet, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
         self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
-        self._began = _marks(self._watched(0, ["_buffers"]).values())
+        self._began = self._buffer_marks()
+
+    def release(self) -> None:
+        """Training is over: let go of all copies. Cycles would keep them until Python's collector runs."""
+        self.streams.begin()
+        del self._owners[:], self._dicts[:], self._put[:], self._lists[:], self._marks[:]
+        for held in (self.copies, self.copies_of, self._kept, self._began, self._disagree):
+            held.clear()  # type: ignore[attr-defined]
 
     def copy_of(self, tensor: Any, i: int) -> Any:
         """Replica i's copy of a parameter or buffer; anything else is what it is."""
@@ -97,15 +110,15 @@ class Replicas:
         known = {**self.copies_of, **{id(copies[0]): copies for copies in zip(*sets)}}
         return {name: known[key] for key, (name, _) in found.items()}
 
-    def copy_edited(self) -> None:
-        """Copy the first replica's parameters to the others if somebody has edited one, or may have."""
+    def copy_edited(self, hooks: Collection[str] = ()) -> None:
+        """Copy the first replica's parameters to the others if one was edited, or may have been by these hooks."""
         for original, *others in self.parameters:
             for other in others:
                 if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
                     vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
-        if self.is_stale or self.may_be_edited or self._marks != self._find_marks():
+        if self.is_stale or hooks or self._marks != self._find_marks():
             copy_tensors(self.parameters)
             self.remember()
 
@@ -156,9 +169,14 @@ class Replicas:
         for collected, length, others in self._lists:  # `self.outputs.append(...)`
             end = length if others is collected else len(collected)
             collected[end:] = bring_home(others[length:], self.devices[0])
-        if self.is_watched or self._began != _marks(self._watched(0, ["_buffers"]).values()):
-            self._warn_of_edits(active, KINDS if self.is_watched else ["_buffers"])
+        edited = [key for key, mark in self._buffer_marks().items() if mark != self._began.get(key)]
+        if self.is_watched:
+            wrong = _warn_of(self._find_disagreements(active, self._watched(0, KINDS)))
+            self.is_stale |= any(kind == "_parameters" for _, kind, _ in wrong)
             self.is_watched = False
+        elif edited:  # looked at when the epoch ends: no step waits for the answer
+            for key, flag in self._find_disagreements(active, edited).items():
+                self._disagree[key] = self._disagree[key] | flag if key in self._disagree else flag
         for i in active:
             for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
@@ -173,18 +191,26 @@ class Replicas:
         named = [(n, kind, name, tensor) for n, own in layers for kind in kinds for name, tensor in own[kind].items()]
         return {(n, kind, name): t for n, kind, name, t in named if t is not None and t.layout == torch.strided}
 
-    def _warn_of_edits(self, active: Sequence[int], kinds: Sequence[str]) -> None:
-        """Say what a step has edited by its shard: a buffer, or a parameter that its first samples set."""
-        others = [self._watched(i, kinds) for i in active]
-        for key, first in self._watched(0, kinds).items():
-            alike = [own[key] for own in others if key in own and own[key].shape == first.shape]  # not of the shard's
-            if not all(are_equal(first, other) for other in alike if other.dtype == first.dtype):
-                owner = type(self._owners[key[0]]).__name__
-                rank_zero_warn(
-                    f"A step edits {key[2]} of {owner} by what is in its shard. The first replica's counts for all: "
-                    "edit it in a hook, `on_train_batch_start` say."
-                )
-                self.is_stale = True
+    def _buffer_marks(self) -> dict[Key, tuple[int, int]]:
+        buffers = self._watched(0, ["_buffers"])
+        return dict(zip(buffers, _marks(buffers.values())))
+
+    def _find_disagreements(self, active: Sequence[int], keys: Iterable[Key]) -> dict[Said, Tensor]:
+        """For each of these parameters and buffers whether replicas hold other values, as a 0-d tensor."""
+        first, others = self._watched(0, KINDS), [self._watched(i, KINDS) for i in active]
+        flags: dict[Said, Tensor] = {}
+        for key in keys:
+            own, said = first[key], (type(self._owners[key[0]]).__name__, *key[1:])
+            for other in (each[key] for each in others if key in each):
+                if (other.shape, other.dtype) == (own.shape, own.dtype):  # else it is a shard's own, as an output
+                    flag = differ(own, other)
+                    flags[said] = flags[said] | flag if said in flags else flag
+        return flags
+
+    def warn_of_edited_buffers(self) -> None:
+        """Warn of buffers that steps have edited by what was in their shards. The host waits, once."""
+        _warn_of(self._disagree)
+        self._disagree.clear()
 
     @torch.no_grad()
     def average_statistics(self, sizes: dict[int, int]) -> None:
@@ -203,8 +229,8 @@ class Replicas:
         originals = [self._dicts[0][n]["_buffers"][name] for n, name in norms]
         means = [torch.zeros_like(original) for original in originals]
         for i, size in sizes.items():
-            own = [self._dicts[i][n]["_buffers"][name].to(self.devices[0]) for n, name in norms]
-            torch._foreach_add_(means, own, alpha=size / sum(sizes.values()))
+            own = [self._dicts[i][n]["_buffers"][name] for n, name in norms]
+            add_all(means, own, alpha=size / sum(sizes.values()))
         torch._foreach_copy_([original.data for original in originals], means)
 
     @contextmanager
@@ -233,15 +259,35 @@ def copy_tensors(all_copies: Iterable[Copies]) -> None:
             if (other.shape, other.dtype) != (first.shape, first.dtype):  # somebody has set `.data`
                 other.data = torch.empty_like(first, device=other.device)
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
-        torch._foreach_copy_([other.data for other in others], sets[0])
+        copy_all([other.data for other in others], sets[0])
 
 
-def are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are the same numbers, NaN too, on whatever devices."""
-    if tensor is None or other is None or tensor.is_sparse:  # torch's sum
-        return (tensor is None) == (other is None)
-    other = other.to(tensor.device)
-    return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
+def _warn_of(flags: Mapping[Said, Tensor]) -> list[Said]:
+    wrong = [said for said, is_wrong in zip(flags, to_bools(flags.values())) if is_wrong]
+    for layer, _, name in wrong:
+        rank_zero_warn(
+            f"A step edits {name} of {layer} by what is in its shard. The first replica's value is "
+            "kept for all: edit it in a hook, for example `on_train_batch_start`."
+        )
+    return wrong
+
+
+def differ(tensor: Tensor, other: Tensor) -> Tensor:
+    """Whether two tensors of one shape are other numbers (NaN is equal to NaN), as a 0-d tensor.
+
+    Nothing waits for a device until somebody reads it, see `to_bools`.
+    """
+    other = other.detach().to(tensor.device)
+    if tensor.is_cpu and torch.equal(tensor, other):  # the fastest way, where there is nothing to wait for
+        return torch.zeros((), dtype=torch.bool)
+    are_nan = (tensor != tensor) & (other != other)
+    return ((tensor != other) & ~are_nan).any()
+
+
+def to_bools(flags: Iterable[Tensor]) -> list[bool]:
+    """The values of 0-d tensors. The host waits for the devices once."""
+    flags = list(flags)
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
 
 
 def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:

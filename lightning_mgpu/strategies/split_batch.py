@@ -21,7 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_mgpu.strategies.one_process import device_module
+from lightning_mgpu.strategies.one_process import wait_for
 
 Array = (Tensor, np.ndarray)
 NUM_TIMED = 5  # steps that `split='auto'` looks at
@@ -88,7 +88,8 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
     """A shard on a replica's device. What the user has put elsewhere stays there."""
     if home == device:
         return shard
-    is_async = device.type != "cpu"  # nobody waits for a copy to the CPU, which is read at once
+    # a copy to the CPU is read at once; one to Apple's GPU races with the memory it is made of, as in Lightning
+    is_async = device.type not in ("cpu", "mps")
     return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
 
 
@@ -194,7 +195,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         are_rows: Join all tensors that have a dimension, whatever their length.
 
     Raises:
-        ValueError: With `are_rows`, if tensors do not fit together, or may be for all samples.
+        ValueError: With `are_rows`, if tensors do not fit together.
     """
     present = [(output, size) for output, size in zip(outputs, sizes) if output is not None]
     outputs, sizes = [output for output, _ in present], [size for _, size in present]
@@ -232,8 +233,6 @@ def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool)
     if any(tensor.ndim for tensor in tensors):
         tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]  # squeezed from a shard of one
         lengths = [len(tensor) for tensor in tensors]
-        if are_rows and lengths != list(sizes) and all(torch.equal(tensor, first) for tensor in tensors):
-            raise ValueError("perhaps for all samples, as weights of classes")
         if not are_rows and any(length % size for length, size in zip(lengths, sizes)):
             for dim in range(1, first.ndim):
                 if all(tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)):
@@ -292,8 +291,7 @@ class AutoSplit:
         yield
         if self.is_done:
             return
-        if (module := device_module(device)) is not None:
-            module.synchronize(device)
+        wait_for(device)
         self._seconds[i] += time.perf_counter() - start
 
     def end_step(self, shares: Sequence[float]) -> list[float]:

@@ -21,7 +21,12 @@ from typing_extensions import override
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
-from lightning_mgpu.strategies.one_process import OneProcess, find_device
+from lightning_mgpu.strategies.one_process import (
+    OneProcess,
+    autocast_like,
+    find_device,
+    gpus_first,
+)
 from lightning_mgpu.strategies.recording import Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import AutoSplit, gather, leaves, send, share_out, split_batch
@@ -116,7 +121,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.auto_split = AutoSplit(self.split == "auto")
         self.replicas = Replicas(self.lightning_module, devices, own_streams=self.num_replicas is not None)
         self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere)
-        self.updates = Updates(self.replicas)
+        self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
         self._is_set_up = True
@@ -131,6 +136,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._is_set_up:
+            self.replicas.release()
         self._is_set_up = False
         for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)
@@ -194,22 +201,31 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self._is_one_graph = self._layer_sync is not None or has_graph
         numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
 
+        home, order = self.devices[0], gpus_first(self.sizes, self.devices)
+        # all are sent before the first replica runs: a copy from a GPU waits for what was asked of it before
+        sent = {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
+
         def step(i: int) -> Any:
-            return getattr(module, name)(send(shards[i], self.devices[0], self.devices[i]), *args, **kwargs)
+            with autocast_like(home, self.devices[i]):
+                return getattr(module, name)(sent.pop(i), *args, **kwargs)
 
         optimizers = self.optimizers if trains else []
-        replicas.may_be_edited = self.updates.find_hooks(name, optimizers)
+        replicas.hooks = self.updates.find_hooks(name, optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet)
+            are_apart = meet or order != list(self.sizes)
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=are_apart)
             self.updates.begin(optimizers)
-            if trains:
-                self.gradients.copy_changed()  # a step may look at them
-            if meet:
-                with meetings(self, self.updates.optimizers), self._synchronized():
-                    outputs = self.lockstep.run(step, list(self.sizes))
-            else:
-                outputs = [self._in_turn(i, step) for i in self.sizes]
+            if is_manual:
+                self.gradients.copy_changed()
+            looking = self.gradients.copied_on_demand() if trains and not is_manual else nullcontext()
+            with looking:
+                if meet:
+                    with meetings(self, self.updates.optimizers), self._synchronized():
+                        outputs = self.lockstep.run(step, list(self.sizes))
+                else:
+                    done = {i: self._in_turn(i, step) for i in order}
+                    outputs = [done[i] for i in self.sizes]
             if self._layer_sync is None:
                 replicas.average_statistics(self.sizes)
             replicas.end([i for i in self.sizes if i])
@@ -269,7 +285,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the module's own `backward`
-            self.replicas.copy_edited()  # by hooks that step an optimizer, before the step's next forward
+            # hooks may have stepped an optimizer, and the step's next forward pass is to come
+            self.replicas.copy_edited(self.replicas.hooks)
         self.replicas.is_stale = True  # before its update an optimizer may try other weights
         return loss
 
@@ -290,6 +307,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     def _start_anew(self) -> None:
         if self.is_split:
+            self.replicas.warn_of_edited_buffers()
             self.replicas.is_stale = self.replicas.is_watched = True
             self.gradients.is_checked = False
             self.updates.start_anew()
@@ -305,6 +323,13 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self._start_anew()
 
     on_validation_end = on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_train_end(self) -> None:
+        if self.is_split:
+            self.replicas.warn_of_edited_buffers()
+
+    on_test_end = on_predict_end = on_train_end
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -5,8 +5,9 @@ turn, with a state of the replica's own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,15 +18,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.replicas import Replicas, are_equal
+from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
 
 OURS = ("lightning.", "lightning_mgpu.")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
 MAY_EDIT = {
     "training_step": (
-        *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward"),
-        *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-        *("on_train_batch_start", "on_train_batch_end"),
+        *BEFORE_BACKWARD,
+        *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"),
+        *("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end"),
     ),
     "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
     "test_step": ("on_test_batch_start", "on_test_batch_end"),
@@ -36,31 +37,36 @@ MAY_EDIT = {
 class Updates:
     """What the optimizers are in a replica's turn, and the replicas' own updates."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: Replicas, replicas_update: bool) -> None:
+        self.replicas, self.replicas_update = replicas, replicas_update
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
         self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
 
-    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether weights or gradients may be edited unseen: by a hook of the user's, or by a GradScaler."""
+    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> set[str]:
+        """The names of the user's hooks around a step: they may edit weights and gradients unseen."""
         module = self.replicas.module
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        hooks: list[Any] = [getattr(module.trainer.precision_plugin, "scaler", None)]
-        hooks += [getattr(optimizer, name, None) for optimizer in optimizers for name in STEP_HOOKS]
-        return any(hooks) or any(_is_users(hook, owner) for owner in [module, *callbacks] for hook in MAY_EDIT[step])
+        owners = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+        of_optimizers = {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
+        return of_optimizers | {hook for hook in MAY_EDIT[step] if any(_is_users(hook, owner) for owner in owners)}
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """A step begins, which trains with these optimizers. Replicas have copies of the states: it may edit them."""
+        """A step begins, which trains with these optimizers. A replica that looks at a state gets a copy of it."""
         self.optimizers = optimizers
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer) or hasattr(type(optimizer), "state"):  # Lightning takes others, too
                 own = type(optimizer).__name__
                 raise MisconfigurationException(f"{own} is no torch.optim.Optimizer with a state: derive it from that.")
             if optimizer not in self._repeated:
-                self._states[optimizer] = self._copies_of_state(optimizer)
+                load = partial(self._copy_of_state, optimizer.state)
+                states = [CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))]
+                if self.replicas_update and self._is_repeatable(optimizer):
+                    self._repeated.add(optimizer)
+                    self._states[optimizer] = [state.load() for state in states]  # before the update
+                else:
+                    self._states[optimizer] = states
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -68,7 +74,8 @@ class Updates:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if i == 0:
             self._settings = [dict(group) for group in groups]
-            yield
+            with self._watched_states(optimizers):
+                yield
             return
         before, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
         for group, settings in zip(groups, self._settings):
@@ -85,23 +92,43 @@ class Updates:
             for optimizer, state in zip(optimizers, states):
                 self._states[optimizer][i], optimizer.state = optimizer.state, state
 
-    def repeat(self, optimizer: Optimizer) -> bool:
-        """Let the other replicas make the update that the first one has made.
+    @contextmanager
+    def _watched_states(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Inside the block the first look at a state makes the other replicas' copies: the step may edit it next."""
+        watched = []
+        for optimizer in optimizers:
+            state, copies = optimizer.state, self._states[optimizer][1:]
+            if any(isinstance(each, CopyOnDemand) for each in copies):
+                optimizer.state = CopyOnDemand(lambda state=state, copies=copies: _load_all(state, copies))  # type: ignore[assignment, misc]
+                watched.append((optimizer, optimizer.state, state))
+        try:
+            yield
+        finally:
+            for optimizer, put, state in watched:
+                if optimizer.state is put:  # the step may have assigned another
+                    optimizer.state = state
+
+    def repeat(self, optimizer: Optimizer, give_gradients: Callable[[], None]) -> bool:
+        """Let the other replicas make the update that the first one has made, if they can.
+
+        Args:
+            optimizer: The user's, which has stepped.
+            give_gradients: Called before the others step: sees to it that they have the first one's gradients.
 
         Returns:
             Whether they have made it, and hold the first one's bits. The first one in an epoch is compared.
         """
-        if optimizer not in self._states or not self._is_repeatable(optimizer):
+        if optimizer not in self._repeated or not self._is_repeatable(optimizer):
             self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
-        self._repeated.add(optimizer)
+        give_gradients()
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
             with self.turn(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
         if optimizer not in self._are_equal:
-            parameters = self.replicas.parameters
-            self._are_equal[optimizer] = all(are_equal(first, each) for first, *others in parameters for each in others)
+            flags = (differ(first, each) for first, *others in self.replicas.parameters for each in others)
+            self._are_equal[optimizer] = not any(to_bools(flags))
         if self._are_equal[optimizer]:
             self.replicas.remember()
         return self._are_equal[optimizer]
@@ -117,7 +144,8 @@ class Updates:
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
-            and not self.replicas.may_be_edited
+            and not self.replicas.hooks
+            and getattr(module.trainer.precision_plugin, "scaler", None) is None  # which may skip an update
             and type(optimizer).__module__.startswith("torch.optim")
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
@@ -126,16 +154,53 @@ class Updates:
             and len({device.type for device in self.replicas.devices}) == 1
         )
 
-    def _copies_of_state(self, optimizer: Optimizer) -> list[Any]:
-        """The optimizer's state for every replica, by its parameters. A counter on the CPU stays there."""
-        home, states = self.replicas.devices[0], []
-        for i, device in enumerate(self.replicas.devices):
-            copied: defaultdict[Any, Any] = defaultdict(dict)
-            move = lambda t, to=device: t.to(to if t.device == home else t.device, copy=True)  # noqa: E731
-            for param, state in list(optimizer.state.items()) if i else ():
-                copied[self.replicas.copy_of(param, i)] = apply_to_collection(state, Tensor, move)
-            states.append(copied)
-        return states
+    def _copy_of_state(self, state: Mapping[Any, Any], i: int) -> defaultdict[Any, Any]:
+        """Replica i's copy of an optimizer's state, by its parameters. A counter on the CPU stays there."""
+        home, device = self.replicas.devices[0], self.replicas.devices[i]
+        copied: defaultdict[Any, Any] = defaultdict(dict)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device if tensor.device == home else tensor.device, copy=True)
+
+        for param, of_param in list(state.items()) if i else ():
+            copied[self.replicas.copy_of(param, i)] = apply_to_collection(of_param, Tensor, move)
+        return copied
+
+
+def _load_all(state: Any, copies: Sequence[Any]) -> Any:
+    for each in copies:
+        if isinstance(each, CopyOnDemand):
+            each.load()
+    return state
+
+
+class CopyOnDemand(MutableMapping):
+    """A replica's copy of an optimizer's state, made when the replica first looks at it. Hardly any step does."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    @cached_property
+    def loaded(self) -> Any:
+        return self._load()
+
+    def load(self) -> Any:
+        return self.loaded
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.loaded[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.loaded[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.loaded[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loaded)
+
+    def __len__(self) -> int:
+        return len(self.loaded)
 
 
 def _is_users(hook: str, owner: Any) -> bool:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.check import Result, check_strategy
 from lightning_mgpu.testing.probe import Kind
@@ -48,9 +50,10 @@ def parse() -> argparse.Namespace:
     try:  # now, for it takes minutes
         for strategy in args.strategy:
             Kind(strategy).make_strategy()
+        Kind(devices=max(args.devices), accelerator=args.accelerator).trainer()  # are there as many?
         if args.table and not 0 <= (text := args.table.read_text()).find(BEGIN) < text.find(END):
             parser.error(f"{args.table} has no lines {BEGIN} and {END}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MisconfigurationException) as error:
         parser.error(str(error))
     return args
 

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,22 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
     assert (found["parts"]["strategy"] > 0) == (engine not in ("loop", "auto", "book"))
     if engine != "loop":  # whose exchange of one device does nothing, in no time
         assert (found["parts"]["allreduce"] > 0) == (engine != "auto")
+
+
+@pytest.mark.parametrize("engine", ["book", "manual_allreduce"])
+def test_the_clock_waits_for_the_devices_in_use(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for another process's GPU would open a context on it."""
+    asked: list[torch.device] = []
+
+    def clock(devices: Any) -> Callable[[], float]:
+        asked.extend(devices)
+        return time.perf_counter
+
+    monkeypatch.setattr(steps, "finished_clock", clock)
+    configuration = Configuration(engine, devices=2, batch_size=8, num_steps=1)
+    data = FashionMNIST(batch_size=8, source="synthetic")
+    (steps.train_by_hand if engine == "book" else steps.train)(configuration, data)
+    assert asked == [torch.device("cpu")] * 2
 
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_mgpu.benchmark import exchange, processes
-from lightning_mgpu.benchmark.parts import PARTS, Parts
+from lightning_mgpu.benchmark.parts import PARTS, Parts, finished_clock
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
 from lightning_mgpu.benchmark.report import HEAD, parts, tables
@@ -55,6 +56,16 @@ def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:
     found = watch.of_step(now - start, num_steps=2)
     expected = {"update": 1, "forward": 2, "backward": 4, "allreduce": 8, "framework": 0.5}
     assert found == {**dict.fromkeys(PARTS, 0.0), **expected} and list(found) == list(PARTS)
+
+
+def test_a_clock_waits_for_its_devices_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with more GPUs, and when the clock is read, not when it is made."""
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    now = finished_clock(iter([torch.device("cuda:1"), torch.device("cpu")]))
+    assert waits == [] and now() <= now() and waits == [torch.device("cuda:1")] * 2
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:

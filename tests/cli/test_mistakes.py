@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.cli.errors import one_line_errors
+
 CPU = "--trainer.accelerator=cpu"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines must say
     "fit --trainer.strategy=dpp": ("dpp: no such strategy. did you mean dp?", "manual_allreduce", "my_package.MyStr"),
@@ -105,6 +108,18 @@ def test_code_of_ones_own(main: Callable, root: Path, tmp_path: Path, capfd: pyt
     assert caught.value.__cause__ is None and caught.value.__suppress_context__  # without jsonargparse's wrapping
     with pytest.raises(ValueError, match="a defect"):
         main(*run, "--model=own_code.Late")
+
+
+def test_errors_of_torch_and_of_devices_keep_their_traceback() -> None:
+    """Their last frame is the line that called torch, which may be one of this package."""
+    with pytest.raises(RuntimeError, match="must match the size"), one_line_errors(False):
+        textbook_allreduce([torch.ones(2), torch.ones(3)])
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    asserted = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    for error, advice in ((full, "smaller batch size"), (asserted, "CUDA_LAUNCH_BLOCKING=1")):
+        with pytest.raises(type(error)), one_line_errors(False):
+            raise error
+        assert [advice in note for note in error.__notes__] == [True]
 
 
 def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:

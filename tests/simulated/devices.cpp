@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -19,21 +20,70 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+
 namespace {
 
 using at::Tensor;
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::DispatchKey, c10::DispatchKeySet, c10::Stream;
 
 constexpr DeviceType KIND = DeviceType::PrivateUse1;
-constexpr DispatchKeySet KEYS(DispatchKey::HPU);
+const DispatchKeySet KEYS = DispatchKeySet(DispatchKey::HPU) | DispatchKeySet(DispatchKey::AutocastPrivateUse1);
 constexpr DeviceIndex NUM_DEVICES = 8;
 thread_local DeviceIndex current = 0;
 
+// What a GPU's host would wait for, and copies between devices: told to a watcher by name
+
+void (*watcher)(const char*) = nullptr;
+bool watch_peers = false;
+bool is_broken = false;  // as after an assertion that failed in a kernel
+thread_local int inside = 0;  // of an operator that runs on the host: its copies are the simulation's own
+
+const char* ASSERT =
+    "CUDA error: device-side assert triggered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n";
+
+void tell(const char* what) {
+  if (inside) return;
+  TORCH_CHECK(!is_broken, ASSERT);
+  if (watcher) watcher(what);
+}
+
+struct Inside {
+  Inside() { ++inside; }
+  ~Inside() { --inside; }
+};
+
+const std::set<std::string> WAITS = {
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::is_nonzero", "aten::repeat_interleave"};
+
+// Memory: the host's, counted for each device
+
+std::atomic<int64_t> live[NUM_DEVICES];
+struct Block {
+  void* data;
+  size_t size;
+  DeviceIndex home;
+};
+
 struct Allocator final : c10::Allocator {
+  static void free(void* context) {
+    auto* block = static_cast<Block*>(context);
+    live[block->home] -= block->size;
+    c10::GetCPUAllocator()->raw_deallocate(block->data);
+    delete block;
+  }
   c10::DataPtr allocate(size_t num_bytes) override {
-    c10::DataPtr data = c10::GetCPUAllocator()->allocate(num_bytes);
-    data.unsafe_set_device(Device(KIND, current));
-    return data;
+    auto* block = new Block{c10::GetCPUAllocator()->raw_allocate(num_bytes), num_bytes, current};
+    live[current] += num_bytes;
+    return {block->data, block, &free, Device(KIND, current)};
   }
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
     default_copy_data(to, from, num_bytes);
@@ -68,6 +118,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+bool is_pinned_address(const void*);
+
 // Random generators, one a device
 
 at::Generator& generator_of(DeviceIndex index) {
@@ -89,7 +141,38 @@ TORCH_LIBRARY(sim, library) {
   library.def("manual_seed", &manual_seed);
 }
 
+// Pinned memory of the host: known by its address
+
+std::mutex pinned_lock;
+std::map<const char*, size_t> pinned;
+
+struct PinnedAllocator final : c10::Allocator {
+  static void free(void* data) {
+    { std::lock_guard<std::mutex> guard(pinned_lock); pinned.erase(static_cast<const char*>(data)); }
+    c10::GetCPUAllocator()->raw_deallocate(data);
+  }
+  c10::DataPtr allocate(size_t num_bytes) override {
+    void* data = c10::GetCPUAllocator()->raw_allocate(num_bytes);
+    { std::lock_guard<std::mutex> guard(pinned_lock); pinned[static_cast<const char*>(data)] = num_bytes; }
+    return {data, data, &free, Device(DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
+    default_copy_data(to, from, num_bytes);
+  }
+} pinned_allocator;
+
+bool is_pinned_address(const void* data) {
+  std::lock_guard<std::mutex> guard(pinned_lock);
+  auto found = pinned.upper_bound(static_cast<const char*>(data));
+  if (found == pinned.begin()) return false;
+  --found;
+  return static_cast<const char*>(data) < found->first + found->second;
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isPinnedPtr(const void* data) const override { return is_pinned_address(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return NUM_DEVICES; }
@@ -106,6 +189,7 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& name = op.schema().name();
   const auto& arguments = op.schema().arguments();
   const bool may_mix = name == "aten::_foreach_copy_";
+  if ((watcher || is_broken) && WAITS.count(name)) tell(name.c_str());
   const bool is_foreach = name.rfind("aten::_foreach", 0) == 0;  // the i-th tensors of its lists go together
   std::vector<std::optional<Device>> homes(1);
   auto meet = [&](const Tensor& tensor, size_t i) {
@@ -127,6 +211,7 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DeviceIndex home = homes[0] && homes[0]->has_index() ? homes[0]->index() : current;
   for (size_t i = 0; i < arguments.size(); ++i)
     if (arguments[i].name() == "generator" && first[i].isNone()) first[i] = generator_of(home);
+  Inside guard;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
@@ -150,7 +235,16 @@ std::vector<Tensor> to_cpu(at::TensorList tensors) {
   return hosts;
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool /*non_blocking*/) {
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (watch_peers && !self.is_cpu() && !source.is_cpu() && self.device() != source.device())
+    tell(("peer copy " + std::to_string(source.nbytes())).c_str());
+  if ((watcher || is_broken) && self.is_cpu() != source.is_cpu()) {
+    const bool to_host = self.is_cpu();
+    const bool is_pinned = !to_host && is_pinned_address(source.storage().data());
+    if (!non_blocking) tell(to_host ? "copy to host" : "copy from host");
+    else if (to_host) tell("non-blocking copy to host, which races");
+    else tell(is_pinned ? "async copy from pinned host" : "copy from pageable host");
+  }
   host(self).copy_(host(source));
   return self;
 }
@@ -218,4 +312,43 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) { register_operators(library); }
 TORCH_LIBRARY_IMPL(_, AutocastHPU, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
+// Autocast, as CUDA's: some operators in half precision, some in float32
+
+void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, at::ScalarType to) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+  const auto cast = [&](const Tensor& tensor) {
+    const bool is_eligible = tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
+        tensor.device().type() == KIND;
+    return is_eligible && tensor.scalar_type() != to ? tensor.to(to) : tensor;
+  };
+  const auto first = stack->end() - op.schema().arguments().size();
+  for (auto value = first; value != stack->end(); ++value) {
+    if (value->isTensor()) *value = cast(value->toTensor());
+    if (!value->isTensorList()) continue;
+    std::vector<Tensor> tensors;
+    for (const Tensor& tensor : value->toTensorVector()) tensors.push_back(cast(tensor));
+    *value = c10::List<Tensor>(tensors);
+  }
+  op.callBoxed(stack);
+}
+void in_half(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  cast_and_call(op, stack, at::autocast::get_autocast_dtype(KIND));
+}
+void in_single(const c10::OperatorHandle& op, torch::jit::Stack* stack) { cast_and_call(op, stack, at::kFloat); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  for (const char* name : {"conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm", "addmm", "bmm",
+                           "baddbmm", "addmv", "mv", "einsum", "scaled_dot_product_attention"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_half>());
+  for (const char* name : {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "log_softmax.int",
+                           "softmax.int", "layer_norm", "exp", "log", "sum", "prod", "pow.Tensor_Scalar", "rsqrt"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_single>());
+}
+
 }  // namespace
+
+// For tests (watch.py)
+extern "C" int64_t sim_memory(int device) { return live[device]; }
+extern "C" void sim_break(int is_on) { is_broken = is_on; }
+extern "C" void sim_watch_peers(int is_on) { watch_peers = is_on; }
+extern "C" void sim_watch(void (*function)(const char*)) { watcher = function; }

@@ -9,22 +9,19 @@ Unlike GPUs, they have no streams, and what `UNLIKE_GPUS` lists. What GPUs refus
 
 import functools
 import hashlib
+import importlib.util
 import os
 import subprocess
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
-    "test_precisions[": "no autocast",
-    "test_scaled_gradients": "no autocast",
-    "test_a_skipped_step_changes_nothing": "no autocast",
     "-sparse embedding]": "no sparse tensors",
     "-lstm]": "no fused cells of recurrent layers",
 }
@@ -34,10 +31,13 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
     "states_are_the_replicas_own[new list-": "a tensor that a hook puts into a list stays on the first device",
     "states_are_the_replicas_own[new object-": "a tensor that a hook puts into an object stays on the first device",
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
+    "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays on the CPU",
 }
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
+PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
+"""On PYTHONPATH, these let every process load the devices, and `--trainer.accelerator=sim` take them."""
 
 
 def build() -> Path:
@@ -67,7 +67,7 @@ def register() -> None:
 
     def manual_seed_all(seed: int) -> None:
         for i in range(NUM_DEVICES):
-            ops.manual_seed(seed, i)
+            ops.manual_seed(seed - 2**64 if seed >= 2**63 else seed, i)
 
     module: Any = ModuleType("torch.sim")
     vars(module).update(
@@ -79,20 +79,34 @@ def register() -> None:
         _is_in_bad_fork=lambda: False,
         manual_seed_all=manual_seed_all,
         get_rng_state=lambda device="sim": ops.get_rng_state(index_of(device)),
-        get_amp_supported_dtype=lambda: [],  # autocast is not simulated, but asked for
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         set_rng_state=lambda state, device="sim": ops.set_rng_state(state, index_of(device)),
     )
     torch._register_device_module("sim", module)
 
 
-class SimulatedAccelerator(CPUAccelerator):
-    """Simulated devices for a Trainer."""
+class AfterLightning(MetaPathFinder):
+    """Makes the accelerator known once Lightning's Trainer is imported: torch is imported in the midst of Lightning."""
 
-    def setup_device(self, device: torch.device) -> None: ...
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "lightning.pytorch.trainer.connectors.accelerator_connector":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
 
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
-        return [torch.device("sim", i) for i in range(devices)]
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            importlib.import_module("tests.simulated.accelerator")
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+def autoload() -> None:
+    """Called by `import torch` in processes that have `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
+    register()
+    sys.meta_path.insert(0, AfterLightning())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -107,16 +121,23 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_configure() -> None:
+    """Let Trainers on the CPU run on simulated devices, but those that start processes or name their own devices."""
+    from lightning.pytorch import Trainer
+
+    import tests.simulated.accelerator  # noqa: F401
+
     init = Trainer.__init__
 
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
-        devices, strategy = kwargs.get("devices", 1), kwargs.get("strategy", "auto")
-        names_its_own = devices == 1 and not isinstance(strategy, str)
-        if kwargs.get("accelerator") == "cpu" and not names_its_own:
-            kwargs["accelerator"] = SimulatedAccelerator()
-            if devices == 1 and strategy == "auto":
-                kwargs["strategy"] = SingleDeviceStrategy("sim:0")
+        strategy, devices = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1))
+        is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
+        own = getattr(strategy, "parallel_devices", None)
+        names_its_own = (devices == "1" and not is_ours) or (own and own[0].type == "cpu")
+        has_processes = str(strategy).startswith(("ddp", "fsdp"))
+        has_processes |= strategy == "auto" and devices not in ("1", "auto")
+        if kwargs.get("accelerator") == "cpu" and not names_its_own and not has_processes:
+            kwargs["accelerator"] = "sim"
         init(self, **kwargs)
 
     Trainer.__init__ = on_simulated_devices  # type: ignore[method-assign]

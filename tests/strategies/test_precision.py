@@ -29,11 +29,14 @@ PRECISIONS = [("64-true", 1e-10), ("32-true", 1e-5), ("bf16-mixed", 0.03), ("bf1
 def test_precisions(assert_parity, precision, tolerance, base):
     class Module(in_single(base)):
         def loss(self, batch):
-            assert torch.is_autocast_enabled("cpu") == (precision == "bf16-mixed")
+            assert torch.is_autocast_enabled(self.device.type) == (precision == "bf16-mixed")
             assert (torch.get_default_dtype() == torch.float64) == (precision == "64-true")  # wherever a replica runs
             return super().loss(batch)
 
     assert_parity(Module, precision=precision, tolerance=tolerance)
+
+
+KIND = "sim" if hasattr(torch, "sim") else "cpu"
 
 
 class Scaled(MixedPrecision):
@@ -41,7 +44,7 @@ class Scaled(MixedPrecision):
 
     def __init__(self, **kwargs):
         options = {"init_scale": 2.0**8, "growth_factor": 64.0, "growth_interval": 2, **kwargs}
-        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
+        super().__init__("16-mixed", KIND, torch.amp.GradScaler(KIND, **options))
 
 
 class TwoOptimizers(Manual):

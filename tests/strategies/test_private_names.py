@@ -29,7 +29,6 @@ NAMES = {  # who has it, outside of a run
     "_version": WEIGHT,
     "_backward_hooks": WEIGHT,
     "_post_accumulate_grad_hooks": WEIGHT,
-    "_foreach_add_": torch,
     "_foreach_copy_": torch,
     "_dynamo": torch,
     "_C": torch,

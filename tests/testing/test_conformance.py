@@ -161,9 +161,15 @@ def test_a_third_partys_strategy(run: Callable) -> None:
     assert status == 0 and "BROKEN" not in output and output.count("kept") >= 2 * (len(PROMISES) - 2)
 
 
-def test_mistake_is_told_at_once(run: Callable) -> None:
+def test_mistake_is_told_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = run("--strategy=my_strategies.Missing")
     assert status == 2 and "strategy 'my_strategies.Missing': give the dotted path of a Strategy" in output
+    if not torch.cuda.is_available():
+        status, output = run("--strategy=dp", "--accelerator=gpu")
+        assert status == 2 and "error: No supported gpu backend found!" in output and "BROKEN" not in output
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    status, output = run("--strategy=dp", "--accelerator=gpu")
+    assert status == 2 and "error: You requested gpu: [0, 1, 2]" in output and "only has: [0]" in output
     status, output = run("--table=my_strategies.py")
     assert status == 2 and "my_strategies.py has no lines <!-- promises: begin -->" in output
 

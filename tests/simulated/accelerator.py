@@ -1,0 +1,58 @@
+"""`Trainer(accelerator="sim")`, and `--trainer.accelerator=sim` on the command line.
+
+Imported once Lightning is: see `load` and `autoload` in devices.py.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from typing_extensions import override
+
+
+class SimulatedAccelerator(CPUAccelerator):
+    """Simulated devices for a Trainer. As on the CPU, `devices="auto"` is one."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device.index)
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
+        return [torch.device("sim", i) for i in range(devices)]
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "sim"
+
+
+AcceleratorRegistry.register("sim", SimulatedAccelerator, description="simulated devices")
+
+choose_strategy = _AcceleratorConnector._choose_strategy
+choose_precision = _AcceleratorConnector._check_and_init_precision
+
+
+def choose_strategy_for_any_device(self: Any) -> Any:
+    """Lightning's own takes the CPU for one device that is not CUDA's, Apple's or an XLA device."""
+    chosen = choose_strategy(self)
+    if isinstance(self.accelerator, SimulatedAccelerator) and isinstance(chosen, SingleDeviceStrategy):
+        return SingleDeviceStrategy(self._parallel_devices[0])
+    return chosen
+
+
+def choose_precision_for_any_device(self: Any) -> Any:
+    """Lightning's own takes CUDA's autocast for every accelerator but the CPU and Apple's."""
+    chosen = choose_precision(self)
+    is_mixed = isinstance(chosen, MixedPrecision) and chosen is not self._precision_plugin_flag
+    if isinstance(self.accelerator, SimulatedAccelerator) and is_mixed:
+        return MixedPrecision(chosen.precision, "sim")
+    return chosen
+
+
+_AcceleratorConnector._choose_strategy = choose_strategy_for_any_device  # type: ignore[method-assign]
+_AcceleratorConnector._check_and_init_precision = choose_precision_for_any_device  # type: ignore[method-assign]

@@ -1,0 +1,193 @@
+"""A step waits for no device, moves each gradient there and back, and in few messages.
+
+    python -m pytest -p tests.simulated.devices tests/simulated/test_steps.py
+
+The Trainer's data are not pinned, which is a wait of its own (`batch_loader` pins them): it is left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from torch import Tensor
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+from lightning_mgpu.models import LeNet, ResNet18
+from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
+
+IS_SIMULATED = hasattr(torch, "sim")
+if IS_SIMULATED:
+    from tests.simulated.watch import watched
+pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs -p tests.simulated.devices")
+BATCH = ("copy from pageable host", "the batch")
+STRATEGIES = {"manual_allreduce": ManualAllreduceStrategy, "dp": DataParallelStrategy}
+ENGINES = pytest.mark.parametrize("engine", STRATEGIES)
+
+
+class Manual(LeNet):
+    """Optimizes by hand."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class EditsBuffers(LeNet):
+    """One of five, in every step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in "abcde":
+            self.register_buffer(name, torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.a += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Tokens(LeNet):
+    """Gives a metric two rows for every sample."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.metric = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch[0].flatten(1)[:, :2].flatten()
+        self.metric.update(rows, rows + 1)
+        return super().training_step(batch, batch_idx)
+
+
+class LogsANumber(LeNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("number", 3.0, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Asks(LeNet):
+    """Waits: what must be found."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.item() > 0
+        return loss
+
+
+def adamw(params: Any) -> AdamW:
+    return AdamW(params, 1e-3)
+
+
+class Unknown(SGD):
+    """Not torch's own: the first replica's update is copied."""
+
+
+@pytest.fixture
+def steps(make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What is seen in the steps of an epoch but its first (or in the first only), in copies of the model for bytes."""
+
+    def run(make: Callable[[], Any], engine: str, k: int = 2, first: bool = False, **kwargs: Any) -> Any:
+        num_steps, advance = 0, _TrainingEpochLoop.advance
+        options = {"replicas": kwargs.pop("replicas")} if "replicas" in kwargs else {}
+        model = make()
+        size = sum(p.nbytes for p in model.parameters())
+        data = TensorDataset(torch.rand(12, 1, 28, 28), torch.arange(12) % 10)
+
+        def watch(self: Any, fetcher: Any) -> None:
+            nonlocal num_steps
+            seen.is_on = (self.batch_progress.current.ready == 0) == first
+            num_steps += seen.is_on
+            advance(self, fetcher)
+            seen.is_on = False
+
+        monkeypatch.setattr(_TrainingEpochLoop, "advance", watch)
+        strategy: Any = STRATEGIES[engine](**options) if k > 1 or options else "auto"
+        trainer = make_trainer(strategy=strategy, devices=k, limit_val_batches=0, **kwargs)
+        with watched() as seen:
+            seen.is_on = False
+            trainer.fit(model, DataLoader(data, 4))
+        assert num_steps == (1 if first else 2)
+        waits = {key: n for key, n in seen.waits.items() if key[0] != BATCH[0]}
+        return waits, seen.num_bytes / num_steps / size, seen.messages.total() / num_steps
+
+    return run
+
+
+PLAIN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "LeNet": (LeNet, {}),
+    "AdamW": (lambda: LeNet(optimizer=adamw), {}),
+    "ResNet18": (ResNet18, {}),
+    "sync_batchnorm": (ResNet18, {"sync_batchnorm": True}),
+    "clipping, four replicas": (LeNet, {"gradient_clip_val": 0.1, "replicas": 4}),
+    "manual optimization": (Manual, {}),
+    "edits a buffer": (EditsBuffers, {}),
+    "rows for samples": (Tokens, {}),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_step_waits_for_no_device(steps: Callable[..., Any], name: str, engine: str) -> None:
+    make, kwargs = PLAIN[name]
+    waits, _, _ = steps(make, engine, **kwargs)
+    assert not waits
+
+
+@ENGINES
+def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
+    """The control, and `self.log` of a number: one copy for all replicas."""
+    waits, _, _ = steps(Asks, engine)
+    assert sum(waits.values()) == 4 and all("test_steps.py" in place for _, place in waits)
+    waits, _, _ = steps(LogsANumber, engine)
+    assert sum(waits.values()) == 2
+
+
+@ENGINES
+def test_an_epochs_first_step_waits_once_for_each_comparison(steps: Callable[..., Any], engine: str) -> None:
+    """Of weights and buffers, of gradients, and of what the replicas' own updates have made."""
+    waits, _, _ = steps(lambda: LeNet(optimizer=adamw), engine, first=True)
+    assert sum(waits.values()) == (3 if engine == "manual_allreduce" else 1)
+
+
+class Hook(Callback):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+MOVED: dict[str, tuple[Callable[[], Any], dict[str, Any], float, float]] = {  # copies of the model, at most
+    "SGD": (LeNet, {}, 2, 2),
+    "AdamW": (lambda: LeNet(optimizer=adamw), {}, 2, 2),
+    "16-mixed": (lambda: LeNet(optimizer=adamw), {"precision": "16-mixed"}, 3, 2),
+    "clipping": (LeNet, {"gradient_clip_val": 0.1}, 3, 2),
+    "an optimizer of one's own": (lambda: LeNet(optimizer=lambda p: Unknown(p, 0.1)), {}, 3, 2),
+    "a hook of one's own": (lambda: LeNet(optimizer=adamw), {"callbacks": [Hook()]}, 4, 3),
+    "manual optimization": (lambda: Manual(optimizer=adamw), {}, 4, 4),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("name", MOVED)
+def test_what_a_step_moves(steps: Callable[..., Any], name: str, engine: str) -> None:
+    """Gradients there and back; optimizer states never, weights only where the first replica's are copied."""
+    make, kwargs, of_manual_allreduce, of_dp = MOVED[name]
+    _, moved, _ = steps(make, engine, **kwargs)
+    most = of_manual_allreduce if engine == "manual_allreduce" else of_dp
+    assert most - 1 < moved < most + 0.05, moved
+
+
+@ENGINES
+def test_messages_of_a_resnet(steps: Callable[..., Any], engine: str) -> None:
+    """Buffers, averages and dp's gradients travel together; the book sums parameter by parameter."""
+    _, _, messages = steps(ResNet18, engine)
+    num_parameters = len(list(ResNet18().parameters()))
+    assert messages <= (2 * num_parameters if engine == "manual_allreduce" else 0) + 16

@@ -1,0 +1,73 @@
+"""What a GPU's host would wait for, what goes from one simulated device to another, and what is held on them."""
+
+import ctypes
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.simulated.devices import build
+
+LIBRARY = ctypes.CDLL(str(build()))
+LIBRARY.sim_memory.restype = ctypes.c_int64
+TOLD = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+REPOSITORY = Path(__file__).parents[2]
+HARMLESS = "async"  # a copy from pinned memory, for which nothing waits
+
+
+@dataclass
+class Seen:
+    """Counts, by what happened and the innermost line of this repository (else of any file)."""
+
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)  # copies between devices
+    num_bytes: int = 0  # of these
+    is_on: bool = True  # a test may look at some steps only
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """Look at what runs inside the block, in all threads."""
+    seen = Seen()
+
+    def tell(what: bytes) -> None:
+        if not seen.is_on:
+            return
+        name = what.decode()
+        if name.startswith("peer copy"):
+            seen.messages[_place()] += 1
+            seen.num_bytes += int(name.rpartition(" ")[2])
+        elif HARMLESS not in name:
+            seen.waits[name, _place()] += 1
+
+    told = TOLD(tell)  # kept alive as long as the library may call it
+    LIBRARY.sim_watch_peers(1)
+    LIBRARY.sim_watch(told)
+    try:
+        yield seen
+    finally:
+        LIBRARY.sim_watch(None)
+        LIBRARY.sim_watch_peers(0)
+
+
+@contextmanager
+def broken_device() -> Iterator[None]:
+    """Every wait inside the block raises CUDA's error, as after an assertion that failed in a kernel."""
+    LIBRARY.sim_break(1)
+    try:
+        yield
+    finally:
+        LIBRARY.sim_break(0)
+
+
+def bytes_held(device: int) -> int:
+    """The bytes of all tensors on a simulated device."""
+    return int(LIBRARY.sim_memory(device))
+
+
+def _place() -> str:
+    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(REPOSITORY)] or frames
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
