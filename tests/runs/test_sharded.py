@@ -60,7 +60,7 @@ def test_a_resume_that_fails_is_refused(main: Any, capfd: Any, monkeypatch: Any)
     one_device = ("--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("fit", *SHORT, *one_device, "--trainer.max_epochs=1", "--run_dir=run") == 0
     capfd.readouterr()
-    monkeypatch.setattr(f"{LAUNCHER}.launch", lambda *args, **kwargs: pytest.fail("it starts processes"))
+    monkeypatch.setattr(f"{LAUNCHER}.launch", lambda *args, **kwargs: pytest.fail("it starts"))
     ddp = "--trainer.strategy=ddp"
     assert main("fit", "--resume=run", *STRATEGY, "--trainer.max_epochs=2") == 2
     err = capfd.readouterr().err
