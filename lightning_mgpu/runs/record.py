@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -49,6 +50,8 @@ class RunRecord(Callback):
             return
         self.opened.callback(os.close, claim(self.run_dir))
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
+            self.on_fit_start(trainer, pl_module)  # later a process has only its shard
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.header.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.tracking is not None:

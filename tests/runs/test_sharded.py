@@ -41,6 +41,8 @@ def test_fsdp(command: Any, tmp_path: Path) -> None:
     status, out, err = command("fit", *options)
     assert status == 0, err
     assert f"LeNet, {NUM_PARAMETERS:,} parameters" in out
+    total = next(s for s in (run / "model.txt").read_text().splitlines() if "Total params" in s)
+    assert total.split()[:2] == ["129", "K"]  # not a shard's
     best = run / "checkpoints" / "epoch=0-step=2.ckpt"
     *_, told, fingerprint, closing = out.splitlines()
     assert told.startswith("not tested") and told.endswith(f"test --ckpt_path={best}")
