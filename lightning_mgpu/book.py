@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.runs.devices import gpus, synchronize
 
 Params = list[Tensor]
 
@@ -89,8 +90,7 @@ def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, cu
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    gpus = [torch.device("cuda", i) for i in range(min(num_devices, torch.cuda.device_count()))]
-    devices = ((gpus or [torch.device("cpu")]) * num_devices)[:num_devices]  # repeated where there are too few
+    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[:num_devices]  # repeated where there are too few
     params = init_params()
     device_params = [get_params(params, device) for device in devices]
     seconds, test_accs = 0.0, []
@@ -99,8 +99,7 @@ def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, cu
         seconds -= time.perf_counter()
         for X, y in train_iter:
             train_batch(X, y, device_params, devices, lr)
-        for gpu in gpus:  # all of them; the chapter waits for one
-            torch.cuda.synchronize(gpu)
+        synchronize(devices)  # all of them; the chapter waits for one
         seconds += time.perf_counter()
         test_accs.append(evaluate_accuracy(test_iter, device_params, devices))
         print(f"epoch {epoch + 1}: test acc {test_accs[-1]:.3f}", flush=True)
@@ -115,7 +114,7 @@ def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, cu
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2, help="CUDA's where there are, else the CPU repeated")
+    parser.add_argument("--devices", type=int, default=2, help="GPUs where there are, else the CPU repeated")
     parser.add_argument("--num_epochs", type=int, default=10)
     parser.add_argument("--batch_size", type=int, default=256, help="global: split over the devices")
     parser.add_argument("--lr", type=float, default=0.2)

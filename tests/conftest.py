@@ -42,6 +42,12 @@ def write_idx(path: Path, values: Tensor) -> IdxFile:
     return IdxFile(path.name, len(content), hashlib.md5(content).hexdigest())
 
 
+def run_devices(num: int) -> list[torch.device]:
+    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` makes others of them."""
+    is_simulated = torch._C._get_privateuse1_backend_name() == "sim"
+    return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
+
+
 @pytest.fixture
 def run_files() -> set[str]:
     """What a run of `fit` leaves in its directory without W&B."""

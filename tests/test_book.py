@@ -13,10 +13,11 @@ import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu import book
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
+from tests.conftest import run_devices
 
 CPU = torch.device("cpu")
 SHAPES = [param.shape for param in book.init_params()]
-CLOSING_LINE = r"test acc: 0\.\d\d, \d+\.\d sec/epoch on \[device\(type='cpu'\), device\(type='cpu'\)\]"
+CLOSING_LINE = r"test acc: 0\.\d\d, \d+\.\d sec/epoch on " + re.escape(str(run_devices(2)))
 
 
 def params() -> list[Tensor]:
@@ -32,9 +33,9 @@ def batch(num_samples: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chapter on 503 images, and on the CPU."""
+    """The chapter on 503 images, and on the CPU, or on simulated devices."""
     monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(book, "gpus", lambda: [device for device in run_devices(2) if device.type != "cpu"])
 
 
 @pytest.mark.parametrize("num_samples", [7, 2])  # shards of different sizes; on 3 devices an empty one
@@ -72,8 +73,8 @@ def test_the_trainer_finds_the_same_weights(
     for replica in book.train(2, batch_size=64, lr=0.2, num_epochs=3, curve=str(tmp_path / "book.png")):
         for found, before, parameter in zip(replica, params(), model.net.parameters()):
             expected = parameter.T if parameter.ndim == 2 else parameter
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
-            assert not torch.allclose(found, before, rtol=1e-4)
+            torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-10, atol=1e-13)
+            assert not torch.allclose(found.cpu(), before, rtol=1e-4)
 
 
 def test_every_sample_is_evaluated() -> None:

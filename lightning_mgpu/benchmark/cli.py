@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_mgpu.benchmark import time_to_accuracy
 from lightning_mgpu.benchmark.exchange import ALGORITHMS, LIMIT, check_algorithm, exchange_tables, plot_exchange
 from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
+from lightning_mgpu.runs.devices import gpus
 from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 PROG = "python -m lightning_mgpu benchmark"
@@ -61,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for check, names in checks:
         for name in names:
             check(name)
-    if args.only != "exchange" and 0 < (num_gpus := torch.cuda.device_count()) < max(args.devices):
+    if args.only != "exchange" and 0 < (num_gpus := len(gpus())) < max(args.devices):
         raise UsageError(f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them")
     return args
 

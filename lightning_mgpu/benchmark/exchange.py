@@ -21,6 +21,7 @@ from lightning_mgpu.benchmark.parts import finished_clock
 from lightning_mgpu.benchmark.plan import make_model
 from lightning_mgpu.benchmark.processes import Result
 from lightning_mgpu.benchmark.report import markdown, not_measured, over_repeats
+from lightning_mgpu.runs.devices import gpus
 from lightning_mgpu.runs.errors import UsageError
 
 ALGORITHMS: dict[str, Allreduce] = {
@@ -140,12 +141,12 @@ def main() -> None:
     """Print for every case its `bytes` and `num_tensors` a device, and for each k the seconds of a call."""
     order = json.loads(sys.argv[1])
     cases = cases_of(order["sizes"], [make_model(name) for name in order["models"]])
-    num_gpus = torch.cuda.device_count()
+    those = gpus() or [torch.device("cpu")]
     found: dict[str, Any] = {}
     for case, shapes in cases.items():
         found[case] = {"num_tensors": len(shapes), "bytes": sum(4 * shape.numel() for shape in shapes)}
         for k in order["ks"]:
-            devices = [torch.device("cuda", i % num_gpus) if num_gpus else torch.device("cpu") for i in range(k)]
+            devices = [those[i % len(those)] for i in range(k)]
             found[case][k] = time_function(order["algorithm"], shapes, devices, order["seconds"])
     print(json.dumps(found), flush=True)
 

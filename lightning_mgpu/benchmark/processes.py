@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_mgpu.runs.devices import gpus
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.processes import process_group
 
@@ -63,8 +64,8 @@ def machine() -> dict[str, Any]:
     cores, load = num_cores(), os.getloadavg()[0]  # how many threads wanted a core in the last minute
     if load > cores:
         print(f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures", flush=True)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    about = {"date": f"{datetime.now():%Y-%m-%d}", "cpu": cpu, "cores": cores, "gpus": gpus, "load": load}
+    names = [torch.get_device_module(gpu).get_device_name(gpu) for gpu in gpus()]
+    about = {"date": f"{datetime.now():%Y-%m-%d}", "cpu": cpu, "cores": cores, "gpus": names, "load": load}
     return {**about, **{name: version(name) for name in ("torch", "lightning")}}
 
 

@@ -24,7 +24,7 @@ from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, ma
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
-from lightning_mgpu.runs.devices import own_devices
+from lightning_mgpu.runs.devices import gpus, own_devices
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles
@@ -78,7 +78,7 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
         strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        accelerator=gpus()[0].type if gpus() else "cpu",
         devices=configuration.devices,
         strategy=strategy,
         max_epochs=-1,
@@ -151,9 +151,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     data.prepare_data()
     data.setup("fit")
     model, num_replicas = make_model(configuration.model), configuration.replicas or configuration.devices
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = [torch.device(kind, i % configuration.devices) for i in range(num_replicas)]
-    devices = gpus if kind == "cuda" else [torch.device("cpu")] * num_replicas
+    those = gpus()[: configuration.devices] or [torch.device("cpu")]
+    devices = [those[i % len(those)] for i in range(num_replicas)]
     parts = Parts(finished_clock(devices))
     step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
     stretches = Stretches(parts, configuration.num_steps)

@@ -33,6 +33,14 @@ def own_devices(trainer: Trainer) -> list[torch.device]:
     return list(several or [trainer.strategy.root_device])
 
 
+def gpus() -> list[torch.device]:
+    """The machine's GPUs, of whatever maker. Not Apple's: there is only one, and the CPU shares its memory."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":
+        return []
+    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+
+
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for all work queued on the devices of the list, whatever their kind."""
     for device in set(devices):

@@ -123,7 +123,7 @@ def saved(kind: Kind, directory: Path, resume_from: Path | None = None) -> dict[
     seed_everything(2 if resume_from else 1, verbose=False)  # what is not restored shows
     saving = ModelCheckpoint(directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6)
     # float64 stays float64 under autocast: only the scaling is left, by powers of two, which changes no digit
-    device = "cuda" if kind.accelerator in ("gpu", "cuda") else "cpu"
+    device = kind.trainer().strategy.root_device.type
     scaling = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))
     trainer = kind.trainer(max_epochs=3, plugins=[scaling], callbacks=[saving], enable_checkpointing=True)
     module = ADAMW()
@@ -155,7 +155,7 @@ def any_devices(kind: Kind, directory: Path) -> str:
     """Runs with dropout, BatchNorm and a scheduler."""
     if not hasattr(kind.make_strategy(), "num_replicas"):
         return NO_OPTION
-    num_devices = torch.cuda.device_count() if kind.accelerator in ("gpu", "cuda") else 4
+    num_devices = 4 if kind.accelerator == "cpu" else torch.accelerator.device_count()
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
     make = partial(Probe, batchnorm=True, dropout=0.3, adamw=True)
     return _same_bits([state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds])

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
+from tests.conftest import run_devices
+
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two CPU devices are measured wherever the tests run."""
+    """Two CPU devices are measured wherever the tests run, or simulated ones."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if run_devices(1) == [torch.device("cpu")]:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)

@@ -20,6 +20,7 @@ from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.strategies import updates
+from tests.conftest import run_devices
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
 SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
@@ -54,7 +55,7 @@ def test_the_clock_waits_for_the_devices_in_use(engine: str, monkeypatch: pytest
     configuration = Configuration(engine, devices=2, batch_size=8, num_steps=1)
     data = FashionMNIST(batch_size=8, source="synthetic")
     (steps.train_by_hand if engine == "book" else steps.train)(configuration, data)
-    assert asked == [torch.device("cpu")] * 2
+    assert asked == run_devices(2)
 
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:
@@ -106,7 +107,7 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
 
 
 def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cli, "gpus", lambda: [torch.device("cuda", 0)])
     with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
         cli.parse(["--quick"])
 

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_mgpu.callbacks import EpochLines, EpochTimer, RunHeader, epoch_timer
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.devices import in_words
 from tests.callbacks.conftest import Named
+from tests.conftest import run_devices
 
 
 def test_a_header_then_a_line_an_epoch(
@@ -29,7 +31,7 @@ def test_a_header_then_a_line_an_epoch(
     shown = dict(line.split(":", 1) for line in (epochs.pop(0) for _ in range(6)))
     assert list(shown) == ["model", "strategy", "batch", "data", "run", "wandb"]
     assert "LeNet, 129,068 parameters, precision 32-true" in shown["model"]
-    assert shown["strategy"].endswith(" on 3 x cpu")
+    assert shown["strategy"].endswith(f" on {in_words(run_devices(3))}")
     assert shown["batch"].strip() == "64 global, 21.3 per device"
     assert "402 train, 101 val, 107 test; files under" in shown["data"]
     assert shown["run"].strip() == str(tmp_path)

@@ -65,7 +65,7 @@ def test_matrix_and_grid_are_of_the_test_set(
             expected[label, prediction] += 1
     for _ in range(2):  # the second test starts from nothing
         trainer.test(lively, data, verbose=False)
-        assert pictures._metric is not None and torch.equal(pictures._metric.compute(), expected)
+        assert pictures._metric is not None and torch.equal(pictures._metric.compute().cpu(), expected)
     assert expected.count_nonzero() > 10  # not all in one column
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("confusion.png", "predictions.png"))
 

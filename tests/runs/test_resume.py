@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mgpu.runs.devices import in_words
 from lightning_mgpu.runs.directory import claim
+from tests.conftest import run_devices
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics
 
 
@@ -67,7 +69,7 @@ def test_a_longer_run_elsewhere_under_another_strategy(run: Path, fit: Callable[
     moved = run.rename(run.with_name("moved"))
     assert fit("--resume=moved", "--trainer.max_epochs=3", *STRATEGIES["manual_allreduce"]) == 0
     out = capfd.readouterr().out
-    assert "ckpt:     moved/checkpoints/last.ckpt" in out and "on 2 x cpu" in out
+    assert "ckpt:     moved/checkpoints/last.ckpt" in out and f"on {in_words(run_devices(2))}" in out
     assert "epoch 3/3" in out and "epoch 2/" not in out
     assert metrics(moved)[: len(before) - 1] == before[:-1]  # but the test at the end
     assert len(list((moved / "checkpoints").iterdir())) == 2

@@ -24,6 +24,9 @@ import torch
 UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "-sparse embedding]": "no sparse tensors",
     "-lstm]": "no fused cells of recurrent layers",
+    "test_a_compiled_model_trains_the_same": "Inductor generates no code for them",
+    "test_one_batch_is_learnt_by_heart": "half a minute, for what test_debug_is_short_and_finds_nans shows, too",
+    "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
 }
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
     "test_models[manual_allreduce-scripted layers]": "TorchScript layers keep their parameters on the first device",
@@ -33,6 +36,7 @@ ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all repl
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
     "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays on the CPU",
 }
+IN_PROCESSES = {"command", "command_in", "shell"}  # fixtures; see test_commands.py
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
@@ -73,6 +77,7 @@ def register() -> None:
     vars(module).update(
         device=lambda device: here.device_index(torch.device(device).index),
         device_count=lambda: NUM_DEVICES,
+        get_device_name=lambda device=None: "simulated device",
         synchronize=lambda device=None: None,
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -111,13 +116,16 @@ def autoload() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for part, reason in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items():
-            if part in item.name:
-                item.add_marker(pytest.mark.skip(reason=f"on simulated devices: {reason}"))
+        reasons = [why for part, why in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items() if part in item.name]
+        if IN_PROCESSES.intersection(getattr(item, "fixturenames", ())):
+            reasons.append("a process is told by --trainer.accelerator=sim, which test_commands.py does")
+        if reasons:
+            item.add_marker(pytest.mark.skip(reason=f"on simulated devices: {reasons[0]}"))
 
 
 def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
+    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
 
 
 def pytest_configure() -> None:

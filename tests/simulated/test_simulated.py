@@ -1,4 +1,8 @@
-"""On devices that differ, training is that of one device, and everything a step uses is on its replica's device."""
+"""Tests that start a Trainer run once more on simulated devices.
+
+On devices that differ, training is that of one device, everything that a step uses is on its replica's
+device, and whatever else a run does works where the weights are not on the CPU.
+"""
 
 import shutil
 import subprocess
@@ -8,18 +12,28 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-STEPS = ["../simulated/test_steps.py", "../allreduce", "test_precision.py", "test_devices.py"]
-PARITY = ["test_parity.py", "test_replicas.py", "test_norms.py", "test_random.py", "test_optimizers.py"]
-PLACEMENT = ["test_attributes.py", "test_outputs.py", "test_manual.py", "test_checkpoints.py", "test_trainer.py"]
-PLACEMENT += ["test_errors.py::test_a_failure_in_one_replica", "test_metrics.py::test_ways_to_log_a_metric"]
+GROUPS = {  # from tests/strategies; each runs in one process
+    "parity": ["test_parity.py", "test_replicas.py", "test_norms.py", "test_random.py", "test_optimizers.py"],
+    "placement": [
+        *("test_attributes.py", "test_outputs.py", "test_manual.py", "test_checkpoints.py", "test_trainer.py"),
+        *("test_errors.py::test_a_failure_in_one_replica", "test_metrics.py::test_ways_to_log_a_metric"),
+    ],
+    "steps": ["../simulated/test_steps.py", "../allreduce", "test_precision.py", "test_devices.py"],
+    "runs": ["../runs"],
+    "parts": [
+        *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),
+        *("../benchmark", "../test_book.py", "../test_modes.py"),
+    ],
+    "tools": ["../cli", "../sweep", "../test_adding.py"],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices")
-@pytest.mark.parametrize("names", [PARITY, PLACEMENT, STEPS], ids=["parity", "placement", "steps"])
-def test_on_simulated_devices(names: list[str]) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_simulated_devices(group: str) -> None:
     """In a process of its own: torch takes one such backend, and keeps it."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.simulated.devices", "--tb=short", "-W", "ignore"]
-    line = [sys.executable, "-m", "pytest", *options, *(str(TESTS / "strategies" / name) for name in names)]
+    line = [sys.executable, "-m", "pytest", *options, *(str(TESTS / "strategies" / name) for name in GROUPS[group])]
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
