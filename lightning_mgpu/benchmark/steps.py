@@ -23,6 +23,7 @@ from lightning_mgpu.benchmark.parts import Parts, finished_clock
 from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.runs.devices import gpus, own_devices
 from lightning_mgpu.runs.processes import leave_group
 
@@ -155,7 +156,9 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     parts = Parts(finished_clock(devices))
     step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
     stretches = Stretches(parts, configuration.num_steps)
-    batches = (batch for _ in count() for batch in data.train_dataloader())
+    loader = data.train_dataloader()
+    loader.pin_memory = copies_faster_from_pinned(devices[0])  # as the Trainer's
+    batches = (batch for _ in count() for batch in loader)
     while True:
         with parts.profile("data"):
             batch = next(batches)

@@ -26,6 +26,7 @@ from lightning_mgpu.runs.errors import UsageError
 COMPILERS = {  # by kind of device: the variable that names a compiler, and those looked for without
     "cpu": ("CXX", ["g++"]),  # Inductor's kernels are C++
     "cuda": ("CC", ["gcc", "clang"]),  # Triton compiles what starts its kernels
+    "xpu": ("CC", ["gcc", "clang"]),
 }
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 

@@ -44,8 +44,8 @@ def check_strategy(strategy: Any) -> None:
     for name, refused in shards.items():
         if isinstance(strategy, Namespace) and str(strategy.get(f"init_args.{name}")) == refused:
             raise UsageError(
-                f"--trainer.strategy.{name}={refused}: a checkpoint would be a directory of shards, "
-                f"which --resume, test, predict and export cannot read: take {files[name]}"
+                f"--trainer.strategy.{name}={refused}: a checkpoint would be a directory of "
+                f"shards, which --resume, test, predict and export cannot read: take {files[name]}"
             )
 
 

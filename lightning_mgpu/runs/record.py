@@ -13,7 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
+from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.directory import claim
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
-
-SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 @dataclass(eq=False)
@@ -51,6 +50,8 @@ class RunRecord(Callback):
             return
         self.opened.callback(os.close, claim(self.run_dir))
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
+            self.on_fit_start(trainer, pl_module)  # later a process has only its shard
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.header.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.tracking is not None:
@@ -89,10 +90,9 @@ def summary(module: LightningModule) -> str:
     passes: all processes would have to take part.
     """
     modes, note = [(layer, layer.training) for layer in module.modules()], ""
-    is_sharded = isinstance(module.trainer.strategy, SHARDING)
     with isolate_rng():  # which restores nothing after an exception
         try:
-            return f"{LayerTable(module, has_sizes=not is_sharded)}\n"
+            return f"{LayerTable(module, has_sizes=not is_sharded(module.trainer))}\n"
         except Exception as error:  # of any model's `forward`: a table ends no run
             note = f"no sizes: with example_input_array, forward raises {type(error).__name__}: {error}"
         finally:

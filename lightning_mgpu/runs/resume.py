@@ -53,11 +53,11 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
 
 
 def check_can_go_on(strategy: Strategy, checkpoint: str | None) -> None:
-    """Refuse optimizers without state, for which Lightning's `FSDPStrategy` raises an IndexError."""
+    """Refuse optimizers without state: Lightning's `FSDPStrategy` raises an IndexError."""
     if checkpoint is None or not isinstance(strategy, FSDPStrategy):
         return
     if not all(states["state"] for states in read_checkpoint(checkpoint)["optimizer_states"]):
         raise UsageError(
-            f"{checkpoint}: Lightning's FSDP cannot go on with an optimizer that has no state, such "
-            "as SGD without momentum: go on with --trainer.strategy=ddp"
+            f"{checkpoint}: Lightning's FSDP cannot go on with an optimizer that has no state, "
+            "such as SGD without momentum: go on with --trainer.strategy=ddp"
         )

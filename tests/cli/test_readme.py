@@ -50,3 +50,9 @@ def test_link_leads_somewhere(page: Path, link: str) -> None:
     if anchor:
         titles = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
         assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+
+
+def test_equal_bits_are_promised_with_what_gpus_need_for_them() -> None:
+    for path, page in PAGES.items():
+        if re.search(r"bits are the\s+same|same\s+bits|to the bit|same \*bits", page):
+            assert "--config mode/deterministic.yaml" in page, path.name

@@ -41,6 +41,8 @@ def test_fsdp(command: Any, tmp_path: Path) -> None:
     status, out, err = command("fit", *options)
     assert status == 0, err
     assert f"LeNet, {NUM_PARAMETERS:,} parameters" in out
+    total = next(s for s in (run / "model.txt").read_text().splitlines() if "Total params" in s)
+    assert total.split()[:2] == ["129", "K"]  # not a shard's
     best = run / "checkpoints" / "epoch=0-step=2.ckpt"
     *_, told, fingerprint, closing = out.splitlines()
     assert told.startswith("not tested") and told.endswith(f"test --ckpt_path={best}")
@@ -60,7 +62,7 @@ def test_a_resume_that_fails_is_refused(main: Any, capfd: Any, monkeypatch: Any)
     one_device = ("--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("fit", *SHORT, *one_device, "--trainer.max_epochs=1", "--run_dir=run") == 0
     capfd.readouterr()
-    monkeypatch.setattr(f"{LAUNCHER}.launch", lambda *args, **kwargs: pytest.fail("it starts processes"))
+    monkeypatch.setattr(f"{LAUNCHER}.launch", lambda *args, **kwargs: pytest.fail("it starts"))
     ddp = "--trainer.strategy=ddp"
     assert main("fit", "--resume=run", *STRATEGY, "--trainer.max_epochs=2") == 2
     err = capfd.readouterr().err

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tiny_runs import Manual, Regression, is_second_shard, ordered_loader, sgd
+from tiny_runs import (
+    Manual,
+    Regression,
+    a_loader,
+    is_second_shard,
+    make_strategy,
+    ordered_loader,
+    sgd,
+)
 from torch import optim
 
 
@@ -91,3 +99,21 @@ def test_a_skipped_step_changes_nothing(train):
     assert module.trainer.precision_plugin.scaler.get_scale() == 2.0**6
     torch.testing.assert_close(module.state_dict(), start.state_dict(), rtol=0, atol=0)
     assert not any(optimizer.state for optimizer in module.trainer.optimizers)
+
+
+@pytest.mark.skipif(KIND != "sim", reason="needs -p tests.simulated.devices")
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("devices", [["sim:0", "cpu"], ["sim:0", "sim:1", "cpu"]], ids=str)
+def test_autocast_reaches_devices_of_every_kind(train, engine, devices, base):
+    """Lightning enters it for the first device's kind. The loss is computed in float32 again."""
+    dtypes = {}
+
+    class Module(in_single(base)):
+        def loss(self, batch):
+            Z = self.net(batch[0])
+            dtypes.setdefault(str(self.device), set()).add(Z.dtype)
+            return (Z.float() - batch[1]).square().mean()
+
+    strategy = make_strategy(engine, parallel_devices=devices)
+    train(Module, 1, strategy, precision="bf16-mixed", loader=lambda: a_loader(8, 24))
+    assert dtypes == {device: {torch.bfloat16} for device in devices}
