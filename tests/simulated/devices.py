@@ -1,10 +1,31 @@
-"""Devices `sim:0`, `sim:1`, ... for tests of what only differing devices show, where there are no GPUs.
+"""Devices `sim:0`, `sim:1`, ... for tests of what only differing devices show, where no GPUs are.
 
     python -m pytest -p tests.simulated.devices tests/strategies/test_parity.py
+    PYTHONPATH=.:tests/simulated/autoload python -m lightning_mgpu fit --trainer.accelerator=sim
 
-As a pytest plugin it lets every `Trainer(accelerator="cpu")` of the tests run on simulated devices, if on one alone.
-As with GPUs, tensors on different devices cannot be mixed, nor with the CPU's, and autograd has a thread a device.
-Unlike GPUs, they have no streams, and what `UNLIKE_GPUS` lists. What GPUs refuse, too, is in `ON_ONE_DEVICE`.
+As a pytest plugin (the first line) it lets the tests' `Trainer(accelerator="cpu")` run on simulated
+devices. Processes load the devices themselves (the second line).
+
+As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a thread per
+device. Each device has its own random numbers and counts the bytes it holds. Autocast and GradScalers
+work. watch.py counts what makes the host wait (`.item()`, a copy to the CPU, `nonzero`, `equal`, a copy
+from memory that is not pinned) and what goes between devices, so that "a step waits for no device" is
+a test. In `broken_device()` every wait raises CUDA's error.
+
+What a GPU has and these devices lack, and what follows for the tests:
+
+- Streams, and kernels that run while the host goes on. All work is done when a call returns: no test
+  here finds a missing `synchronize`, the race of a non-blocking copy, or devices that do not overlap.
+  A wait is counted where CUDA would wait, by a list of operators in devices.cpp; others are not seen.
+- Kernels of their own. The CPU's run, so figures are the CPU's to the bit: neither speed, nor CUDA's
+  rounding, nor the need for deterministic kernels shows. Inductor generates no code for them.
+- A limit of memory. `bytes_held` counts, but nothing is ever full.
+- Collectives. Gloo and NCCL do not know the devices: `ddp` and FSDP are tested on CPU processes, and
+  by tests/test_gpu.py where there are several GPUs.
+- CUDA's name. What asks for CUDA itself (Lightning's hints, cuDNN, `torch.cuda`) goes the CPU's way.
+- Sparse tensors and fused recurrent cells: see `UNLIKE_GPUS`. `ON_ONE_DEVICE` has what GPUs refuse, too.
+
+A test of what is missing here is marked `gpu`.
 """
 
 import functools
@@ -25,7 +46,7 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "-sparse embedding]": "no sparse tensors",
     "-lstm]": "no fused cells of recurrent layers",
     "test_a_compiled_model_trains_the_same": "Inductor generates no code for them",
-    "test_one_batch_is_learnt_by_heart": "half a minute, for what test_debug_is_short_and_finds_nans shows, too",
+    "test_one_batch_is_learnt_by_heart": "half a minute; test_debug_is_short... shows the same",
     "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
 }
 ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
@@ -41,7 +62,7 @@ TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
 PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
-"""On PYTHONPATH, these let every process load the devices, and `--trainer.accelerator=sim` take them."""
+"""On PYTHONPATH, these let a process load the devices, for `--trainer.accelerator=sim`."""
 
 
 def build() -> Path:
@@ -91,7 +112,10 @@ def register() -> None:
 
 
 class AfterLightning(MetaPathFinder):
-    """Makes the accelerator known once Lightning's Trainer is imported: torch is imported in the midst of Lightning."""
+    """Registers the accelerator once Lightning's Trainer is imported.
+
+    It cannot be done when torch loads the devices: Lightning, half imported, imports torch.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "lightning.pytorch.trainer.connectors.accelerator_connector":
@@ -109,7 +133,7 @@ class AfterLightning(MetaPathFinder):
 
 
 def autoload() -> None:
-    """Called by `import torch` in processes that have `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
+    """Called by `import torch` where `PATHS` are on PYTHONPATH, through the entry point in `autoload/`."""
     register()
     sys.meta_path.insert(0, AfterLightning())
 
@@ -118,7 +142,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         reasons = [why for part, why in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items() if part in item.name]
         if IN_PROCESSES.intersection(getattr(item, "fixturenames", ())):
-            reasons.append("a process is told by --trainer.accelerator=sim, which test_commands.py does")
+            reasons.append("processes are tested by test_commands.py")
         if reasons:
             item.add_marker(pytest.mark.skip(reason=f"on simulated devices: {reasons[0]}"))
 
@@ -129,7 +153,10 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_configure() -> None:
-    """Let Trainers on the CPU run on simulated devices, but those that start processes or name their own devices."""
+    """Let Trainers on the CPU run on simulated devices.
+
+    Those stay there that start processes, and those whose strategy names its own devices.
+    """
     from lightning.pytorch import Trainer
 
     import tests.simulated.accelerator  # noqa: F401

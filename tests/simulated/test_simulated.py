@@ -1,7 +1,7 @@
 """Tests that start a Trainer run once more on simulated devices.
 
-On devices that differ, training is that of one device, everything that a step uses is on its replica's
-device, and whatever else a run does works where the weights are not on the CPU.
+On devices that differ, training is that of one device, everything that a step uses is on its
+replica's device, and whatever else a run does works where the weights are not on the CPU.
 """
 
 import shutil
