@@ -48,6 +48,14 @@ def run_devices(num: int) -> list[torch.device]:
     return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What `pytest -m gpu` has measured."""
+    passed = terminalreporter.stats.get("passed", [])
+    if lines := [value for report in passed for name, value in report.user_properties if name == "gpu"]:
+        terminalreporter.section("what these tests saw")
+        terminalreporter.write("\n".join([*lines, ""]))
+
+
 @pytest.fixture
 def run_files() -> set[str]:
     """What a run of `fit` leaves in its directory without W&B."""

@@ -40,6 +40,8 @@ GROUPS = {  # from tests/strategies; each runs in one process
 def test_on_simulated_devices(group: str) -> None:
     """In a process of its own: torch takes one such backend, and keeps it."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.simulated.devices", "--tb=short", "-W", "ignore"]
-    line = [sys.executable, "-m", "pytest", *options, *(str(TESTS / "strategies" / name) for name in GROUPS[group])]
+    paths = [str(TESTS / "strategies" / name) for name in GROUPS[group]]
+    paths = [path for path in paths if Path(path.partition("::")[0]).exists()]  # `new --drop` leaves some out
+    line = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
