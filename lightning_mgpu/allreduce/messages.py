@@ -9,19 +9,25 @@ from torch import Tensor
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's: larger ones gain nothing, and take memory
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The indices of the tensors of each message: of one dtype and device, up to `BUCKET_BYTES`."""
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        alike[tensor.dtype, tensor.device].append(i)
+def buckets(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The indices of the tensors of each message: of one dtype, up to `BUCKET_BYTES`, from one device to another.
+
+    What is not dense, such as a sparse buffer, is a message of its own.
+    """
+    alike: dict[tuple[torch.dtype, torch.device, torch.device], list[int]] = defaultdict(list)
+    for i, (target, source) in enumerate(zip(targets, sources)):
+        if source.layout != torch.strided:
+            yield [i]
+        else:
+            alike[source.dtype, source.device, target.device].append(i)
     for indices in alike.values():
         bucket: list[int] = []
         num_bytes = 0
         for i in indices:
-            num_bytes += tensors[i].nbytes
+            num_bytes += sources[i].nbytes
             if bucket and num_bytes > BUCKET_BYTES:
                 yield bucket
-                bucket, num_bytes = [], tensors[i].nbytes
+                bucket, num_bytes = [], sources[i].nbytes
             bucket.append(i)
         yield bucket
 
@@ -39,15 +45,15 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into the target at its place. The targets are on one device."""
-    for bucket in buckets(sources):
+    """Copy each source into the target at its place."""
+    for bucket in buckets(targets, sources):
         into = [targets[i] for i in bucket]
         torch._foreach_copy_(into, on_device([sources[i] for i in bucket], into[0].device))
 
 
 @torch.no_grad()
 def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor], alpha: float = 1) -> None:
-    """Add each source, times `alpha`, to the target at its place. The targets are on one device."""
-    for bucket in buckets(sources):
+    """Add each source, times `alpha`, to the target at its place."""
+    for bucket in buckets(targets, sources):
         into = [targets[i] for i in bucket]
         torch._foreach_add_(into, on_device([sources[i] for i in bucket], into[0].device), alpha=alpha)

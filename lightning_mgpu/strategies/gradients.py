@@ -34,6 +34,7 @@ class Gradients:
         self.replicas, self.turn = replicas, turn
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
         self.is_checked = False  # that replicas' gradients are equal, in this epoch
+        self.is_compared = False  # the same before an update in manual optimization
         self.are_reduced = False  # by the backward pass that runs
         self._known: list[tuple[Tensor | None, int]] = []  # all gradients, and versions, when the replicas' were equal
 
@@ -183,6 +184,10 @@ class Gradients:
                     targets.append(other.grad)
             copy_all(targets, sources)
 
+    def forget(self) -> None:
+        """Somebody may have edited the first replica's gradients in a way that torch does not count."""
+        self._known = []
+
     def _are_known(self) -> bool:
         """Whether all gradients are as they were when the replicas' were equal. An edit of `.data` is not seen."""
         known, now = self._known, self._versions()
@@ -197,9 +202,9 @@ class Gradients:
 
         They are compared in an epoch's first step, and where torch has counted an edit. The host waits once.
         """
-        if self.is_checked and self._are_known():
+        if self.is_compared and self._are_known():
             return
-        self.is_checked = True
+        self.is_compared = True
         gradients = [[copies[i].grad for i in active] for copies in self.replicas.parameters]
         pairs = [(first, other) for first, *others in gradients for other in others]
         dense = [(a, b) for a, b in pairs if a is not None and b is not None and not a.is_sparse]

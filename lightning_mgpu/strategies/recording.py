@@ -48,7 +48,7 @@ class Recorder:
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep = replicas, lockstep
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
-        self._with_rows: set[tuple[int, int]] = set()  # arguments of metrics, by the metric's id and their place
+        self._with_rows: set[tuple[int, Any, int]] = set()  # by a metric's id: names of arguments, and places in them
         self._forget()
 
     def _forget(self) -> None:
@@ -217,17 +217,23 @@ class Recorder:
         Then replicas have given equal tensors, not as long as their shards. Once they have given
         others the argument is known to have rows of samples, and no step waits for the answer.
         """
-        metric = calls[0].metric
-        given = [list(leaves([*call.args, *call.kwargs.values()])) for call in calls]
-        for n, tensors in enumerate(zip(*given)):
-            if (id(metric), n) in self._with_rows or not all(isinstance(t, Tensor) and t.ndim for t in tensors):
-                continue
-            if [len(tensor) for tensor in tensors] != list(sizes):
-                first, *others = tensors
-                if all(torch.equal(first, other.to(first.device)) for other in others):
-                    return True
-                self._with_rows.add((id(metric), n))
+        named = [{**dict(enumerate(call.args)), **call.kwargs} for call in calls]
+        for name in named[0]:
+            for n, tensors in enumerate(zip(*(list(leaves(each.get(name))) for each in named))):
+                key = id(calls[0].metric), name, n
+                is_unlike_shards = all(isinstance(t, Tensor) and t.ndim for t in tensors) and (
+                    [len(tensor) for tensor in tensors] != list(sizes)
+                )
+                if is_unlike_shards and key not in self._with_rows:
+                    first, *others = tensors
+                    if all(torch.equal(first, other.to(first.device)) for other in others):
+                        return True
+                    self._with_rows.add(key)
         return False
+
+    def forget_rows(self) -> None:
+        """Ask anew: an argument may be another one in the next epoch."""
+        self._with_rows.clear()
 
 
 def find_metrics(module: nn.Module) -> list[Any]:

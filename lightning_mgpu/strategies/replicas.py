@@ -59,6 +59,7 @@ class Replicas:
         self._kind = 0  # of step: what a training step has assigned, validation does not see
         self._kept: dict[tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]] = {}  # by kind of step and replica
         self._meet = False  # whether replicas meet in this step
+        self._is_in_order = True  # whether they run one after the other, the first one first
         self.is_watched = True  # after the next step parameters are compared, and buffers
         self._began: dict[Key, tuple[int, int]] = {}  # marks of the first replica's buffers when the step began
         self._disagree: dict[Said, Tensor] = {}  # buffers that steps have edited: whether replicas hold other values
@@ -69,10 +70,11 @@ class Replicas:
         """For every parameter its copies, one a replica."""
         return list(self.copies.values())
 
-    def begin(self, kind: int, *number: int, meet: bool) -> None:
+    def begin(self, kind: int, *number: int, meet: bool, is_in_order: bool) -> None:
         """A step begins: give the replicas what the original has. Layers may have come and gone since the last one.
 
-        The numbers name the step. Replicas that meet in it have lists and dicts of their own.
+        The numbers name the step. Replicas that meet in it have lists and dicts of their own. Those that run in another
+        order than theirs have lists of their own.
         """
         self._kind = kind
         self.streams.begin(kind, *number)
@@ -82,7 +84,7 @@ class Replicas:
         self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
         self.copy_edited(self.hooks)
         copy_tensors(buffers.values())
-        self._meet, self._lists = meet, []
+        self._meet, self._is_in_order, self._lists = meet, is_in_order, []
         self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
         self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
         self._began = self._buffer_marks()
@@ -151,7 +153,8 @@ class Replicas:
                 own[name] = send(value, self.devices[0], self.devices[i])
         for name, value in owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ():
             if type(value) in (list, dict) and name not in TENSORS:
-                own[name] = copy.copy(value) if self._meet else value
+                is_own = self._meet or (type(value) is list and not self._is_in_order)
+                own[name] = copy.copy(value) if is_own else value
                 if type(value) is list:
                     self._lists.append((value, len(value), own[name]))
         kept = self._kept.get((self._kind, i, owner), {})

@@ -213,8 +213,8 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         replicas.hooks = self.updates.find_hooks(name, optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
         with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
-            are_apart = meet or order != list(self.sizes)
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=are_apart)
+            is_in_order = not meet and order == list(self.sizes)
+            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet, is_in_order=is_in_order)
             self.updates.begin(optimizers)
             if is_manual:
                 self.gradients.copy_changed()
@@ -298,9 +298,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         result = step(closure=closure, **kwargs)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            self.gradients.forget()  # unscaling edits them, and torch does not count it
         self.update_replicas(optimizer)
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the optimizer, or by unscaling
+            self.updates.offer_state(optimizer)  # as it is after the update
         return result
 
     # Around steps, where somebody may edit weights and the optimizers' states
@@ -309,7 +312,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         if self.is_split:
             self.replicas.warn_of_edited_buffers()
             self.replicas.is_stale = self.replicas.is_watched = True
-            self.gradients.is_checked = False
+            self.gradients.is_checked = self.gradients.is_compared = False
+            self.gradients.forget()
+            self.recorder.forget_rows()
             self.updates.start_anew()
             check_layers(self.replicas.module, sync_batchnorm=self._layer_sync is not None)
 

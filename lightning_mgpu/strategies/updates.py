@@ -4,10 +4,11 @@ In its turn a replica finds its own parameters in the optimizers. For its update
 turn, with a state of the replica's own.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -55,18 +56,21 @@ class Updates:
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. A replica that looks at a state gets a copy of it."""
         self.optimizers = optimizers
+        self._settings = [dict(group) for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer) or hasattr(type(optimizer), "state"):  # Lightning takes others, too
                 own = type(optimizer).__name__
                 raise MisconfigurationException(f"{own} is no torch.optim.Optimizer with a state: derive it from that.")
             if optimizer not in self._repeated:
-                load = partial(self._copy_of_state, optimizer.state)
-                states = [CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))]
+                self.offer_state(optimizer)
                 if self.replicas_update and self._is_repeatable(optimizer):
                     self._repeated.add(optimizer)
-                    self._states[optimizer] = [state.load() for state in states]  # before the update
-                else:
-                    self._states[optimizer] = states
+                    self._states[optimizer] = [state.load() for state in self._states[optimizer]]  # before the update
+
+    def offer_state(self, optimizer: Optimizer) -> None:
+        """Let replicas have copies of the optimizer's state as it is now, once they look at it."""
+        load = partial(self._copy_of_state, optimizer.state)
+        self._states[optimizer] = [CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))]
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -99,7 +103,7 @@ class Updates:
         for optimizer in optimizers:
             state, copies = optimizer.state, self._states[optimizer][1:]
             if any(isinstance(each, CopyOnDemand) for each in copies):
-                optimizer.state = CopyOnDemand(lambda state=state, copies=copies: _load_all(state, copies))  # type: ignore[assignment, misc]
+                optimizer.state = CopyOnDemand(partial(_load_all, state, copies))  # type: ignore[assignment]
                 watched.append((optimizer, optimizer.state, state))
         try:
             yield
@@ -174,33 +178,35 @@ def _load_all(state: Any, copies: Sequence[Any]) -> Any:
     return state
 
 
-class CopyOnDemand(MutableMapping):
-    """A replica's copy of an optimizer's state, made when the replica first looks at it. Hardly any step does."""
+class CopyOnDemand:
+    """A replica's copy of an optimizer's state, made when the replica first looks at it. Hardly any step does.
+
+    Whatever is asked of it is asked of the copy, which is a `defaultdict` as the state.
+    """
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
+        self.load = cache(load)
 
-    @cached_property
-    def loaded(self) -> Any:
-        return self._load()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.load(), name)
 
-    def load(self) -> Any:
-        return self.loaded
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.load(), memo)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.loaded[key]
+    def __copy__(self) -> Any:
+        return copy.copy(self.load())
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.loaded[key] = value
+    def __reduce__(self) -> Any:
+        return self.load().__reduce__()
 
-    def __delitem__(self, key: Any) -> None:
-        del self.loaded[key]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loaded)
+def _ask_the_copy(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.load(), name)(*args)
 
-    def __len__(self) -> int:
-        return len(self.loaded)
+
+for _name in ("getitem", "setitem", "delitem", "contains", "iter", "len", "eq", "or", "ior", "repr"):
+    setattr(CopyOnDemand, f"__{_name}__", _ask_the_copy(f"__{_name}__"))  # found on the class only
+MutableMapping.register(CopyOnDemand)
 
 
 def _is_users(hook: str, owner: Any) -> bool:

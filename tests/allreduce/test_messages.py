@@ -16,8 +16,11 @@ def some(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[t
 def test_a_message_has_one_dtype_and_is_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "BUCKET_BYTES", 40)
     tensors = [*some((4,)), *some((2,), dtype=torch.int64), *some((6,), (1,), (100,), ())]
-    assert list(buckets(tensors)) == [[0, 2], [3], [4], [5], [1]]
-    assert list(buckets([])) == []
+    assert list(buckets(tensors, tensors)) == [[0, 2], [3], [4], [5], [1]]
+    assert list(buckets([], [])) == []
+    sparse = torch.eye(3).to_sparse()
+    elsewhere = torch.empty(4, device="meta")
+    assert list(buckets([sparse, elsewhere, *some((4,))], [sparse, *some((4,), (4,))])) == [[0], [1], [2]]
 
 
 def test_bfloat16_and_layouts_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,13 @@ GROUPS = {  # from tests/strategies; each runs in one process
         *("test_attributes.py", "test_outputs.py", "test_manual.py", "test_checkpoints.py", "test_trainer.py"),
         *("test_errors.py::test_a_failure_in_one_replica", "test_metrics.py::test_ways_to_log_a_metric"),
     ],
-    "steps": ["../simulated/test_steps.py", "../allreduce", "test_precision.py", "test_devices.py"],
+    "steps": [
+        "../simulated/test_steps.py",
+        "../allreduce",
+        "test_precision.py",
+        "test_devices.py",
+        "test_on_demand.py",
+    ],
     "runs": ["../runs"],
     "parts": [
         *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),

@@ -279,3 +279,18 @@ def test_replicas_that_part_ways_end_in_an_error(train, case):
 
     with refused("what the user's code says" if case == "raises" else "every replica must call manual_backward"):
         train(Module, 2, loader=ordered_loader)
+
+
+def test_gradients_that_differ_by_an_edit_without_a_mark(train):
+    """In an epoch's first step they are compared, whatever torch has counted."""
+
+    class Module(Manual):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch))
+            for parameter in self.parameters():
+                parameter.grad.data.mul_(batch[1].mean())
+            self.optimizers().step()
+
+    with pytest.raises(RuntimeError, match="gradients differ before an update"):
+        train(Module, 2)

@@ -268,3 +268,39 @@ def test_a_metric_that_is_the_loss(assert_parity, base):
             return self.mse(Z, y) + sum(self.both(Z, y).values())
 
     assert_parity(Module)
+
+
+class Weighed(tm.Metric):
+    """Takes rows of samples under one name, and one tensor for all samples under another."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, y, rows=None, weights=None):
+        self.count += len(y)
+        self.total += y.sum() if rows is None else (y.repeat_interleave(2) * rows).sum()
+        self.total += 0 if weights is None else weights.sum() * len(y)
+
+    def compute(self):
+        return self.total / self.count
+
+
+def test_an_argument_for_all_samples_where_others_have_rows(assert_parity):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.metric = Weighed()
+
+        def training_step(self, batch, batch_idx):
+            X, y = batch
+            if batch_idx == 0:
+                self.metric.update(y[:, 0], rows=(X[:, :2].flatten() > 0).double())
+            else:
+                weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=self.device)
+                self.metric.update(y[:, 0], weights=weights)
+            self.log("metric", self.metric, on_epoch=True, on_step=False)
+            return self.loss(batch)
+
+    assert_parity(Module, loader=lambda: a_loader(8, 24))

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from tiny_runs import IS_SIMULATED, Manual, Regression, a_loader, assert_close, make_strategy, relative_error, same_bits
+from tiny_runs import (
+    IS_SIMULATED,
+    Manual,
+    Regression,
+    a_loader,
+    assert_close,
+    make_strategy,
+    one_cycle,
+    relative_error,
+    same_bits,
+)
 from torchmetrics import MeanSquaredError
 
 
@@ -94,3 +104,27 @@ def test_cpu_and_gpu_together(train, engine, places, base):
     one, two = train(Module), train(Module, 1, strategy, check=False, accelerator=accelerator)
     assert relative_error(two, one) < 1e-10
     assert_close(two.trainer.callback_metrics, one.trainer.callback_metrics, 1e-6)
+
+
+@pytest.mark.skipif(not IS_SIMULATED, reason="needs -p tests.simulated.devices")
+@pytest.mark.parametrize("places", [["cpu", "sim:0"], ["sim:0", "cpu"]], ids=str)
+def test_a_gpu_that_starts_first_is_not_the_first_replica(train, engine, places):
+    """Rates are those of this step, and what replicas put into a dict is all there."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(optimizer=one_cycle)
+            self.seen = {}
+
+        def training_step(self, batch, batch_idx):
+            group = self.optimizers().param_groups[0]
+            assert all(any(p is q for q in self.parameters()) for p in group["params"])
+            return self.loss(batch) * group["lr"] * 10
+
+        def validation_step(self, batch, batch_idx):
+            self.seen.update(dict.fromkeys(batch[1][:, 0].tolist()))
+
+    kwargs = {"val": True, "max_epochs": 1, "loader": lambda: a_loader(8, 24)}
+    one, two = train(Module, **kwargs), train(Module, 1, make_strategy(engine, parallel_devices=places), **kwargs)
+    assert relative_error(two, one) < 1e-10
+    assert len(two.seen) == len(one.seen) == 24
