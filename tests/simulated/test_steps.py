@@ -6,6 +6,8 @@ The Trainer's data are not pinned, which is a wait of its own (`batch_loader` pi
 """
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
+from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet, ResNet18
 from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
 
@@ -100,7 +104,8 @@ def steps(make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch)
     def run(make: Callable[[], Any], engine: str, k: int = 2, first: bool = False, **kwargs: Any) -> Any:
         num_steps, advance = 0, _TrainingEpochLoop.advance
         options = {"replicas": kwargs.pop("replicas")} if "replicas" in kwargs else {}
-        model = make()
+        model, given = make(), kwargs.pop("data", None)
+        leave_out = () if given else BATCH
         size = sum(p.nbytes for p in model.parameters())
         data = TensorDataset(torch.rand(12, 1, 28, 28), torch.arange(12) % 10)
 
@@ -116,9 +121,9 @@ def steps(make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch)
         trainer = make_trainer(strategy=strategy, devices=k, limit_val_batches=0, **kwargs)
         with watched() as seen:
             seen.is_on = False
-            trainer.fit(model, DataLoader(data, 4))
+            trainer.fit(model, given or DataLoader(data, 4))
         assert num_steps == (1 if first else 2)
-        waits = {key: n for key, n in seen.waits.items() if key[0] != BATCH[0]}
+        waits = {key: n for key, n in seen.waits.items() if key[0] not in leave_out}
         return waits, seen.num_bytes / num_steps / size, seen.messages.total() / num_steps
 
     return run
@@ -142,6 +147,28 @@ def test_a_step_waits_for_no_device(steps: Callable[..., Any], name: str, engine
     make, kwargs = PLAIN[name]
     waits, _, _ = steps(make, engine, **kwargs)
     assert not waits
+
+
+def fast_lenet() -> LeNet:
+    return LeNet(optimizer=lambda p: AdamW(p, 1e-3, fused=True), lr_scheduler=partial(OneCycleLR, max_lr=0.1))
+
+
+@pytest.mark.parametrize(("engine", "k"), [("auto", 1), ("manual_allreduce", 2), ("dp", 2)])
+@pytest.mark.parametrize("resident", [False, True], ids=["pinned", "resident"])
+def test_data_of_this_package_wait_for_no_device(
+    steps: Callable[..., Any], root: Path, resident: bool, engine: str, k: int
+) -> None:
+    """Batches from pinned memory, or made on the device; a fused optimizer and a scheduler besides."""
+    settings = {"device_resident": resident, "augment": True, "cutout": 8, "normalize": True}
+    data = FashionMNIST(root=str(root), batch_size=4, val_size=101, **settings)
+    waits, _, _ = steps(fast_lenet, engine, k, data=data, limit_train_batches=3)
+    assert not waits
+
+
+def test_waits_are_found_on_one_device(steps: Callable[..., Any]) -> None:
+    """Loggers get numbers; what the package leaves to Lightning is counted, too."""
+    waits, _, _ = steps(Asks, "auto", 1)
+    assert list(waits.values()) == [2] and "test_steps.py" in next(iter(waits))[1]
 
 
 @ENGINES
