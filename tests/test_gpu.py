@@ -1,9 +1,10 @@
-"""Every subcommand on every kind of device that the machine has: what to run first where there is a GPU.
+"""Every subcommand on every kind of device that the machine has: what to run first on a GPU.
 
     pytest -m gpu
 
-It takes less than five minutes on one GPU and downloads nothing: the images are synthetic. At its end it
-says what it saw: the GPU, its driver, and the seconds per epoch of LeNet and ResNet-18.
+It takes less than five minutes on one GPU and downloads nothing: the images are synthetic. At
+its end it says what it saw: the GPU, its driver, and the seconds per epoch of LeNet and
+ResNet-18.
 """
 
 import csv

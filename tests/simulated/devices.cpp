@@ -60,6 +60,7 @@ struct Inside {
   ~Inside() { --inside; }
 };
 
+// The size of what these return depends on values, or they return one
 const std::set<std::string> WAITS = {
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::is_nonzero", "aten::repeat_interleave"};
@@ -120,7 +121,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 bool is_pinned_address(const void*);
 
-// Random generators, one a device
+// Random generators, one per device
 
 at::Generator& generator_of(DeviceIndex index) {
   static std::vector<at::Generator> generators = [] {
@@ -148,12 +149,16 @@ std::map<const char*, size_t> pinned;
 
 struct PinnedAllocator final : c10::Allocator {
   static void free(void* data) {
-    { std::lock_guard<std::mutex> guard(pinned_lock); pinned.erase(static_cast<const char*>(data)); }
+    {
+      std::lock_guard<std::mutex> guard(pinned_lock);
+      pinned.erase(static_cast<const char*>(data));
+    }
     c10::GetCPUAllocator()->raw_deallocate(data);
   }
   c10::DataPtr allocate(size_t num_bytes) override {
     void* data = c10::GetCPUAllocator()->raw_allocate(num_bytes);
-    { std::lock_guard<std::mutex> guard(pinned_lock); pinned[static_cast<const char*>(data)] = num_bytes; }
+    std::lock_guard<std::mutex> guard(pinned_lock);
+    pinned[static_cast<const char*>(data)] = num_bytes;
     return {data, data, &free, Device(DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free; }

@@ -3,27 +3,31 @@
     python -m pytest -p tests.simulated.devices tests/strategies/test_parity.py
     PYTHONPATH=.:tests/simulated/autoload python -m lightning_mgpu fit --trainer.accelerator=sim
 
-As a pytest plugin (the first line) it lets the tests' `Trainer(accelerator="cpu")` run on simulated
-devices. Processes load the devices themselves (the second line).
+As a pytest plugin (the first line) it lets the tests' `Trainer(accelerator="cpu")` run on
+simulated devices. Processes load the devices themselves (the second line).
 
-As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a thread per
-device. Each device has its own random numbers and counts the bytes it holds. Autocast and GradScalers
-work. watch.py counts what makes the host wait (`.item()`, a copy to the CPU, `nonzero`, `equal`, a copy
-from memory that is not pinned) and what goes between devices, so that "a step waits for no device" is
-a test. In `broken_device()` every wait raises CUDA's error.
+As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a
+thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
+and GradScalers work. watch.py counts what makes the host wait (`.item()`, a copy to the CPU,
+`nonzero`, `equal`, a copy from memory that is not pinned) and what goes between devices, so that
+"a step waits for no device" is a test. In `broken_device()` every wait raises CUDA's error.
 
 What a GPU has and these devices lack, and what follows for the tests:
 
-- Streams, and kernels that run while the host goes on. All work is done when a call returns: no test
-  here finds a missing `synchronize`, the race of a non-blocking copy, or devices that do not overlap.
-  A wait is counted where CUDA would wait, by a list of operators in devices.cpp; others are not seen.
-- Kernels of their own. The CPU's run, so figures are the CPU's to the bit: neither speed, nor CUDA's
-  rounding, nor the need for deterministic kernels shows. Inductor generates no code for them.
+- Streams, and kernels that run while the host goes on. All work is done when a call returns: no
+  test here finds a missing `synchronize`, the race of a non-blocking copy, or devices that do
+  not overlap. A wait is counted where CUDA would wait, by a list of operators in devices.cpp;
+  others are not seen.
+- Kernels of their own. The CPU's run, so figures are the CPU's to the bit: neither speed, nor
+  CUDA's rounding, nor the need for deterministic kernels shows. Inductor generates no code for
+  them.
 - A limit of memory. `bytes_held` counts, but nothing is ever full.
-- Collectives. Gloo and NCCL do not know the devices: `ddp` and FSDP are tested on CPU processes, and
-  by tests/test_gpu.py where there are several GPUs.
-- CUDA's name. What asks for CUDA itself (Lightning's hints, cuDNN, `torch.cuda`) goes the CPU's way.
-- Sparse tensors and fused recurrent cells: see `UNLIKE_GPUS`. `ON_ONE_DEVICE` has what GPUs refuse, too.
+- Collectives. Gloo and NCCL do not know the devices: `ddp` and FSDP are tested on CPU processes,
+  and by tests/test_gpu.py where there are several GPUs.
+- CUDA's name. What asks for CUDA itself (Lightning's hints, cuDNN, `torch.cuda`) goes the CPU's
+  way.
+- Sparse tensors and fused recurrent cells: see `UNLIKE_GPUS`. `ON_ONE_DEVICE` has what GPUs
+  refuse, too.
 
 A test of what is missing here is marked `gpu`.
 """

@@ -1,4 +1,4 @@
-"""Every subcommand in a process of its own on simulated devices: nothing a user starts works on CPUs only."""
+"""Every subcommand in a process of its own on simulated devices."""
 
 import os
 import shutil

@@ -20,6 +20,7 @@ GROUPS = {  # from tests/strategies; each runs in one process
     ],
     "steps": [
         "../simulated/test_steps.py",
+        "../simulated/test_watch.py",
         "../allreduce",
         "test_precision.py",
         "test_devices.py",

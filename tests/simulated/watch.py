@@ -1,4 +1,4 @@
-"""What a GPU's host would wait for, what goes from one simulated device to another, and what is held on them."""
+"""Counts what a GPU's host would wait for, what goes between simulated devices, and what they hold."""
 
 import ctypes
 import traceback
