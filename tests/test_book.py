@@ -13,6 +13,7 @@ import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu import book
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.devices import gpus
 from tests.conftest import run_devices
 
 CPU = torch.device("cpu")
@@ -75,6 +76,17 @@ def test_the_trainer_finds_the_same_weights(
             expected = parameter.T if parameter.ndim == 2 else parameter
             torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-10, atol=1e-13)
             assert not torch.allclose(found.cpu(), before, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpus(), reason="needs a GPU")
+def test_on_gpus(
+    make_data: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two replicas, on one GPU if there is only one."""
+    monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
+    book.main(["--devices", "2", "--num_epochs", "1", "--curve", str(tmp_path / "book.png")])
+    assert f"sec/epoch on [{gpus()[0]!r}, " in capsys.readouterr().out
 
 
 def test_every_sample_is_evaluated() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu import book  # room: book
 from lightning_mgpu.runs.devices import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
@@ -123,19 +122,6 @@ def test_benchmark(run: Run, kind: str) -> None:
 def test_testing(run: Run, kind: str) -> None:
     out = run("--strategy=manual_allreduce", "--devices=1", f"--accelerator={kind}", module="lightning_mgpu.testing")
     assert "kept" in out and "BROKEN" not in out
-
-
-# /room
-
-
-# room: book
-def test_book(
-    kind: str, make_data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
-    monkeypatch.setattr(book, "gpus", lambda: [] if kind == "cpu" else gpus())
-    book.main(["--devices", "2", "--num_epochs", "1", "--curve", str(tmp_path / "book.png")])
-    assert f"sec/epoch on [device(type='{kind}'" in capsys.readouterr().out
 
 
 # /room
