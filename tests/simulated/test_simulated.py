@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-GROUPS = {  # from tests/strategies; each runs in one process
+GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
     "parity": ["test_parity.py", "test_replicas.py", "test_norms.py", "test_random.py", "test_optimizers.py"],
     "placement": [
         *("test_attributes.py", "test_outputs.py", "test_manual.py", "test_checkpoints.py", "test_trainer.py"),
@@ -26,12 +26,12 @@ GROUPS = {  # from tests/strategies; each runs in one process
         "test_devices.py",
         "test_on_demand.py",
     ],
-    "runs": ["../runs"],
+    "runs": [f"../runs/test_{name}.py" for name in ("checkpoints", "model_summary", "records", "resume")],
     "parts": [
         *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),
         *("../benchmark", "../test_book.py", "../test_modes.py"),
     ],
-    "tools": ["../cli", "../sweep", "../test_adding.py"],
+    "tools": ["../cli/test_mistakes.py", "../sweep", "../test_adding.py"],
 }
 
 
