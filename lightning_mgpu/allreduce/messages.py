@@ -12,7 +12,7 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's: larger ones gain noth
 def buckets(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[list[int]]:
     """The indices of the tensors of each message: of one dtype, up to `BUCKET_BYTES`, from one device to another.
 
-    What is not dense, such as a sparse buffer, is a message of its own.
+    A tensor that is not dense, such as a sparse buffer, is a message of its own.
     """
     alike: dict[tuple[torch.dtype, torch.device, torch.device], list[int]] = defaultdict(list)
     for i, (target, source) in enumerate(zip(targets, sources)):

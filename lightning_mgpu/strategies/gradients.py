@@ -185,7 +185,7 @@ class Gradients:
             copy_all(targets, sources)
 
     def forget(self) -> None:
-        """Somebody may have edited the first replica's gradients in a way that torch does not count."""
+        """The first replica's gradients may have been edited in a way that torch does not count."""
         self._known = []
 
     def _are_known(self) -> bool:

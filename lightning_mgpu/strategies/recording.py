@@ -232,7 +232,7 @@ class Recorder:
         return False
 
     def forget_rows(self) -> None:
-        """Ask anew: an argument may be another one in the next epoch."""
+        """Compare arguments again: in the next epoch another one may have this name."""
         self._with_rows.clear()
 
 

@@ -278,7 +278,7 @@ def _warn_of(flags: Mapping[Said, Tensor]) -> list[Said]:
 def differ(tensor: Tensor, other: Tensor) -> Tensor:
     """Whether two tensors of one shape are other numbers (NaN is equal to NaN), as a 0-d tensor.
 
-    Nothing waits for a device until somebody reads it, see `to_bools`.
+    The host does not wait for the device before the value is read, see `to_bools`.
     """
     other = other.detach().to(tensor.device)
     if tensor.is_cpu and torch.equal(tensor, other):  # the fastest way, where there is nothing to wait for

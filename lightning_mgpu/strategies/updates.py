@@ -181,7 +181,7 @@ def _load_all(state: Any, copies: Sequence[Any]) -> Any:
 class CopyOnDemand:
     """A replica's copy of an optimizer's state, made when the replica first looks at it. Hardly any step does.
 
-    Whatever is asked of it is asked of the copy, which is a `defaultdict` as the state.
+    It passes every call on to the copy, which is a `defaultdict` like the state.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:

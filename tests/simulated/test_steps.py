@@ -5,7 +5,9 @@
 The Trainer's data are not pinned, which is a wait of its own (`batch_loader` pins them): it is left out.
 """
 
+import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrat
 
 IS_SIMULATED = hasattr(torch, "sim")
 if IS_SIMULATED:
-    from tests.simulated.watch import watched
+    from tests.simulated.watch import broken_device, bytes_held, watched
 pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs -p tests.simulated.devices")
 BATCH = ("copy from pageable host", "the batch")
 STRATEGIES = {"manual_allreduce": ManualAllreduceStrategy, "dp": DataParallelStrategy}
@@ -218,3 +220,36 @@ def test_messages_of_a_resnet(steps: Callable[..., Any], engine: str) -> None:
     _, _, messages = steps(ResNet18, engine)
     num_parameters = len(list(ResNet18().parameters()))
     assert messages <= (2 * num_parameters if engine == "manual_allreduce" else 0) + 16
+
+
+@ENGINES
+def test_nothing_stays_on_the_other_device(make_trainer: Callable[..., Trainer], engine: str) -> None:
+    """The copies go when training ends, not when Python's collector runs."""
+    data = TensorDataset(torch.rand(12, 1, 28, 28), torch.arange(12) % 10)
+    trainer = make_trainer(strategy=STRATEGIES[engine](), devices=2, limit_val_batches=0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = bytes_held(1)
+        trainer.fit(LeNet(optimizer=adamw), DataLoader(data, 4))
+        assert bytes_held(1) == before
+    finally:
+        gc.enable()
+
+
+def test_a_devices_error_is_not_the_users_mistake(
+    main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel fails in a step; the next wait is Lightning's. The traceback stays, and the status is not 2."""
+    options = (f"--data.root={root}", "--data.val_size=101", "--trainer.accelerator=cpu", "--trainer.devices=1")
+    with ExitStack() as stack:
+
+        def fails(self: Any, batch: Any, batch_idx: int) -> Tensor:
+            stack.enter_context(broken_device())
+            return self(batch[0]).mean()
+
+        monkeypatch.setattr(LeNet, "training_step", fails)
+        monkeypatch.setattr(Callback, "on_exception", lambda *args: stack.close())  # or the teardown waits, too
+        with pytest.raises(RuntimeError, match="device-side assert triggered") as caught:
+            main("fit", *options)
+    assert "lightning" in caught.traceback[-1].path.parts  # the wait: it copies the next batch
