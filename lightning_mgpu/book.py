@@ -29,7 +29,12 @@ def init_params(seed: int = 0) -> Params:
     """The 129,068 numbers of LeNet: weights from N(0, 0.01), biases of zero."""
     generator = torch.Generator().manual_seed(seed)
     params = []
-    for shape, num_outputs in [((20, 1, 3, 3), 20), ((50, 20, 5, 5), 50), ((800, 128), 128), ((128, 10), 10)]:
+    for shape, num_outputs in [
+        ((20, 1, 3, 3), 20),
+        ((50, 20, 5, 5), 50),
+        ((800, 128), 128),
+        ((128, 10), 10),
+    ]:
         params += [torch.randn(shape, generator=generator) * 0.01, torch.zeros(num_outputs)]
     return params
 
@@ -38,7 +43,9 @@ def lenet(X: Tensor, params: Params) -> Tensor:
     """Logits (B, 10) of images (B, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (B, 20, 26, 26), pooled to (B, 20, 13, 13)
-    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(1)  # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(
+        1
+    )  # (B, 50, 9, 9), pooled and flattened to (B, 800)
     h3 = F.relu(h2 @ W3 + b3)  # (B, 128)
     return h3 @ W4 + b4  # (B, 10)
 
@@ -48,16 +55,23 @@ def get_params(params: Params, device: torch.device) -> Params:
     return [param.to(device).clone().requires_grad_() for param in params]
 
 
-def split_batch(X: Tensor, y: Tensor, devices: list[torch.device]) -> tuple[list[Tensor], list[Tensor]]:
+def split_batch(
+    X: Tensor, y: Tensor, devices: list[torch.device]
+) -> tuple[list[Tensor], list[Tensor]]:
     """One shard on every device. In the chapter 4 devices share 5 samples as 2, 2 and 1: the last one gets nothing."""
     X_shards, y_shards = (
-        [shard.to(device, non_blocking=True) for shard, device in zip(part.tensor_split(len(devices)), devices)]
+        [
+            shard.to(device, non_blocking=True)
+            for shard, device in zip(part.tensor_split(len(devices)), devices)
+        ]
         for part in (X, y)
     )
     return X_shards, y_shards
 
 
-def train_batch(X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float) -> None:
+def train_batch(
+    X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
+) -> None:
     """A step on a global batch: k shards, k losses, k gradients, one sum of them, k equal updates."""
     X_shards, y_shards = split_batch(X, y, devices)
     losses = [  # sums, not means: a large shard counts for more than a small one
@@ -75,22 +89,34 @@ def train_batch(X: Tensor, y: Tensor, device_params: list[Params], devices: list
 
 
 @torch.no_grad()
-def evaluate_accuracy(batches: Iterable, device_params: list[Params], devices: list[torch.device]) -> float:
+def evaluate_accuracy(
+    batches: Iterable, device_params: list[Params], devices: list[torch.device]
+) -> float:
     """The share of all samples that LeNet gets right. All devices work; in the chapter the first one does."""
-    shards = (shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params))
+    shards = (
+        shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params)
+    )
     hits = [(lenet(X, params).argmax(1) == y).cpu() for X, y, params in shards]
     return torch.cat(hits).double().mean().item()
 
 
-def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png") -> list[Params]:
+def train(
+    num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png"
+) -> list[Params]:
     """Train on Fashion-MNIST in global batches, draw the test accuracy, and return the parameters on every device."""
     if min(num_devices, num_epochs) < 1:
-        raise ValueError(f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both.")
-    data = FashionMNIST(batch_size, val_size=0)  # the seed and the epoch decide the order, not the devices
+        raise ValueError(
+            f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both."
+        )
+    data = FashionMNIST(
+        batch_size, val_size=0
+    )  # the seed and the epoch decide the order, not the devices
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[:num_devices]  # repeated where there are too few
+    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[
+        :num_devices
+    ]  # repeated where there are too few
     params = init_params()
     device_params = [get_params(params, device) for device in devices]
     seconds, test_accs = 0.0, []
@@ -113,12 +139,22 @@ def train(num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, cu
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2, help="GPUs where there are, else the CPU repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, default=2, help="GPUs where there are, else the CPU repeated"
+    )
     parser.add_argument("--num_epochs", type=int, default=10)
-    parser.add_argument("--batch_size", type=int, default=256, help="global: split over the devices")
+    parser.add_argument(
+        "--batch_size", type=int, default=256, help="global: split over the devices"
+    )
     parser.add_argument("--lr", type=float, default=0.2)
-    parser.add_argument("--curve", default="book.png", help="picture of the test accuracy, redrawn after every epoch")
+    parser.add_argument(
+        "--curve",
+        default="book.png",
+        help="picture of the test accuracy, redrawn after every epoch",
+    )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     args = parser.parse_args(argv)
     with one_line_errors(args.traceback):

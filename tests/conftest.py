@@ -29,7 +29,9 @@ from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
 from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; the processes tested would, too
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job; the processes tested would, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
@@ -51,7 +53,9 @@ def run_devices(num: int) -> list[torch.device]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What `pytest -m gpu` has measured."""
     passed = terminalreporter.stats.get("passed", [])
-    if lines := [value for report in passed for name, value in report.user_properties if name == "gpu"]:
+    if lines := [
+        value for report in passed for name, value in report.user_properties if name == "gpu"
+    ]:
         terminalreporter.section("what these tests saw")
         terminalreporter.write("\n".join([*lines, ""]))
 
@@ -69,9 +73,14 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Id
     root = tmp_path_factory.mktemp("data")
     raw = root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    values = [part for num, seed in ((NUM_TRAIN, 1), (NUM_TEST, 0)) for part in synthetic_fashion_mnist(num, seed)]
+    values = [
+        part
+        for num, seed in ((NUM_TRAIN, 1), (NUM_TEST, 0))
+        for part in synthetic_fashion_mnist(num, seed)
+    ]
     return root, tuple(
-        write_idx(raw / file.name, part.flatten(0, -3) if part.ndim > 1 else part) for file, part in zip(FILES, values)
+        write_idx(raw / file.name, part.flatten(0, -3) if part.ndim > 1 else part)
+        for file, part in zip(FILES, values)
     )
 
 
@@ -89,7 +98,9 @@ def make_data(root: Path) -> Callable[..., FashionMNIST]:
     """A data module on the tiny dataset, prepared and set up."""
 
     def make(**kwargs: Any) -> FashionMNIST:
-        data = FashionMNIST(**{"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3, **kwargs})
+        data = FashionMNIST(
+            **{"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3, **kwargs}
+        )
         data.prepare_data()
         data.setup("fit")
         return data
@@ -134,15 +145,29 @@ class Command:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        self.env = {**os.environ, "HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
+        self.env = {
+            **os.environ,
+            "HOME": str(cwd),
+            "PYTHONPATH": path,
+            "WANDB_MODE": "disabled",
+            "COLUMNS": "120",
+        }
         for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
             self.env.pop(name, None)
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *args: str, launcher: tuple[str, ...] = PROGRAM, **env: str) -> subprocess.Popen[str]:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    def start(
+        self, *args: str, launcher: tuple[str, ...] = PROGRAM, **env: str
+    ) -> subprocess.Popen[str]:
+        files: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         line, env = [sys.executable, *launcher, *args], {**self.env, **env}
-        process = subprocess.Popen(line, cwd=self.cwd, env=env, text=True, start_new_session=True, **files)
+        process = subprocess.Popen(
+            line, cwd=self.cwd, env=env, text=True, start_new_session=True, **files
+        )
         self._started.append(process)
         return process
 
@@ -151,7 +176,11 @@ class Command:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             end(process)
-            pytest.fail("\n".join([f"{process.args} was not done after {timeout} s", *process.communicate()]))
+            pytest.fail(
+                "\n".join(
+                    [f"{process.args} was not done after {timeout} s", *process.communicate()]
+                )
+            )
         for _ in range(50):  # children may need a moment to go
             if not group_lives(process.pid):
                 return process.returncode, out, err

@@ -17,10 +17,21 @@ from tests.conftest import run_devices
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-ALLREDUCE = (REPOSITORY / "README.md").read_text().partition("\n## Your own allreduce\n")[2].partition("\n## ")[0]
-SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + ALLREDUCE.partition("\nA model, a dataset")[0]
+ALLREDUCE = (
+    (REPOSITORY / "README.md")
+    .read_text()
+    .partition("\n## Your own allreduce\n")[2]
+    .partition("\n## ")[0]
+)
+SECTION = (REPOSITORY / "docs" / "adding.md").read_text() + ALLREDUCE.partition(
+    "\nA model, a dataset"
+)[0]
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", SECTION, flags=re.DOTALL))
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", SECTION, flags=re.DOTALL)
+    for line in block.splitlines()
+]
 TESTS = [line for line in COMMANDS if line.startswith("python -m pytest ")]
 RUNS = [line for line in COMMANDS if line.startswith("python -m lightning_mgpu fit ")]
 CPU = "--trainer.accelerator=cpu"
@@ -58,23 +69,31 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 def test_their_tests_pass(project: Path, shell: Callable) -> None:
     """The three commands as one, for a process takes seconds to start; those of rooms are tried by the rooms' tests."""
     others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
-    assert all(re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others)
+    assert all(
+        re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others
+    )
     assert len(RUNS) == 5
     names = " ".join(line.removeprefix("python -m pytest ") for line in TESTS)
     assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}"), flags=re.MULTILINE)
 
 
-def test_a_model_trains_and_is_found_by_its_checkpoint(project: Path, shell: Callable, main: Callable) -> None:
+def test_a_model_trains_and_is_found_by_its_checkpoint(
+    project: Path, shell: Callable, main: Callable
+) -> None:
     [line] = [line for line in RUNS if "my_data" not in line and "my_model" in line]
     out = shell(" ".join([line, *SHORT, *LIMITS]))
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     assert "model:    MLP, 50,890 parameters" in out
-    (path,) = project.glob("runs/*/checkpoints/last.ckpt")  # the checkpoint alone says which model it is
+    (path,) = project.glob(
+        "runs/*/checkpoints/last.ckpt"
+    )  # the checkpoint alone says which model it is
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 
 @pytest.mark.parametrize("part", ["my_strategy", "my_top_k", "my_allreduce"])
-def test_its_command_trains(part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
+def test_its_command_trains(
+    part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
     [line] = [line for line in RUNS if part in line]
     assert main(*shlex.split(line)[3:], *SHORT, *LIMITS) == 0
     out = capfd.readouterr().out
@@ -100,5 +119,15 @@ def test_a_plain_lightning_module(main: Callable[..., int], capfd: pytest.Captur
     """Lightning's own, with plain loaders."""
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     parts = (f"--model={boring}Model", f"--data={boring}DataModule", "--trainer.max_epochs=1")
-    assert main("fit", *parts, CPU, *LIMITS, "--trainer.devices=2", "--trainer.strategy=manual_allreduce") == 0
+    assert (
+        main(
+            "fit",
+            *parts,
+            CPU,
+            *LIMITS,
+            "--trainer.devices=2",
+            "--trainer.strategy=manual_allreduce",
+        )
+        == 0
+    )
     assert "model:    BoringModel, 66 parameters" in capfd.readouterr().out

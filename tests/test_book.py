@@ -29,17 +29,27 @@ def params() -> list[Tensor]:
 
 def batch(num_samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(num_samples, 1, 28, 28, generator=generator, dtype=torch.float64), torch.arange(num_samples)
+    return torch.randn(
+        num_samples, 1, 28, 28, generator=generator, dtype=torch.float64
+    ), torch.arange(num_samples)
 
 
 @pytest.fixture
 def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch) -> None:
     """The chapter on 503 images, and on the CPU, or on simulated devices."""
-    monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
-    monkeypatch.setattr(book, "gpus", lambda: [device for device in run_devices(2) if device.type != "cpu"])
+    monkeypatch.setattr(
+        book,
+        "FashionMNIST",
+        lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs),
+    )
+    monkeypatch.setattr(
+        book, "gpus", lambda: [device for device in run_devices(2) if device.type != "cpu"]
+    )
 
 
-@pytest.mark.parametrize("num_samples", [7, 2])  # shards of different sizes; on 3 devices an empty one
+@pytest.mark.parametrize(
+    "num_samples", [7, 2]
+)  # shards of different sizes; on 3 devices an empty one
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_samples: int) -> None:
     """All replicas hold the same bits."""
@@ -58,20 +68,30 @@ def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_sam
 
 
 def test_the_trainer_finds_the_same_weights(
-    tiny: None, make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: None,
+    make_data: Callable,
+    make_trainer: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`manual_allreduce` is the chapter: the same images in the same order, three epochs, a last batch of 55."""
     model = LeNet(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)).double()
     for parameter, value in zip(model.net.parameters(), params()):
-        parameter.data.copy_(value.T if value.ndim == 2 else value)  # `nn.Linear` keeps its weight transposed
-    trainer = make_trainer(strategy="manual_allreduce", devices=2, max_epochs=3, precision="64-true")
+        parameter.data.copy_(
+            value.T if value.ndim == 2 else value
+        )  # `nn.Linear` keeps its weight transposed
+    trainer = make_trainer(
+        strategy="manual_allreduce", devices=2, max_epochs=3, precision="64-true"
+    )
     trainer.fit(model, make_data(val_size=0))
     assert trainer.global_step == 3 * 8
 
     lenet = book.lenet
     monkeypatch.setattr(book, "lenet", lambda X, params: lenet(X.double(), params))
     monkeypatch.setattr(book, "init_params", params)
-    for replica in book.train(2, batch_size=64, lr=0.2, num_epochs=3, curve=str(tmp_path / "book.png")):
+    for replica in book.train(
+        2, batch_size=64, lr=0.2, num_epochs=3, curve=str(tmp_path / "book.png")
+    ):
         for found, before, parameter in zip(replica, params(), model.net.parameters()):
             expected = parameter.T if parameter.ndim == 2 else parameter
             torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-10, atol=1e-13)
@@ -81,10 +101,17 @@ def test_the_trainer_finds_the_same_weights(
 @pytest.mark.gpu
 @pytest.mark.skipif(not gpus(), reason="needs a GPU")
 def test_on_gpus(
-    make_data: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_data: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two replicas, on one GPU if there is only one."""
-    monkeypatch.setattr(book, "FashionMNIST", lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs))
+    monkeypatch.setattr(
+        book,
+        "FashionMNIST",
+        lambda batch_size, **kwargs: make_data(batch_size=batch_size, **kwargs),
+    )
     book.main(["--devices", "2", "--num_epochs", "1", "--curve", str(tmp_path / "book.png")])
     assert f"sec/epoch on [{gpus()[0]!r}, " in capsys.readouterr().out
 
@@ -102,8 +129,12 @@ def test_the_command(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[s
     curve = tmp_path / "book.png"
     book.main(["--devices", "2", "--num_epochs", "2", "--batch_size", "32", "--curve", str(curve)])
     *epochs, last = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in epochs] == ["epoch 1", "epoch 2"] and re.fullmatch(CLOSING_LINE, last)
+    assert [line.split(":")[0] for line in epochs] == ["epoch 1", "epoch 2"] and re.fullmatch(
+        CLOSING_LINE, last
+    )
     assert curve.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="2"):
         book.main(["--devices", "0"])
-    assert capsys.readouterr().err.startswith("error: --devices=0 --num_epochs=10: give 1 or more of both.")
+    assert capsys.readouterr().err.startswith(
+        "error: --devices=0 --num_epochs=10: give 1 or more of both."
+    )

@@ -23,7 +23,11 @@ KINDS = ["cpu", *(gpu.type for gpu in gpus()[:1])]
 IS_SIMULATED = KINDS[-1] == "sim"  # where these tests themselves are tried
 CKPT = "--ckpt_path=run/checkpoints/last.ckpt"
 FEW = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
-TWO = ("--trainer.devices=1", "--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=2")
+TWO = (
+    "--trainer.devices=1",
+    "--trainer.strategy=manual_allreduce",
+    "--trainer.strategy.replicas=2",
+)
 Run = Callable[..., str]
 
 
@@ -72,7 +76,9 @@ STRATEGIES = ["auto", "ddp", "dp", "manual_allreduce", "manual_allreduce_ring"]
 
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs several GPUs")
-@pytest.mark.parametrize("strategy", STRATEGIES[1 + IS_SIMULATED :])  # gloo has no simulated devices
+@pytest.mark.parametrize(
+    "strategy", STRATEGIES[1 + IS_SIMULATED :]
+)  # gloo has no simulated devices
 def test_fit_on_all_gpus(strategy: str, run: Run, options: list[str], kind: str) -> None:
     if kind == "cpu":
         pytest.skip("what all other tests do")
@@ -109,7 +115,14 @@ def test_sweep(run: Run, options: list[str], directory: Path, kind: str) -> None
 def test_benchmark(run: Run, kind: str) -> None:
     if kind == "cpu":
         pytest.skip("it measures GPUs where there are some")
-    few = ("--repeats=1", "--num_steps=2", "--sizes=4096", "--seconds=0.01", "--devices=1", "--replicas=2")
+    few = (
+        "--repeats=1",
+        "--num_steps=2",
+        "--sizes=4096",
+        "--seconds=0.01",
+        "--devices=1",
+        "--replicas=2",
+    )
     out = run("benchmark", "--quick", *few, "--strategies", "dp", "--algorithms", "textbook")
     name = torch.get_device_module(kind).get_device_name(0)
     assert name in out and "Not measured" not in out
@@ -120,7 +133,12 @@ def test_benchmark(run: Run, kind: str) -> None:
 
 # room: testing
 def test_testing(run: Run, kind: str) -> None:
-    out = run("--strategy=manual_allreduce", "--devices=1", f"--accelerator={kind}", module="lightning_mgpu.testing")
+    out = run(
+        "--strategy=manual_allreduce",
+        "--devices=1",
+        f"--accelerator={kind}",
+        module="lightning_mgpu.testing",
+    )
     assert "kept" in out and "BROKEN" not in out
 
 
@@ -135,10 +153,19 @@ def test_seconds_per_epoch(
     if kind == "cpu":
         pytest.skip("takes minutes on a CPU")
     limits = [*(("--trainer.limit_train_batches=3",) if IS_SIMULATED else ()), *FEW[1:]]
-    options = ("--data.source=synthetic", "--data.val_size=0", f"--trainer.accelerator={kind}", "--trainer.devices=1")
-    run("fit", f"--model={model}", *options, *limits, "--trainer.max_epochs=2", f"--run_dir={model}")
+    options = (
+        "--data.source=synthetic",
+        "--data.val_size=0",
+        f"--trainer.accelerator={kind}",
+        "--trainer.devices=1",
+    )
+    run(
+        "fit", f"--model={model}", *options, *limits, "--trainer.max_epochs=2", f"--run_dir={model}"
+    )
     with (directory / model / "metrics.csv").open() as file:
-        seconds = [float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]]
+        seconds = [
+            float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]
+        ]
     assert len(seconds) == 2 and seconds[-1] > 0
     of = "for three batches" if IS_SIMULATED else "per epoch"
     record_property("gpu", f"{about(kind)}: {model} {seconds[-1]:.2f} s {of}")

@@ -22,14 +22,20 @@ TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
 @pytest.fixture
 def fit(main: Callable[..., int], root: Path) -> Iterator[Callable[..., int]]:
     """Run `fit` on the tiny dataset: 402 images to train on, 101 to validate."""
-    yield lambda *args: main("fit", CPU, f"--data.root={root}", "--data.val_size=101", "--data.batch_size=64", *args)
+    yield lambda *args: main(
+        "fit", CPU, f"--data.root={root}", "--data.val_size=101", "--data.batch_size=64", *args
+    )
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
 
 
 @pytest.mark.parametrize("args", [("--trainer.devices=1",), TWO_REPLICAS])
 def test_debug_is_short_and_finds_nans(
-    args: tuple[str, ...], fit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    args: tuple[str, ...],
+    fit: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     assert fit("--config=mode/debug.yaml", "--run_dir=run", *args) == 0
     assert "epoch 2/2" in capfd.readouterr().out and torch.are_deterministic_algorithms_enabled()
@@ -47,16 +53,33 @@ def test_debug_is_short_and_finds_nans(
 @pytest.mark.slow
 def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
     """As it is: what augments the images is left out."""
-    faster = ("--trainer.max_epochs=100", "--model.optimizer.lr=0.01", "--data.augment=true", "--data.cutout=20")
+    faster = (
+        "--trainer.max_epochs=100",
+        "--model.optimizer.lr=0.01",
+        "--data.augment=true",
+        "--data.cutout=20",
+    )
     assert fit("--config=mode/overfit.yaml", *faster, "--run_dir=run", *TWO_REPLICAS) == 0
     assert last(tmp_path / "run")["global_step"] == 100  # one batch an epoch
-    assert [float(row["train_loss"]) for row in metrics(tmp_path / "run") if row["train_loss"]][-1] < 0.05
+    assert [float(row["train_loss"]) for row in metrics(tmp_path / "run") if row["train_loss"]][
+        -1
+    ] < 0.05
 
 
-def test_learning_rate_search_agrees_over_strategies(fit: Callable, tmp_path: Path, capfd: Any) -> None:
+def test_learning_rate_search_agrees_over_strategies(
+    fit: Callable, tmp_path: Path, capfd: Any
+) -> None:
     found = []
     for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
-        assert fit("--config=mode/lr_find.yaml", "--model.init=kaiming", f"--run_dir=run{number}", *args) == 0
+        assert (
+            fit(
+                "--config=mode/lr_find.yaml",
+                "--model.init=kaiming",
+                f"--run_dir=run{number}",
+                *args,
+            )
+            == 0
+        )
         out = capfd.readouterr().out
         assert "test acc" not in out and "epoch" not in out
         found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
@@ -67,7 +90,9 @@ def test_learning_rate_search_agrees_over_strategies(fit: Callable, tmp_path: Pa
 
 
 RATES = [10 ** (-3 + 4 * i / 99) for i in range(100)]
-FALLS_THEN_EXPLODES = [2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.0 ** (i - 78) for i in range(100)]
+FALLS_THEN_EXPLODES = [
+    2.3 - 1 / (1 + math.exp(-(i - 50) / 5)) if i < 80 else 2.0 ** (i - 78) for i in range(100)
+]
 
 
 def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
@@ -80,14 +105,22 @@ def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
         assert suggestion(RATES, losses) is None
 
 
-SEARCH = ("--trainer.callbacks=BatchSizeSearch", "--trainer.callbacks.init_val=16", "--trainer.callbacks.max_trials=3")
+SEARCH = (
+    "--trainer.callbacks=BatchSizeSearch",
+    "--trainer.callbacks.init_val=16",
+    "--trainer.callbacks.max_trials=3",
+)
 
 
-def test_batch_size_search_counts_global_batches(fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_batch_size_search_counts_global_batches(
+    fit: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     assert fit(*SEARCH, *TWO_REPLICAS) == 0
     out = capfd.readouterr().out
     assert "batch_find: 64 global; the largest tried, nothing ran out of memory\n" in out
-    assert "use it with --data.batch_size=64\n" in out and "test acc" not in out and "epoch" not in out
+    assert (
+        "use it with --data.batch_size=64\n" in out and "test acc" not in out and "epoch" not in out
+    )
     theirs = LeNet.training_step
 
     def training_step(self: LeNet, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -17,7 +17,11 @@ MALICIOUS = ("2.6.2", "2.6.3")  # of lightning: GHSA-w37p-236h-pfx3
 def test_pins_are_within_the_bounds_and_malicious_releases_are_not() -> None:
     extras = PROJECT["optional-dependencies"]
     lines = [*PROJECT["dependencies"], *extras["test"], *extras["dev"]]
-    asked = {each.name: each.specifier for each in map(Requirement, lines) if each.name != PROJECT["name"]}
+    asked = {
+        each.name: each.specifier
+        for each in map(Requirement, lines)
+        if each.name != PROJECT["name"]
+    }
     assert len(asked) > 20
     assert not [name for name, specifier in asked.items() if PINS[name.lower()] not in specifier]
     for name in ("lightning", "pytorch-lightning"):
@@ -29,4 +33,7 @@ def test_every_pin_has_hashes_and_no_index_is_named() -> None:
     blocks = re.split(r"^(?=[\w.-]+==)", FILE, flags=re.MULTILINE)
     assert blocks[0].count("\n") == 2 and "uv pip compile pyproject.toml" in blocks[0]
     assert len(blocks) - 1 == len(PINS) > 100
-    assert all(re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n", block) for block in blocks[1:])
+    assert all(
+        re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n", block)
+        for block in blocks[1:]
+    )

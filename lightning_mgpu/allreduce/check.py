@@ -24,7 +24,11 @@ def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> No
     Raises:
         ValueError: one line that says which device got what, and what it should have got.
     """
-    name = f"{allreduce.__module__}.{allreduce.__qualname__}" if hasattr(allreduce, "__qualname__") else repr(allreduce)
+    name = (
+        f"{allreduce.__module__}.{allreduce.__qualname__}"
+        if hasattr(allreduce, "__qualname__")
+        else repr(allreduce)
+    )
     for inputs in _cases(devices):
         _check(lambda gradients: allreduce(gradients[0]), name, [inputs], devices)
     many: AllreduceMany | None = getattr(allreduce, "many", None)
@@ -33,7 +37,9 @@ def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> No
         _check(many, f"{name}.many", [], devices)  # a model whose parameters are all frozen
 
 
-def _check(many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]) -> None:
+def _check(
+    many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
+) -> None:
     results, repeated = (_call(many, name, cases, devices) for _ in range(2))
     for result, again in zip(results, repeated, strict=True):
         for i, device in enumerate(devices):
@@ -41,18 +47,26 @@ def _check(many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: S
             differs = result[i] != result[0]
             if differs.any():
                 got, expected = _show(result[i], differs), _show(result[0], differs)
-                raise ValueError(f"{left} {got} but device 0 with {expected}; replicas must be bit-identical")
+                raise ValueError(
+                    f"{left} {got} but device 0 with {expected}; replicas must be bit-identical"
+                )
             differs = result[i] != again[i]
             if differs.any():
                 got, then = _show(result[i], differs), _show(again[i], differs)
-                raise ValueError(f"{left} {got}, and with {then} when called again; it must be deterministic")
+                raise ValueError(
+                    f"{left} {got}, and with {then} when called again; it must be deterministic"
+                )
 
 
 def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
     """The inputs of one call after the other, on the CPU; the first ones make the most readable message."""
     k = len(devices)
-    generator = torch.Generator().manual_seed(0)  # its own: the run's random numbers stay as they are
-    yield [torch.tensor([1.0, 2.0]) * 2**i for i in range(k)]  # every subset of devices has another sum
+    generator = torch.Generator().manual_seed(
+        0
+    )  # its own: the run's random numbers stay as they are
+    yield [
+        torch.tensor([1.0, 2.0]) * 2**i for i in range(k)
+    ]  # every subset of devices has another sum
     dtypes = [torch.float32, torch.float64]  # float64 shows a sum that was made in less
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # all that Apple GPUs have
@@ -67,17 +81,33 @@ def _call(
     many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
     """What `many` makes of copies of the cases' inputs on `devices`, once they are known to be sums; on the CPU."""
-    copies = [[x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)] for inputs in cases]
+    copies = [
+        [x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)]
+        for inputs in cases
+    ]
     memory = [[t.data_ptr() for t in tensors] for tensors in copies]
-    slots = [list(tensors) for tensors in copies]  # may get other tensors: `copies` shows that ours did not change
+    slots = [
+        list(tensors) for tensors in copies
+    ]  # may get other tensors: `copies` shows that ours did not change
     try:
         many(list(slots))
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        what = f"{_where(cases[0])}{_hint(cases[0][0])}" if len(cases) == 1 else f" (given {len(cases)} parameters)"
+        what = (
+            f"{_where(cases[0])}{_hint(cases[0][0])}"
+            if len(cases) == 1
+            else f" (given {len(cases)} parameters)"
+        )
         raise ValueError(f"allreduce {name} raised {reason}{what}") from error
     return [
-        _sums(name, inputs, tensors, before, [id(s) for s in slot] != [id(t) for t in tensors], devices)
+        _sums(
+            name,
+            inputs,
+            tensors,
+            before,
+            [id(s) for s in slot] != [id(t) for t in tensors],
+            devices,
+        )
         for inputs, tensors, before, slot in zip(cases, copies, memory, slots, strict=True)
     ]
 

@@ -12,8 +12,13 @@ from lightning_mgpu.allreduce.flat import flattened
 from lightning_mgpu.allreduce.foreach import foreach_many
 from lightning_mgpu.allreduce.many import with_many
 
-DTYPES = (torch.float32, torch.float64)  # Inductor adds half precision in float32: more exact, but other bits
-MIN_BYTES = 4 * 2**20  # of the k tensors together: for less, a call of its own takes longer than it saves
+DTYPES = (
+    torch.float32,
+    torch.float64,
+)  # Inductor adds half precision in float32: more exact, but other bits
+MIN_BYTES = (
+    4 * 2**20
+)  # of the k tensors together: for less, a call of its own takes longer than it saves
 MAX_TENSORS = 640  # in one kernel: more take too long to compile (a ResNet-18 on 8 devices has 608)
 
 Kernel = Callable[[list[Tensor]], object]  # takes its list over and empties it
@@ -70,7 +75,9 @@ def _is_small(tensors: list[Tensor]) -> bool:
 def _fit(tensors: list[Tensor]) -> bool:
     """Whether one kernel can take them all."""
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all([t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors])  # noqa: C419 - a generator is slower
+    return dtype in DTYPES and all(
+        [t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors]
+    )  # noqa: C419 - a generator is slower
 
 
 def _run(kernel: Kernel, tensors: list[Tensor]) -> None:
@@ -79,7 +86,9 @@ def _run(kernel: Kernel, tensors: list[Tensor]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _kernel(k: int, sizes: tuple[torch.Size, ...] | None, dtype: torch.dtype, num_threads: int) -> Kernel:
+def _kernel(
+    k: int, sizes: tuple[torch.Size, ...] | None, dtype: torch.dtype, num_threads: int
+) -> Kernel:
     """The loop over parameters of these sizes, or, without sizes, over one 1-d parameter of any size.
 
     torch.compile's own call checks every tensor in Python before it runs, 0.03 to 0.1 ms, as long as LeNet's whole
@@ -99,10 +108,16 @@ def _kernel(k: int, sizes: tuple[torch.Size, ...] | None, dtype: torch.dtype, nu
         return ()
 
     with _compiling, torch.inference_mode(False), torch.no_grad():
-        examples = [torch.empty(size, dtype=dtype) for size in sizes or (torch.Size([2**20]),) for _ in range(k)]
+        examples = [
+            torch.empty(size, dtype=dtype)
+            for size in sizes or (torch.Size([2**20]),)
+            for _ in range(k)
+        ]
         graph = make_fx(add_up, tracing_mode="fake" if sizes else "symbolic")(*examples)
         try:
-            return compile_fx_inner(graph, [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"])
+            return compile_fx_inner(
+                graph, [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+            )
         except Exception as error:
             raise RuntimeError(
                 "compiled_allreduce could not compile its kernel. It needs a C++ compiler, g++ or what $CXX names "

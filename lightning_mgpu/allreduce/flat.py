@@ -13,7 +13,9 @@ def flattened(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     The order is that of the first tensor's memory. Tensors that are dense and laid out alike (contiguous, transposed,
     channels_last, ...) thus become views and nothing is copied; the others are copied, and copied back at the end.
     """
-    order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)  # outermost dimension in memory first
+    order = sorted(
+        range(tensors[0].ndim), key=tensors[0].stride, reverse=True
+    )  # outermost dimension in memory first
     permuted = [t.permute(order) for t in tensors]
     flat = [p.reshape(-1) for p in permuted]
     yield flat

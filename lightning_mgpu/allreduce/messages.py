@@ -56,4 +56,6 @@ def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor], alpha: float =
     """Add each source, times `alpha`, to the target at its place."""
     for bucket in buckets(targets, sources):
         into = [targets[i] for i in bucket]
-        torch._foreach_add_(into, on_device([sources[i] for i in bucket], into[0].device), alpha=alpha)
+        torch._foreach_add_(
+            into, on_device([sources[i] for i in bucket], into[0].device), alpha=alpha
+        )

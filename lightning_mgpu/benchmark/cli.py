@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.exchange import ALGORITHMS, LIMIT, check_algorithm, exchange_tables, plot_exchange
+from lightning_mgpu.benchmark.exchange import (
+    ALGORITHMS,
+    LIMIT,
+    check_algorithm,
+    exchange_tables,
+    plot_exchange,
+)
 from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
@@ -26,25 +32,60 @@ from lightning_mgpu.runs.errors import ToolParser, UsageError
 PROG = "python -m lightning_mgpu benchmark"
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
 QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
-QUICK = {"models": ["LeNet"], "repeats": 2, "num_steps": 10, "ks": [2], "sizes": QUICK_SIZES, "seconds": 0.05}
+QUICK = {
+    "models": ["LeNet"],
+    "repeats": 2,
+    "num_steps": 10,
+    "ks": [2],
+    "sizes": QUICK_SIZES,
+    "seconds": 0.05,
+}
 
 
 def parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    result = ToolParser(prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    result = ToolParser(
+        prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
     add = result.add_argument
-    add("--quick", action="store_true", help="small defaults: LeNet, two repeats of ten steps, few sizes")
-    add("--only", choices=["steps", "exchange"], help="of training, or the allreduce alone; left out, both")
+    add(
+        "--quick",
+        action="store_true",
+        help="small defaults: LeNet, two repeats of ten steps, few sizes",
+    )
+    add(
+        "--only",
+        choices=["steps", "exchange"],
+        help="of training, or the allreduce alone; left out, both",
+    )
     add("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
     add("--repeats", type=int, default=5)
-    add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help="also dotted paths of your own")
+    add(
+        "--strategies",
+        nargs="*",
+        default=["ddp", "dp", "manual_allreduce"],
+        help="also dotted paths of your own",
+    )
     add("--devices", nargs="+", type=int, default=[2])
-    add("--replicas", nargs="+", type=int, default=[], help="also measure so many replicas on one device")
+    add(
+        "--replicas",
+        nargs="+",
+        type=int,
+        default=[],
+        help="also measure so many replicas on one device",
+    )
     add("--batch_size", type=int, default=256, help="global, shared by the devices")
     add("--num_steps", type=int, default=20, help="of each of the two stretches that are timed")
     add("--algorithms", nargs="+", default=list(ALGORITHMS), help="also dotted paths of your own")
-    add("--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device")
-    add("--seconds", type=float, default=0.2, help="of the allreduce alone: for each algorithm, size, k and repeat")
+    add(
+        "--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device"
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=0.2,
+        help="of the allreduce alone: for each algorithm, size, k and repeat",
+    )
     add("--run_dir", help="must be new")
     return result
 
@@ -56,12 +97,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if "--quick" in arguments:  # other defaults; what is given goes before them
         result.set_defaults(**QUICK)
     args = result.parse_args(arguments)
-    checks: Any = ((make_strategy, args.strategies), (make_model, args.models), (check_algorithm, args.algorithms))
+    checks: Any = (
+        (make_strategy, args.strategies),
+        (make_model, args.models),
+        (check_algorithm, args.algorithms),
+    )
     for check, names in checks:
         for name in names:
             check(name)
     if args.only != "exchange" and 0 < (num_gpus := len(gpus())) < max(args.devices):
-        raise UsageError(f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them")
+        raise UsageError(
+            f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them"
+        )
     return args
 
 
@@ -82,11 +129,15 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
     try:
         if args.only != "exchange":
-            plan = {f"{each.model}, {name_of(vars(each))}": vars(each) for each in configurations(args)}
+            plan = {
+                f"{each.model}, {name_of(vars(each))}": vars(each) for each in configurations(args)
+            }
             measure("steps", plan, args.repeats, report["results"])
         if args.only != "steps":
             shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
-            plan = {f"{name} alone": {"algorithm": name, **shared} for name in (*args.algorithms, LIMIT)}
+            plan = {
+                f"{name} alone": {"algorithm": name, **shared} for name in (*args.algorithms, LIMIT)
+            }
             measure("exchange", plan, args.repeats, report["exchange"])
     finally:  # also on Ctrl-C
         finish(report, run_dir)
@@ -96,9 +147,14 @@ def finish(report: dict[str, Any], run_dir: Path) -> None:
     """Write what was measured, show it and draw it."""
     report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
     (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
-    lines = [headline(report["machine"], report["command"], report["repeats"]), *tables(report["results"])]
+    lines = [
+        headline(report["machine"], report["command"], report["repeats"]),
+        *tables(report["results"]),
+    ]
     lines += exchange_tables(report["exchange"])
     (run_dir / "benchmark.md").write_text(text := "\n".join(lines) + "\n")
     draw(report["results"], report["machine"], run_dir)
     plot_exchange(report["exchange"], run_dir)
-    print(f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures beside them")
+    print(
+        f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures beside them"
+    )

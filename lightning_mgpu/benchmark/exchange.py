@@ -43,7 +43,9 @@ def check_algorithm(name: str) -> None:
     try:
         check_allreduce(find_algorithm(name), 3 * [torch.device("cpu")])
     except (ImportError, AttributeError, ValueError) as error:
-        known = f"choose from {', '.join(ALGORITHMS)}, or give a dotted path, my_module.my_allreduce"
+        known = (
+            f"choose from {', '.join(ALGORITHMS)}, or give a dotted path, my_module.my_allreduce"
+        )
         raise UsageError(f"--algorithms {name}: {error}; {known}") from error
 
 
@@ -53,11 +55,15 @@ def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, lis
     `flat` is what `gradient_as_bucket_view` does: the same bytes in one tensor a device.
     """
     cases = {f"{size / 2**10:.4g} kB": [torch.Size([size // 4])] for size in sizes if size < 2**20}
-    cases |= {f"{size / 2**20:.4g} MB": [torch.Size([size // 4])] for size in sizes if size >= 2**20}
+    cases |= {
+        f"{size / 2**20:.4g} MB": [torch.Size([size // 4])] for size in sizes if size >= 2**20
+    }
     for model in models:
         shapes = [p.shape for p in model.parameters() if p.requires_grad]
         cases[type(model).__name__] = shapes
-        cases[f"{type(model).__name__}, flat"] = [torch.Size([sum(shape.numel() for shape in shapes)])]
+        cases[f"{type(model).__name__}, flat"] = [
+            torch.Size([sum(shape.numel() for shape in shapes)])
+        ]
     return cases
 
 
@@ -68,9 +74,13 @@ def read_modify_write(gradients: list[list[Tensor]]) -> None:
             tensor.add_(0.0)  # zeros stay zeros: a sum of sums of sums would end as inf
 
 
-def time_function(name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float) -> float:
+def time_function(
+    name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float
+) -> float:
     """Seconds of a call on float32 gradients of these shapes, measured for so many `seconds`."""
-    from torch.utils.benchmark import Timer  # which says that there is no CUDA: only where it is needed
+    from torch.utils.benchmark import (
+        Timer,
+    )  # which says that there is no CUDA: only where it is needed
 
     gradients = [[torch.zeros(*shape, device=device) for device in devices] for shape in shapes]
     call: Callable[[], None] = functools.partial(read_modify_write, gradients)
@@ -99,14 +109,18 @@ def exchange_tables(results: Sequence[Result]) -> list[str]:
             for k in ks:
                 seconds = seconds_of(result, case, k)
                 cells.append("" if seconds is None else f"{seconds * 1e3:.3f}")
-                cells += [_times(result, by_name.get(other), case, k) for other in ("textbook", LIMIT)]
+                cells += [
+                    _times(result, by_name.get(other), case, k) for other in ("textbook", LIMIT)
+                ]
             rows.append(cells)
         lines += markdown(f"The allreduce alone: {case}", rows[0], rows[1:])
     return [*lines, *not_measured(results)]
 
 
 def _times(result: Result, other: Result | None, case: str, k: int) -> str:
-    times = over_repeats(lambda this, other: other[case][str(k)] / this[case][str(k)], result, other)
+    times = over_repeats(
+        lambda this, other: other[case][str(k)] / this[case][str(k)], result, other
+    )
     return "" if times is None else f"{times:.2f}"
 
 
@@ -117,7 +131,11 @@ def cases_measured(results: Sequence[Result]) -> dict[str, Any]:
 
 def plot_exchange(results: Sequence[Result], directory: Path) -> None:
     """`exchange.png`, bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
-    single = {case: found["bytes"] for case, found in cases_measured(results).items() if found["num_tensors"] == 1}
+    single = {
+        case: found["bytes"]
+        for case, found in cases_measured(results).items()
+        if found["num_tensors"] == 1
+    }
     if not single:
         return
     ks = results[0]["configuration"]["ks"]
@@ -125,10 +143,18 @@ def plot_exchange(results: Sequence[Result], directory: Path) -> None:
     for k, panel in zip(ks, figure.subplots(1, len(ks), sharey=True, squeeze=False)[0]):
         for result in results:
             seconds = {case: seconds_of(result, case, k) for case in single}
-            points = sorted((size, size / its) for case, size in single.items() if (its := seconds[case]))
+            points = sorted(
+                (size, size / its) for case, size in single.items() if (its := seconds[case])
+            )
             name = result["configuration"]["algorithm"]
             style = {"linestyle": "--", "color": "black"} if name == LIMIT else {}
-            panel.plot([size for size, _ in points], [rate for _, rate in points], marker=".", label=name, **style)
+            panel.plot(
+                [size for size, _ in points],
+                [rate for _, rate in points],
+                marker=".",
+                label=name,
+                **style,
+            )
         panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
         panel.grid(True, alpha=0.3)
     figure.axes[0].set_ylabel("bytes / second")
@@ -144,7 +170,10 @@ def main() -> None:
     those = gpus() or [torch.device("cpu")]
     found: dict[str, Any] = {}
     for case, shapes in cases.items():
-        found[case] = {"num_tensors": len(shapes), "bytes": sum(4 * shape.numel() for shape in shapes)}
+        found[case] = {
+            "num_tensors": len(shapes),
+            "bytes": sum(4 * shape.numel() for shape in shapes),
+        }
         for k in order["ks"]:
             devices = [those[i % len(those)] for i in range(k)]
             found[case][k] = time_function(order["algorithm"], shapes, devices, order["seconds"])

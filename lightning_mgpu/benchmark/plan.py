@@ -31,7 +31,9 @@ class Configuration:
 def configurations(args: argparse.Namespace) -> list[Configuration]:
     """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
-    engines += [(engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)]
+    engines += [
+        (engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)
+    ]
     ours = [name for name in args.strategies if hasattr(make_strategy(name), "num_replicas")]
     engines += [(engine, 1, r) for r in args.replicas for engine in ("book", *ours)]
     return [
@@ -58,4 +60,6 @@ def make_model(name: str) -> LightningModule:
     found = getattr(models, name, None) or pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
-    raise UsageError(f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel")
+    raise UsageError(
+        f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel"
+    )

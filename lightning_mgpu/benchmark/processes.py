@@ -21,13 +21,18 @@ Result = dict[str, Any]
 """Of a configuration: `configuration`, `error`, and `repeats`: what its process has printed each time, or `None`."""
 
 
-def measure(worker: str, plan: Mapping[str, dict[str, Any]], repeats: int, results: list[Result]) -> None:
+def measure(
+    worker: str, plan: Mapping[str, dict[str, Any]], repeats: int, results: list[Result]
+) -> None:
     """Measure every configuration of a plan, by its name, and fill the empty list of results on the way.
 
     Every repeat has all of them, another one first each time: a machine that drifts favours none. What fails is not
     tried again.
     """
-    results += [{"configuration": order, "repeats": [None] * repeats, "error": None} for order in plan.values()]
+    results += [
+        {"configuration": order, "repeats": [None] * repeats, "error": None}
+        for order in plan.values()
+    ]
     named = list(zip(plan, results))
     for repeat in range(repeats):
         first = repeat % len(named)
@@ -41,11 +46,15 @@ def measure(worker: str, plan: Mapping[str, dict[str, Any]], repeats: int, resul
 def output_of(worker: str, order: dict[str, Any]) -> tuple[Any, str | None]:
     """The JSON that a worker of this package prints in a process of its own, or `None` and its last words."""
     command = [sys.executable, "-m", f"{__package__}.{worker}", json.dumps(order)]
-    with process_group(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with process_group(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         output, errors = process.communicate()
     if process.returncode:
         return None, (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]
-    [answer] = [line for line in output.splitlines() if line.startswith("{")]  # libraries print lines, too
+    [answer] = [
+        line for line in output.splitlines() if line.startswith("{")
+    ]  # libraries print lines, too
     return json.loads(answer), None
 
 
@@ -60,12 +69,27 @@ def machine() -> dict[str, Any]:
     A step then waits for a core as often as it meets its threads: milliseconds, where the exchange takes microseconds.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-    cores, load = num_cores(), os.getloadavg()[0]  # how many threads wanted a core in the last minute
+    cpu = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+    cores, load = (
+        num_cores(),
+        os.getloadavg()[0],
+    )  # how many threads wanted a core in the last minute
     if load > cores:
-        print(f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures", flush=True)
+        print(
+            f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures",
+            flush=True,
+        )
     names = [torch.get_device_module(gpu).get_device_name(gpu) for gpu in gpus()]
-    about = {"date": f"{datetime.now():%Y-%m-%d}", "cpu": cpu, "cores": cores, "gpus": names, "load": load}
+    about = {
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "cpu": cpu,
+        "cores": cores,
+        "gpus": names,
+        "load": load,
+    }
     return {**about, **{name: version(name) for name in ("torch", "lightning")}}
 
 
@@ -75,5 +99,7 @@ def new_directory(given: str | None, what: str) -> Path:
     try:
         path.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"--run_dir={path} cannot be made: {error.strerror}; name a new directory") from error
+        raise UsageError(
+            f"--run_dir={path} cannot be made: {error.strerror}; name a new directory"
+        ) from error
     return path

@@ -12,14 +12,26 @@ from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Result
 
 HEAD = (
-    *("", "global batch", "samples/s", "ms a step (lowest to highest)", "/ loop", "/ one device", "/ `ddp`"),
+    *(
+        "",
+        "global batch",
+        "samples/s",
+        "ms a step (lowest to highest)",
+        "/ loop",
+        "/ one device",
+        "/ `ddp`",
+    ),
     "of it the strategy's own, ms",
 )
 
 
 def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
     """The median of a value over the repeats that all of the results have; `None` if there is none."""
-    found = [value(*each) for each in zip(*(r["repeats"] if r else () for r in results)) if None not in each]
+    found = [
+        value(*each)
+        for each in zip(*(r["repeats"] if r else () for r in results))
+        if None not in each
+    ]
     return statistics.median(found) if found else None
 
 
@@ -38,7 +50,9 @@ def parts(result: Result) -> dict[str, float]:
 
 def name_of(configuration: dict[str, Any]) -> str:
     """An engine in words, and on how many devices if on several."""
-    engine, devices, replicas = (configuration.get(name) for name in ("engine", "devices", "replicas"))
+    engine, devices, replicas = (
+        configuration.get(name) for name in ("engine", "devices", "replicas")
+    )
     name = {**BY_HAND, "auto": "one device"}.get(str(engine), engine)
     if replicas:
         return f"{name} ({replicas} replicas on one device)"
@@ -88,12 +102,17 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
         return names + [""] * (len(HEAD) - 2)
 
     def find(engine: str, **wanted: Any) -> Result | None:
-        fits = [r for r in results if {"engine": engine, **wanted}.items() <= r["configuration"].items()]
+        fits = [
+            r for r in results if {"engine": engine, **wanted}.items() <= r["configuration"].items()
+        ]
         return fits[0] if fits else None
 
     alike = {name: own[name] for name in ("devices", "replicas") if name in own}
     others = find("loop"), find("auto"), find("ddp", **alike)
-    ratios = [over_repeats(lambda this, other: other["step"] / this["step"], result, other) for other in others]
+    ratios = [
+        over_repeats(lambda this, other: other["step"] / this["step"], result, other)
+        for other in others
+    ]
     strategy = over_repeats(lambda this: this["parts"].get("strategy", 0.0), result)
     step = statistics.median(seconds)
     return [
@@ -109,12 +128,20 @@ def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) ->
     for model, own in by_model([result for result in results if steps(result)]).items():
         figure = Figure(figsize=(9, 1.6 + 0.45 * len(own)), layout="constrained")
         axes = figure.add_subplot()
-        names = ["{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"]) for r in own]
+        names = [
+            "{}, batch {batch_size}".format(name_of(r["configuration"]), **r["configuration"])
+            for r in own
+        ]
         left = [0.0] * len(own)
         for part in PARTS:
-            bars = axes.barh(names, [parts(result)[part] * 1e3 for result in own], left=left, label=part)
+            bars = axes.barh(
+                names, [parts(result)[part] * 1e3 for result in own], left=left, label=part
+            )
             left = [bar.get_x() + bar.get_width() for bar in bars]
-        rates = [result["configuration"]["batch_size"] / statistics.median(steps(result)) for result in own]
+        rates = [
+            result["configuration"]["batch_size"] / statistics.median(steps(result))
+            for result in own
+        ]
         axes.bar_label(bars, [f"{rate:,.0f} samples/s" for rate in rates], padding=3, fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))

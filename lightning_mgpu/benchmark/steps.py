@@ -29,7 +29,12 @@ from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles
 OWN = [("replicas", method) for method in ("begin", "turn", "end", "average_statistics")]
-OWN += [("recorder", "recording"), ("gradients", "copy_changed"), ("updates", "begin"), ("updates", "turn")]
+OWN += [
+    ("recorder", "recording"),
+    ("gradients", "copy_changed"),
+    ("updates", "begin"),
+    ("updates", "turn"),
+]
 """What a strategy of this package does beside a step's other parts: attributes of the strategy, and their methods."""
 
 
@@ -66,14 +71,19 @@ class Stretches(Callback):
     def result(self) -> dict[str, Any]:
         """Seconds of a step, and of its parts."""
         plain, watched = self.seconds
-        return {"step": plain / self.num_steps, "parts": self.parts.of_step(watched, self.num_steps)}
+        return {
+            "step": plain / self.num_steps,
+            "parts": self.parts.of_step(watched, self.num_steps),
+        }
 
 
 def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
     stretches = Stretches(Parts(), configuration.num_steps)
     options = {"replicas": configuration.replicas} if configuration.replicas else {}
-    strategy: Any = "auto" if configuration.engine == "auto" else make_strategy(configuration.engine, **options)
+    strategy: Any = (
+        "auto" if configuration.engine == "auto" else make_strategy(configuration.engine, **options)
+    )
     if hasattr(strategy, "reduce_gradients"):
         strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -121,7 +131,9 @@ def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tens
     parameters = list(zip(*(replica.parameters() for replica in replicas)))
 
     def shards(part: Tensor) -> list[Tensor]:
-        return [s.to(d, non_blocking=True) for s, d in zip(part.tensor_split(len(devices)), devices)]
+        return [
+            s.to(d, non_blocking=True) for s, d in zip(part.tensor_split(len(devices)), devices)
+        ]
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         X, y = batch
@@ -150,7 +162,10 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     """Measure the loop by hand."""
     data.prepare_data()
     data.setup("fit")
-    model, num_replicas = make_model(configuration.model), configuration.replicas or configuration.devices
+    model, num_replicas = (
+        make_model(configuration.model),
+        configuration.replicas or configuration.devices,
+    )
     those = gpus()[: configuration.devices] or [torch.device("cpu")]
     devices = [those[i % len(those)] for i in range(num_replicas)]
     parts = Parts(finished_clock(devices))
@@ -170,7 +185,9 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
 def main() -> None:
     configuration = Configuration(**json.loads(sys.argv[1]))
     torch.set_num_threads(num_cores())
-    os.environ.pop("OMP_NUM_THREADS", None)  # then Lightning shares the cores out among the processes of `ddp`
+    os.environ.pop(
+        "OMP_NUM_THREADS", None
+    )  # then Lightning shares the cores out among the processes of `ddp`
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")

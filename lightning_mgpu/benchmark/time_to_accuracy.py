@@ -28,7 +28,9 @@ PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = ToolParser(
+        prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--run_dir", help="must be new")
@@ -48,9 +50,13 @@ def main(arguments: Sequence[str]) -> None:
     about = {"command": shlex.join([*PROG.split(), *arguments]), "machine": machine()}
     report: dict[str, Any] = {**about, "target": args.target, "runs": []}
     for seed in args.seeds:
-        report["runs"].append({"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")})
+        report["runs"].append(
+            {"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")}
+        )
         (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
-        print(f"{summary(report['runs'], args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}")
+        print(
+            f"{summary(report['runs'], args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}"
+        )
 
 
 def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
@@ -74,12 +80,16 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
 
 def summary(runs: Sequence[dict[str, Any]], target: float) -> str:
     """Seconds until the target, if all seeds reached it, and the accuracy at the end: mean and standard deviation."""
-    reached = [[epoch["seconds"] for epoch in run["epochs"] if epoch["accuracy"] >= target] for run in runs]
+    reached = [
+        [epoch["seconds"] for epoch in run["epochs"] if epoch["accuracy"] >= target] for run in runs
+    ]
     seconds = [each[0] for each in reached if each]
     end = f"accuracy at the end {_spread([run['epochs'][-1]['accuracy'] for run in runs], 4)}"
     if len(seconds) < len(runs):
         return f"test accuracy {target}: reached by {len(seconds)} of {len(runs)} seeds; {end}"
-    return f"test accuracy {target}: {_spread(seconds, 1)} s of training over {len(runs)} seeds; {end}"
+    return (
+        f"test accuracy {target}: {_spread(seconds, 1)} s of training over {len(runs)} seeds; {end}"
+    )
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

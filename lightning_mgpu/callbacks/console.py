@@ -8,7 +8,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
-NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")  # `train/loss`, `validation_f1`
+NAME = re.compile(
+    r"(train|training|val|valid|validation)[/_.](.+)"
+)  # `train/loss`, `validation_f1`
 
 
 class EpochLines(RichProgressBar):
@@ -35,7 +37,9 @@ class EpochLines(RichProgressBar):
 
 def epoch_number(trainer: Trainer) -> str:
     """`epoch 3/10`; `epoch 3` where steps or time end the run."""
-    return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else "")
+    return f"epoch {trainer.current_epoch + 1}" + (
+        f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+    )
 
 
 def epoch_line(trainer: Trainer) -> str:
@@ -46,7 +50,13 @@ def epoch_line(trainer: Trainer) -> str:
     metrics = epoch_metrics(trainer)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
     asked = [name for name in metrics if quantity(name) or name in trainer.progress_bar_metrics]
-    return "  ".join([epoch_number(trainer), *(f"{name} {metrics[name]:.4f}" for name in asked or metrics), *seconds])
+    return "  ".join(
+        [
+            epoch_number(trainer),
+            *(f"{name} {metrics[name]:.4f}" for name in asked or metrics),
+            *seconds,
+        ]
+    )
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, float]:

@@ -28,7 +28,9 @@ class EpochTimer(Callback):
         self._start(trainer)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._started is None:  # the first batch after a validation in the middle of the epoch
             self._start(trainer)
 

@@ -55,7 +55,9 @@ class FastModel(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for network in networks(pl_module) if self.memory_format is not None else []:
             network.to(memory_format=torch.channels_last)
-            if images_to_channels_last not in network._forward_pre_hooks.values():  # `fit` goes on to `test`
+            if (
+                images_to_channels_last not in network._forward_pre_hooks.values()
+            ):  # `fit` goes on to `test`
                 network.register_forward_pre_hook(images_to_channels_last)
 
     @override
@@ -70,7 +72,9 @@ class FastModel(Callback):
                 f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: leave out "
                 "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
-        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)  # every device needs its own entries
+        dynamo.cache_size_limit = max(
+            dynamo.cache_size_limit, 8 * num_devices
+        )  # every device needs its own entries
         for network in networks(pl_module):
             # Parameters are a graph's inputs, so that replicas on one device share it. Graphs know
             # their device by its index, so that k GPUs need k of each.
@@ -101,7 +105,9 @@ def check_compiler(option: str, devices: Iterable[torch.device]) -> None:
 
 def networks(module: LightningModule) -> list[nn.Module]:
     """The children that compute something: all but metrics."""
-    return [child for child in module.children() if not isinstance(child, (Metric, MetricCollection))]
+    return [
+        child for child in module.children() if not isinstance(child, (Metric, MetricCollection))
+    ]
 
 
 def _call(network: nn.Module) -> Callable[..., Any]:
@@ -110,7 +116,9 @@ def _call(network: nn.Module) -> Callable[..., Any]:
 
 
 def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_to_channels_last(arg) if isinstance(arg, Tensor) and arg.ndim == 4 else arg for arg in args)
+    return tuple(
+        _to_channels_last(arg) if isinstance(arg, Tensor) and arg.ndim == 4 else arg for arg in args
+    )
 
 
 def _to_channels_last(X: Tensor) -> Tensor:
@@ -131,7 +139,9 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
-        raise OSError("malloc=keep sets glibc's allocator, and this system has another: leave it at malloc=default")
+        raise OSError(
+            "malloc=keep sets glibc's allocator, and this system has another: leave it at malloc=default"
+        )
     libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap as well
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
     libc.mallopt(M_TOP_PAD, 64 * 2**20)  # and which grows in large steps

@@ -52,7 +52,10 @@ class RunHeader(Callback):
             "strategy": f"{strategy} on {where}",
         }
         if (batch_size := global_batch_size(trainer)) is not None:
-            facts |= {"global_batch_size": batch_size, "per_device_batch_size": per_device(batch_size, trainer)}
+            facts |= {
+                "global_batch_size": batch_size,
+                "per_device_batch_size": per_device(batch_size, trainer),
+            }
             lines["batch"] = f"{batch_size} global, {facts['per_device_batch_size']} per device"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
             lines["data"] = f"{type(data).__name__} {getattr(data, 'in_words', '')}".strip()
@@ -89,4 +92,6 @@ def global_batch_size(trainer: Trainer) -> int | None:
 def per_device(batch_size: int, trainer: Trainer) -> str:
     """The samples of a global batch each device gets, on average: '128', '85.3', '179.2 and 76.8'."""
     shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-    return " and ".join(dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares))
+    return " and ".join(
+        dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
+    )

@@ -21,7 +21,9 @@ class LearningCurve(Callback):
     """
 
     def __init__(self) -> None:
-        self.points: dict[str, list[tuple[int, float]]] = {}  # (epoch from 1, value), by the metric's name
+        self.points: dict[
+            str, list[tuple[int, float]]
+        ] = {}  # (epoch from 1, value), by the metric's name
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +53,9 @@ class LearningCurve(Callback):
 
 def draw(points: dict[str, list[tuple[int, float]]], validation: str) -> Figure:
     """A panel for everything measured; `validation` is how the lines of validation are labelled."""
-    panels: dict[str, list[tuple[str, bool]]] = {}  # names, and whether of validation, by what they measure
+    panels: dict[
+        str, list[tuple[str, bool]]
+    ] = {}  # names, and whether of validation, by what they measure
     for name in points:
         if found := quantity(name):
             panels.setdefault(found[0], []).append((name, found[1]))

@@ -32,24 +32,41 @@ class Pictures(Callback):
 
     @override
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        *args: Any,
     ) -> None:
         match outputs, batch:
-            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1, dtype=torch.int64) as y]:
+            case {"logits": Tensor(ndim=2) as logits}, [
+                Tensor() as X,
+                Tensor(ndim=1, dtype=torch.int64) as y,
+            ]:
                 pass
             case _:
                 return  # another kind of model
         if self._metric is None:
-            self._metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False).to(logits.device)
+            self._metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False).to(
+                logits.device
+            )
         self._metric.update(logits.detach(), y)
         if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
             X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
-            save_picture(trainer, draw_grid(X, y, classes, class_names(trainer, logits.shape[1])), "predictions.png")
+            save_picture(
+                trainer,
+                draw_grid(X, y, classes, class_names(trainer, logits.shape[1])),
+                "predictions.png",
+            )
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._metric is not None:
-            counts = self._metric.compute().cpu()  # (C, C), rows are true classes, summed over all processes
+            counts = (
+                self._metric.compute().cpu()
+            )  # (C, C), rows are true classes, summed over all processes
             size = 3 + 0.6 * len(counts)
             figure = Figure(figsize=(size, size - 1), layout="constrained")
             labels = class_names(trainer, len(counts))

@@ -30,9 +30,15 @@ class PredictionWriter(BasePredictionWriter):
 
     @override
     def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
     ) -> None:
-        batches = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in predictions]
+        batches = [
+            batch if isinstance(batch, dict) else {"prediction": batch} for batch in predictions
+        ]
         tables = gathered(table_of(batches, sample_indices(trainer)))
         if any(table is None for table in tables):
             rank_zero_warn(
@@ -44,7 +50,10 @@ class PredictionWriter(BasePredictionWriter):
             table = torch.cat(tables).numpy()
             _, rows = np.unique(table[:, 0], return_index=True)  # sorted, each index once
             head = {"index": "%d", **columns(batches[0], trainer)}
-            with replacing(path := directory / "predictions.csv") as part, part.open("w", newline="") as file:
+            with (
+                replacing(path := directory / "predictions.csv") as part,
+                part.open("w", newline="") as file,
+            ):
                 csv.writer(file, lineterminator="\n").writerow(head)
                 np.savetxt(file, table[rows], fmt=list(head.values()), delimiter=",")
             print(f"predictions: {path}")
@@ -54,7 +63,9 @@ def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor 
     """All samples of a process, (N, 1 + C) of float64, the index first; `None` of what is no table."""
     try:
         rows = [
-            torch.column_stack([torch.tensor(numbers).double(), *(batch[key].double().cpu() for key in batches[0])])
+            torch.column_stack(
+                [torch.tensor(numbers).double(), *(batch[key].double().cpu() for key in batches[0])]
+            )
             for batch, numbers in zip(batches, indices)
         ]
         return torch.cat(rows)
@@ -67,7 +78,11 @@ def columns(batch: dict[str, Tensor], trainer: Trainer) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, values in batch.items():
         name = "p" if key == "probabilities" else key
-        names = [f"{name}({each})" for each in class_names(trainer, values.shape[1])] if values.ndim == 2 else [key]
+        names = (
+            [f"{name}({each})" for each in class_names(trainer, values.shape[1])]
+            if values.ndim == 2
+            else [key]
+        )
         found |= dict.fromkeys(names, "%.6g" if values.is_floating_point() else "%d")
     return found
 
@@ -77,7 +92,9 @@ def sample_indices(trainer: Trainer) -> list[list[int]]:
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
         return [indices.tolist() for _, indices in sampler]
-    return trainer.predict_loop.epoch_batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
+    return trainer.predict_loop.epoch_batch_indices[
+        0
+    ]  # Lightning's record of a DataLoader's batch sampler
 
 
 def gathered(own: Any) -> list[Any]:

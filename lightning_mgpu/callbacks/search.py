@@ -33,7 +33,10 @@ class LearningRateSearch(LearningRateFinder):
     """
 
     def __init__(
-        self, min_lr: PositiveFloat = 1e-4, max_lr: PositiveFloat = 10.0, num_training_steps: PositiveInt = 100
+        self,
+        min_lr: PositiveFloat = 1e-4,
+        max_lr: PositiveFloat = 10.0,
+        num_training_steps: PositiveInt = 100,
     ) -> None:
         super().__init__(min_lr, max_lr, num_training_steps, update_attr=False)
 
@@ -48,7 +51,10 @@ class LearningRateSearch(LearningRateFinder):
             if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
-                print(f"lr_find:  {found}\n          losses: {run_directory(trainer)}/lr_find.png", flush=True)
+                print(
+                    f"lr_find:  {found}\n          losses: {run_directory(trainer)}/lr_find.png",
+                    flush=True,
+                )
         raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
 
@@ -96,16 +102,27 @@ class BatchSizeSearch(BatchSizeFinder):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        lightning_setattr(pl_module, "batch_size", self._init_val)  # or Lightning's first trial has the batch given
+        lightning_setattr(
+            pl_module, "batch_size", self._init_val
+        )  # or Lightning's first trial has the batch given
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
         if size is not None:  # fast_dev_run has none
             largest = self._init_val * 2 ** (self._max_trials - 1)
-            limit = "the largest tried, nothing ran out of memory" if size >= largest else "twice as many do not fit"
-            print(f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}", flush=True)
+            limit = (
+                "the largest tried, nothing ran out of memory"
+                if size >= largest
+                else "twice as many do not fit"
+            )
+            print(
+                f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}",
+                flush=True,
+            )
         raise _TunerExitException
 
 
 def is_search(callbacks: list[Callback]) -> bool:
     """Whether a run searches for a setting, and trains nothing."""
-    return any(isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks)
+    return any(
+        isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks
+    )

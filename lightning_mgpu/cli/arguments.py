@@ -48,7 +48,9 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
         if name == "config":
             given |= flatten(read_config(value))
         elif arg.startswith("--"):
-            given |= flatten({name.rstrip("+"): read_config(value) if value.startswith("{") else value})
+            given |= flatten(
+                {name.rstrip("+"): read_config(value) if value.startswith("{") else value}
+            )
     return given
 
 
@@ -103,7 +105,10 @@ def strategy_class(name: str) -> dict[str, Any]:
     if name not in StrategyRegistry:
         return {"class_path": name}
     entry = StrategyRegistry[name]
-    arguments = {key: _path(value) if callable(value) else value for key, value in entry["init_params"].items()}
+    arguments = {
+        key: _path(value) if callable(value) else value
+        for key, value in entry["init_params"].items()
+    }
     return {"class_path": _path(entry["strategy"]), "init_args": arguments}
 
 

@@ -21,7 +21,9 @@ SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 def check_secrets(config: Namespace) -> None:
     """Refuse secrets: `config.yaml`, checkpoints and W&B have every option."""
     for key, value in flatten(config.as_dict()).items():
-        is_secret = isinstance(value, str) and (SECRET_NAME.fullmatch(last_part(key)) or SECRET_URL.search(value))
+        is_secret = isinstance(value, str) and (
+            SECRET_NAME.fullmatch(last_part(key)) or SECRET_URL.search(value)
+        )
         if value and is_secret:
             raise UsageError(
                 f"--{key}: a secret, and every option is written to config.yaml: hand it over in an environment "
@@ -31,10 +33,14 @@ def check_secrets(config: Namespace) -> None:
 
 def check_devices(config: Namespace) -> None:
     """Refuse absurd numbers of CPU devices: Lightning would start as many processes."""
-    on_cpu = config.accelerator == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    on_cpu = config.accelerator == "cpu" or not (
+        torch.cuda.is_available() or torch.backends.mps.is_available()
+    )
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
-        raise UsageError(f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto")
+        raise UsageError(
+            f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto"
+        )
 
 
 def check_strategy(strategy: Any) -> None:
@@ -54,4 +60,6 @@ def check_same(config: dict[str, Any], before: dict[str, Any], where: object) ->
     now = flatten(config)
     for key, value in before.items():
         if key not in now or now[key] != value:
-            raise UsageError(f"--{key}={now.get(key)}: {where} has {value}, which stays: leave the option out")
+            raise UsageError(
+                f"--{key}={now.get(key)}: {where} has {value}, which stays: leave the option out"
+            )

@@ -28,14 +28,34 @@ from lightning_mgpu.runs.errors import UsageError
 SWITCH = "--traceback"
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
-OTHER_PARAMETERS = "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
+OTHER_PARAMETERS = (
+    "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
+)
 NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
-    *("Does not validate against any", "Subtypes:", "Errors:", "Parser key ", "Problem with given class_path"),
-    *("Expected a <class 'NoneType'>", "Expected a <class 'str'>", "Expected a path but", "Not a valid subclass of "),
+    *(
+        "Does not validate against any",
+        "Subtypes:",
+        "Errors:",
+        "Parser key ",
+        "Problem with given class_path",
+    ),
+    *(
+        "Expected a <class 'NoneType'>",
+        "Expected a <class 'str'>",
+        "Expected a path but",
+        "Not a valid subclass of ",
+    ),
     *("Given value", "Subclass types expect one of", "a class path (str)", "a dict with"),
 )
 BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
-TAKEN: tuple[type, ...] = (LightningModule, LightningDataModule, Optimizer, LRScheduler, Callback, Logger)
+TAKEN: tuple[type, ...] = (
+    LightningModule,
+    LightningDataModule,
+    Optimizer,
+    LRScheduler,
+    Callback,
+    Logger,
+)
 ADVICE: dict[type[Exception], str] = {  # for errors of a device, below their traceback
     torch.OutOfMemoryError: "The device's memory is full: try a smaller batch size.",
     torch.AcceleratorError: (
@@ -102,7 +122,9 @@ def is_mistake(error: BaseException) -> bool:
 
 def in_lines(error: BaseException) -> str:
     """The message of an exception in at most six lines of moderate length."""
-    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return "\n".join(line[:MOST_CHARACTERS] for line in lines[:MOST_LINES])
 
 
@@ -110,9 +132,15 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """What was given, by name, what jsonargparse's message says of it, and what was probably meant."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
-    lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][: MOST_LINES - 2]
+    lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][
+        : MOST_LINES - 2
+    ]
     quoted = message.replace('"', "'")
-    about = [n for n in given if f"--{n}" in message or f"'{n}'" in quoted or f"'{last_part(n)}'" in quoted]
+    about = [
+        n
+        for n in given
+        if f"--{n}" in message or f"'{n}'" in quoted or f"'{last_part(n)}'" in quoted
+    ]
     if not about:
         return "\n  ".join(lines)
     name = max(about, key=lambda name: (name.count("."), len(name)))

@@ -49,7 +49,10 @@ SUBCOMMAND --help shows the options of one.
 
 def subcommands() -> tuple[str, ...]:
     """Those that are there: one whose room of the package was deleted is not offered."""
-    return (*RUNS, *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])))
+    return (
+        *RUNS,
+        *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])),
+    )
 
 
 def short_help(args: list[str]) -> str | None:

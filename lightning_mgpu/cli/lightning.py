@@ -67,10 +67,19 @@ class CLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--run_dir", type=str | None, default=None, help="Where the run's files go; must be new.")
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Where the run's files go; must be new.",
+        )
         parser.add_argument(SWITCH, action="store_true", help="Show where an error comes from.")
-        parser.add_argument("--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP)
-        parser.add_argument("--no-wandb", action="store_true", help="The same as --wandb.mode=disabled.")
+        parser.add_argument(
+            "--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP
+        )
+        parser.add_argument(
+            "--no-wandb", action="store_true", help="The same as --wandb.mode=disabled."
+        )
         parser.add_class_arguments(Tracking, "wandb")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.add_lightning_class_args(ours.FastModel, "fast")
@@ -80,7 +89,10 @@ class CLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.args)
         except ArgumentError as error:
-            options = [*self._parser(self.args[0])._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            options = [
+                *self._parser(self.args[0])._option_string_actions,
+                *(name.split()[0] for name in OPTIONS),
+            ]
             raise UsageError(explain(str(error), given_options(self.args[1:]), options)) from error
 
     @override
@@ -98,7 +110,9 @@ class CLI(LightningCLI):
         check_strategy(config.trainer.strategy)
         check_same(self.config_dump, self.before, self.resumed or config.ckpt_path)
         if self.resumed is not None:
-            config.ckpt_path = choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
+            config.ckpt_path = (
+                choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
+            )
         if config.malloc == "keep":
             ours.keep_freed_memory()
         self.run_dir = self.resumed or new_run_dir(config)
@@ -116,9 +130,13 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
         config = self.config_init[self.subcommand]
-        kwargs["logger"] = [each for each in as_list(config.trainer.logger) if isinstance(each, Logger)]
+        kwargs["logger"] = [
+            each for each in as_list(config.trainer.logger) if isinstance(each, Logger)
+        ]
         kwargs["default_root_dir"] = str(self.run_dir)
-        self.trainer_defaults["callbacks"] = self._callbacks(config, has_logger=config.trainer.logger is not False)
+        self.trainer_defaults["callbacks"] = self._callbacks(
+            config, has_logger=config.trainer.logger is not False
+        )
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         self.best = config.checkpoint
@@ -129,7 +147,9 @@ class CLI(LightningCLI):
     def _callbacks(self, config: Namespace, has_logger: bool) -> list[Any]:
         header, self.timer = ours.RunHeader(), ours.EpochTimer()
         if config.ckpt_path or self.resumed:
-            header.notes["ckpt"] = config.ckpt_path or "none: no epoch was over, training begins anew"
+            header.notes["ckpt"] = (
+                config.ckpt_path or "none: no epoch was over, training begins anew"
+            )
         added = [header, self.timer, ours.LearningCurve(), ours.Pictures()]
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
@@ -139,7 +159,9 @@ class CLI(LightningCLI):
                 added.append(LearningRateMonitor())
         if self.subcommand == "predict":
             added.append(ours.PredictionWriter())
-        has_bar = any(isinstance(callback, ProgressBar) for callback in as_list(config.trainer.callbacks))
+        has_bar = any(
+            isinstance(callback, ProgressBar) for callback in as_list(config.trainer.callbacks)
+        )
         if config.trainer.enable_progress_bar is not False and not has_bar:
             added.append(ours.EpochLines())
         return added
@@ -156,7 +178,10 @@ class CLI(LightningCLI):
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
             if self.trainer.is_global_zero:
-                print(f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}", flush=True)
+                print(
+                    f"stopped; go on with: {PROG} fit {FLAG}={shlex.quote(str(self.run_dir))}",
+                    flush=True,
+                )
             raise
 
     def after_fit(self) -> None:
@@ -183,8 +208,12 @@ class CLI(LightningCLI):
         elif has_test:
             if best is None and is_first:
                 print("testing the last epoch: no metric says which one is the best", flush=True)
-            tested = self.trainer.test(self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True)
-            metrics = dict(tested[0]) if tested else {}  # nothing with `--trainer.limit_test_batches=0`
+            tested = self.trainer.test(
+                self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True
+            )
+            metrics = (
+                dict(tested[0]) if tested else {}
+            )  # nothing with `--trainer.limit_test_batches=0`
         if is_first:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)

@@ -31,7 +31,12 @@ WARNINGS = (
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (
     *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to "),
-    *("Initializing distributed: ", "----------", "distributed_backend=", "All distributed processes registered"),
+    *(
+        "Initializing distributed: ",
+        "----------",
+        "distributed_backend=",
+        "All distributed processes registered",
+    ),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
     *("Restoring states from", "Restored all states from", "Loaded model weights from"),
     "LOCAL_RANK: ",
@@ -53,13 +58,19 @@ def run(args: list[str]) -> None:
         if subcommand in RUNS:
             _run(subcommand, join(others))
             return
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no process behind
-        importlib.import_module(TOOLS[subcommand]).main([argument for argument in others if argument != SWITCH])
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # as Ctrl-C, which leaves no process behind
+        importlib.import_module(TOOLS[subcommand]).main(
+            [argument for argument in others if argument != SWITCH]
+        )
 
 
 def _run(subcommand: str, args: list[str]) -> None:
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches all processes: the first one ends the others
     others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
     given, saved = given_options(others), {}
     if run_dir:
@@ -72,7 +83,9 @@ def _run(subcommand: str, args: list[str]) -> None:
             saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
         first = with_defaults(given, saved)
         if (model := saved.get("model")) and subcommand != "fit":
-            model = {"class_path": model["class_path"]}  # its arguments, such as flip_tta, may be others in a test
+            model = {
+                "class_path": model["class_path"]
+            }  # its arguments, such as flip_tta, may be others in a test
         before = flatten({"model": model}) if model else {}
     CLI([subcommand, *prepare(others, given, first)], run_dir, before)
     leave_group()
@@ -85,5 +98,7 @@ def quieten() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(
-                lambda record: not re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage()).startswith(INFO)
+                lambda record: (
+                    not re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage()).startswith(INFO)
+                )
             )

@@ -32,8 +32,12 @@ NEXT = """\
 def main(arguments: Sequence[str]) -> None:
     """Entry point of `new`."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(prog="python -m lightning_mgpu new", description=__doc__, formatter_class=formatter)
-    parser.add_argument("target", type=Path, help="the new directory; its name is the package's name")
+    parser = ToolParser(
+        prog="python -m lightning_mgpu new", description=__doc__, formatter_class=formatter
+    )
+    parser.add_argument(
+        "target", type=Path, help="the new directory; its name is the package's name"
+    )
     parser.add_argument("--drop", nargs="+", default=[], choices=ROOMS, help="what to leave out")
     args = parser.parse_args(arguments)
     target, name = args.target, args.target.resolve().name
@@ -42,8 +46,12 @@ def main(arguments: Sequence[str]) -> None:
     if target.exists():
         raise UsageError(f"new {target}: it exists. Name a new directory")
     if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name):
-        raise UsageError(f"new {target}: {name} is no name for a package. Take small letters, digits and _: my_project")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True, check=True).stdout
+        raise UsageError(
+            f"new {target}: {name} is no name for a package. Take small letters, digits and _: my_project"
+        )
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True, check=True
+    ).stdout
     for path in map(PurePath, listed.rstrip("\0").split("\0")):
         copy(path, target, name, {*args.drop, "new"})
     print(NEXT.format(target=target, name=name), end="")
@@ -54,7 +62,9 @@ def copy(path: PurePath, target: Path, name: str, rooms: Collection[str]) -> Non
     if any(part.removesuffix(".py").removeprefix("test_") in rooms for part in path.parts):
         return
     content = (CLONE / path).read_bytes()
-    if path.name != "LICENSE" and b"\0" not in content:  # which names the authors, whatever the project is called
+    if (
+        path.name != "LICENSE" and b"\0" not in content
+    ):  # which names the authors, whatever the project is called
         text = rename(without(content.decode(), rooms), name)
         if content and not text:
             return

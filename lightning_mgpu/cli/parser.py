@@ -30,11 +30,15 @@ class Parser(LightningArgumentParser):
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Called for the arguments of every class."""
-        before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))  # its older name
+        before = (
+            args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
+        )  # its older name
         parts = [part if isinstance(part, dict) else vars(part) for part in (before, obj) if part]
         given = {name: value for part in parts for name, value in part.items()}
         outer = self._named  # of the same class, around this one
-        self._named = {name: value["class_path"] for name, value in given.items() if _names_class(value)}
+        self._named = {
+            name: value["class_path"] for name, value in given.items() if _names_class(value)
+        }
         try:
             return super().parse_object(obj, *args, **kwargs)
         finally:

@@ -19,7 +19,9 @@ def find_config(name: str) -> Path:
     for path in (Path(name), CONFIGS / name):
         if path.is_file():
             return path
-    near = get_close_matches(name, [str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")], n=1)
+    near = get_close_matches(
+        name, [str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")], n=1
+    )
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(f"--config={name}: no such file, here or in {CONFIGS}{hint}")
 
@@ -27,9 +29,13 @@ def find_config(name: str) -> Path:
 def read_config(name: str) -> dict[str, Any]:
     """What a `--config` gives: the options in a file, or in a mapping on the command line itself."""
     try:
-        content = get_loader("yaml")(name if name.startswith("{") else find_config(name).read_text(encoding="utf-8"))
+        content = get_loader("yaml")(
+            name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config={name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"--config={name}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'")
+        raise UsageError(
+            f"--config={name}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'"
+        )
     return content

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 Item = tuple[int, Tensor]
 """What a sampler here yields and a dataset here is indexed with: the epoch, and a vector of sample indices."""
@@ -44,7 +51,9 @@ class GlobalBatches(DistributedSampler):
         rank: int = 0,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"data.batch_size={batch_size}: the global batch needs at least one sample.")
+            raise ValueError(
+                f"data.batch_size={batch_size}: the global batch needs at least one sample."
+            )
         super().__init__(indices, num_replicas, rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self.indices = indices
         self.batch_size = batch_size
@@ -60,7 +69,12 @@ class GlobalBatches(DistributedSampler):
         # a generator, so that it looks at the epoch when the first batch is asked for: Lightning sets it after `iter`
         first, self.first = self.first, 0
         for batch in self._cut(self._order())[first:]:
-            yield self.epoch, batch.tensor_split(self.num_replicas)[self.rank] if self.num_replicas > 1 else batch
+            yield (
+                self.epoch,
+                batch.tensor_split(self.num_replicas)[self.rank]
+                if self.num_replicas > 1
+                else batch,
+            )
 
     def __len__(self) -> int:
         return len(self._cut(self.indices))
@@ -69,7 +83,9 @@ class GlobalBatches(DistributedSampler):
         if not self.shuffle:
             return self.indices
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.indices), generator=generator)  # on the CPU: the same on every device
+        order = torch.randperm(
+            len(self.indices), generator=generator
+        )  # on the CPU: the same on every device
         return self.indices[order.to(self.indices.device)]
 
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
@@ -82,13 +98,17 @@ class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
     A `SequentialSampler` too, which is how Lightning tells that nothing is shuffled (`overfit_batches`).
     """
 
-    def __init__(self, indices: Tensor, batch_size: int, num_replicas: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, indices: Tensor, batch_size: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
         GlobalBatches.__init__(self, indices, batch_size, False, 0, num_replicas, rank)
 
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
         if len(order) == 0:
             return ()
-        return order.tensor_split(-(-len(order) // self.batch_size))  # no tiny last batch that processes cannot share
+        return order.tensor_split(
+            -(-len(order) // self.batch_size)
+        )  # no tiny last batch that processes cannot share
 
 
 class BatchLoader(DataLoader):
@@ -100,9 +120,13 @@ class BatchLoader(DataLoader):
 
     sampler: GlobalBatches
 
-    def __init__(self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any
+    ) -> None:
         kwargs.setdefault("collate_fn", _as_it_is)
-        kwargs.setdefault("generator", torch.Generator())  # else iterating draws a number, which dropout would notice
+        kwargs.setdefault(
+            "generator", torch.Generator()
+        )  # else iterating draws a number, which dropout would notice
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
@@ -121,7 +145,9 @@ class BatchLoader(DataLoader):
         return {"num_yielded": self.num_yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.sampler.first = state["num_yielded"] % max(len(self), 1)  # a finished epoch: start the next at 0
+        self.sampler.first = state["num_yielded"] % max(
+            len(self), 1
+        )  # a finished epoch: start the next at 0
 
 
 class Batches(Dataset):
@@ -140,7 +166,9 @@ class Samples(Batches):
     def __getitem__(self, item: Item) -> Any:
         _, indices = item
         if type(self.dataset) is TensorDataset:
-            return [tensor[indices] for tensor in self.dataset.tensors]  # at once: far faster than collating
+            return [
+                tensor[indices] for tensor in self.dataset.tensors
+            ]  # at once: far faster than collating
         return default_collate([self.dataset[i] for i in indices.tolist()])
 
 
@@ -180,7 +208,9 @@ def batch_loader(
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         sampler = GlobalBatches(indices, batch_size, True, seed, *share)
     # by keyword: for `predict` Lightning makes the loader anew from its arguments
-    return BatchLoader(dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs)
+    return BatchLoader(
+        dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs
+    )
 
 
 def copies_faster_from_pinned(device: torch.device) -> bool:

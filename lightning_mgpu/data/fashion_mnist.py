@@ -68,7 +68,9 @@ class FashionMNIST(LightningDataModule):
         self.augment = augment
         self.crop_padding = crop_padding
         self.cutout = cutout
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed  # where seed_everything puts it
+        self.seed = (
+            int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        )  # where seed_everything puts it
         self.device_resident = device_resident
         for name, least in {"batch_size": 1, "val_size": 0, "crop_padding": 0, "cutout": 0}.items():
             if (value := getattr(self, name)) < least:
@@ -85,12 +87,17 @@ class FashionMNIST(LightningDataModule):
     def in_words(self) -> str:
         """`55,000 train, 5,000 val, 10,000 test; files under DIRECTORY`: for the run's header, after `setup`."""
         sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
-        return ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items()) + f"; {self.origin}"
+        return (
+            ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items())
+            + f"; {self.origin}"
+        )
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
             if not self.origin:  # once, not again when `fit` goes on to `test`
-                warnings.warn("data.source=synthetic: training on made-up images; no accuracy below means anything.")
+                warnings.warn(
+                    "data.source=synthetic: training on made-up images; no accuracy below means anything."
+                )
             self.origin = "SYNTHETIC images, not Fashion-MNIST"
         else:
             self.origin = ensure_fashion_mnist(self.root, self.source)
@@ -101,14 +108,18 @@ class FashionMNIST(LightningDataModule):
             device = self.trainer.strategy.root_device  # type: ignore[attr-defined]
         images, labels = (part.to(device) for part in self._load(train=True))
         if self.val_size >= len(images):
-            raise ValueError(f"data.val_size={self.val_size} leaves none of the {len(images)} images to train on.")
+            raise ValueError(
+                f"data.val_size={self.val_size} leaves none of the {len(images)} images to train on."
+            )
         test_images, test_labels = (part.to(device) for part in self._load(train=False))
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
         overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
-        self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)  # or images as they are
+        self.train_set = self._dataset(
+            images, labels, augment=self.augment and not overfits
+        )  # or images as they are
         self.test_set = self._dataset(test_images, test_labels)
         self.val_set = self._dataset(images, labels)
         if self.validates_on_test_set:
@@ -125,26 +136,37 @@ class FashionMNIST(LightningDataModule):
 
     predict_dataloader = test_dataloader
 
-    def _loader(self, images: InMemoryImages, indices: Tensor, shuffle: bool = False) -> BatchLoader:
+    def _loader(
+        self, images: InMemoryImages, indices: Tensor, shuffle: bool = False
+    ) -> BatchLoader:
         return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices)
 
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        files = str(Path(self.root).expanduser() / "FashionMNIST" / "raw" / ("train" if train else "t10k"))
-        images, labels = read_image_file(f"{files}-images-idx3-ubyte"), read_label_file(f"{files}-labels-idx1-ubyte")
+        files = str(
+            Path(self.root).expanduser() / "FashionMNIST" / "raw" / ("train" if train else "t10k")
+        )
+        images, labels = (
+            read_image_file(f"{files}-images-idx3-ubyte"),
+            read_label_file(f"{files}-labels-idx1-ubyte"),
+        )
         return images[:, None], labels  # (N, 1, 28, 28) uint8, (N,) int64
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
         mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
         padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
-        return InMemoryImages(images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed)
+        return InMemoryImages(
+            images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed
+        )
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
     """Images (N, 1, 28, 28) of uint8 noise with a faint stripe pattern per class, and labels (N,): a stand-in."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num_samples) % 10
-    stripes = (torch.arange(28)[None, :] * (1 + torch.arange(10))[:, None] // 10 % 2 * 96).to(torch.uint8)  # (10, 28)
+    stripes = (torch.arange(28)[None, :] * (1 + torch.arange(10))[:, None] // 10 % 2 * 96).to(
+        torch.uint8
+    )  # (10, 28)
     noise = torch.randint(0, 128, (num_samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
     return noise + stripes[labels][:, None, None, :], labels

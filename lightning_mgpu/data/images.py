@@ -40,7 +40,9 @@ class InMemoryImages(Batches):
     def __getitem__(self, item: Item) -> tuple[Tensor, Tensor]:
         epoch, indices = item
         indices = indices.to(self.images.device, non_blocking=True)
-        X = self.images.index_select(0, indices)  # (B, C, H, W) uint8; far faster than `images[indices]`
+        X = self.images.index_select(
+            0, indices
+        )  # (B, C, H, W) uint8; far faster than `images[indices]`
         if self.crop_padding or self.flip:
             X = augment(X, self._draw(epoch)[indices, :3], self.crop_padding, self.flip)
         X = X.to(torch.float32).div_(255)
@@ -91,6 +93,8 @@ def cut_out(X: Tensor, draws: Tensor, size: int) -> Tensor:
     """
     inside = []  # (B, H), (B, W)
     for n, draw in zip(X.shape[2:], draws.split(1, dim=1)):
-        offset = torch.arange(n, device=X.device) - ((draw * n).long() - size // 2)  # from the square's first pixel
+        offset = torch.arange(n, device=X.device) - (
+            (draw * n).long() - size // 2
+        )  # from the square's first pixel
         inside.append((offset >= 0) & (offset < size))
     return X.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

@@ -59,7 +59,11 @@ class _Unavailable(Exception):
 
 
 def ensure_fashion_mnist(
-    root: str | Path, source: str = "auto", *, files: Sequence[IdxFile] = FILES, system_dir: Path = SYSTEM_DIR
+    root: str | Path,
+    source: str = "auto",
+    *,
+    files: Sequence[IdxFile] = FILES,
+    system_dir: Path = SYSTEM_DIR,
 ) -> str:
     """Put the Fashion-MNIST files, checked, under `{root}/FashionMNIST/raw` and say in a phrase where they came from.
 
@@ -73,17 +77,23 @@ def ensure_fashion_mnist(
     raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
     try:
         if all(_is_good(raw / file.name, file) for file in files):
-            return f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
+            return (
+                f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
+            )
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(raw / ".lock"), tempfile.TemporaryDirectory() as work:
             return _collect(raw, source, files, system_dir, Path(work))
     except OSError as error:
-        raise DataSourceError(f"cannot write under {raw}: {error}; choose another with --data.root") from error
+        raise DataSourceError(
+            f"cannot write under {raw}: {error}; choose another with --data.root"
+        ) from error
 
 
 def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path, work: Path) -> str:
     """Go through the sources until every file is in `raw`; returns the last one's phrase."""
-    sources: list[tuple[str, str, Callable[[], Path]]] = [  # name, phrase, and what finds the directory
+    sources: list[
+        tuple[str, str, Callable[[], Path]]
+    ] = [  # name, phrase, and what finds the directory
         ("local", f"files under {raw}", lambda: raw),
         ("local", f"files under {system_dir}", lambda: system_dir),
         ("torchvision", "torchvision download", lambda: _download(files, work)),
@@ -127,7 +137,11 @@ def _checked(directory: Path, file: IdxFile) -> bytes:
 
 
 def _is_good(path: Path, file: IdxFile) -> bool:
-    return path.exists() and path.stat().st_size == file.num_bytes and _md5(path.read_bytes()) == file.md5
+    return (
+        path.exists()
+        and path.stat().st_size == file.num_bytes
+        and _md5(path.read_bytes()) == file.md5
+    )
 
 
 def _md5(data: bytes) -> str:

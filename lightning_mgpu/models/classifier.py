@@ -43,9 +43,13 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        dtype = torch.promote_types(loss.dtype, torch.float32)  # `bf16-true` makes bfloat16 of a state
+        dtype = torch.promote_types(
+            loss.dtype, torch.float32
+        )  # `bf16-true` makes bfloat16 of a state
         self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
-        self.num_samples = self.num_samples + num_samples  # not in place: `ddp_spawn` shares a CPU tensor's memory
+        self.num_samples = (
+            self.num_samples + num_samples
+        )  # not in place: `ddp_spawn` shares a CPU tensor's memory
 
     def compute(self) -> Tensor:
         return self.total / self.num_samples
@@ -84,8 +88,12 @@ class Classifier(LightningModule):
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1.")
-        self.save_hyperparameters(logger=False)  # from the command line: plain types, enough to rebuild the model
+            raise ValueError(
+                f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1."
+            )
+        self.save_hyperparameters(
+            logger=False
+        )  # from the command line: plain types, enough to rebuild the model
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
         self.optimizer = optimizer
@@ -95,17 +103,25 @@ class Classifier(LightningModule):
         self.flip_tta = flip_tta
         for stage in ("train", "val", "test"):
             setattr(self, f"{stage}_loss", MeanLoss())
-            setattr(self, f"{stage}_acc", MulticlassAccuracy(num_classes, average="micro", validate_args=False))
+            setattr(
+                self,
+                f"{stage}_acc",
+                MulticlassAccuracy(num_classes, average="micro", validate_args=False),
+            )
 
     def forward(self, X: Tensor) -> Tensor:
         if self.training or not self.flip_tta:
             return self.net(X)
-        return (self.net(X) + self.net(X.flip(-1))) / 2  # one after the other: a compiler knows the shape from training
+        return (
+            self.net(X) + self.net(X.flip(-1))
+        ) / 2  # one after the other: a compiler knows the shape from training
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log("loss", loss, batch_size=len(batch[1]))  # with `prog_bar` all later steps would wait for it
+            self.log(
+                "loss", loss, batch_size=len(batch[1])
+            )  # with `prog_bar` all later steps would wait for it
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -118,13 +134,19 @@ class Classifier(LightningModule):
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         X, y = batch
         probabilities = self(X).softmax(dim=1)
-        return {"label": y, "prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
+        return {
+            "label": y,
+            "prediction": probabilities.argmax(dim=1),
+            "probabilities": probabilities,
+        }
 
     # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
     # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
     def on_train_start(self) -> None:
         if self.trainer.fit_loop.restarted_mid_epoch:
-            self._log_epoch("train")  # a run resumed in the middle of an epoch calls no on_train_epoch_start
+            self._log_epoch(
+                "train"
+            )  # a run resumed in the middle of an epoch calls no on_train_epoch_start
 
     def on_train_epoch_start(self) -> None:
         self._log_epoch("train")
@@ -138,7 +160,9 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         try:
             optimizer = self.optimizer(self.parameters())
-            scheduler = self.lr_scheduler(optimizer, **self._run_length()) if self.lr_scheduler else None
+            scheduler = (
+                self.lr_scheduler(optimizer, **self._run_length()) if self.lr_scheduler else None
+            )
         except (TypeError, ValueError) as error:
             raise ValueError(f"model.optimizer or model.lr_scheduler: {error}") from error
         if scheduler is None:
@@ -155,7 +179,9 @@ class Classifier(LightningModule):
     def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         X, y = batch  # (N, C, H, W), (N,)
         logits = self(X)  # (N, num_classes)
-        loss = F.cross_entropy(logits, y, label_smoothing=self.label_smoothing if stage == "train" else 0.0)
+        loss = F.cross_entropy(
+            logits, y, label_smoothing=self.label_smoothing if stage == "train" else 0.0
+        )
         getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
         getattr(self, f"{stage}_acc").update(logits.detach(), y)
         return loss, logits
@@ -171,7 +197,10 @@ class Classifier(LightningModule):
             ValueError: If the run has no end.
         """
         scheduler = self.lr_scheduler
-        if not isinstance(scheduler, partial) or OneCycleLR not in (scheduler.func, *scheduler.args):
+        if not isinstance(scheduler, partial) or OneCycleLR not in (
+            scheduler.func,
+            *scheduler.args,
+        ):
             return {}
         if scheduler.keywords.get("total_steps") or scheduler.keywords.get("epochs"):
             return {}

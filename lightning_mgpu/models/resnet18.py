@@ -58,7 +58,11 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
         self.bn2 = nn.BatchNorm2d(out_channels)
         changes_shape = stride != 1 or in_channels != out_channels
-        self.conv3 = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride) if changes_shape else None
+        self.conv3 = (
+            nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride)
+            if changes_shape
+            else None
+        )
 
     def forward(self, X: Tensor) -> Tensor:
         Y = F.relu(self.bn1(self.conv1(X)))
@@ -67,7 +71,9 @@ class Residual(nn.Module):
 
 
 def _stage(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(Residual(in_channels, out_channels, stride), Residual(out_channels, out_channels))
+    return nn.Sequential(
+        Residual(in_channels, out_channels, stride), Residual(out_channels, out_channels)
+    )
 
 
 def _init_weights(module: nn.Module) -> None:

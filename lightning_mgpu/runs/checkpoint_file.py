@@ -16,7 +16,9 @@ SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in ever
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
     """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`)."""
     if not Path(path).is_file():
-        raise UsageError(f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory")
+        raise UsageError(
+            f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory"
+        )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the zip reader and the unpickler make of noise
@@ -51,5 +53,7 @@ def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, item in value.items():
-        part = "" if name in ("class_path", "init_args") else f".{name}"  # which no flag has in its name
+        part = (
+            "" if name in ("class_path", "init_args") else f".{name}"
+        )  # which no flag has in its name
         yield from _items(f"{key}{part}".lstrip("."), item)

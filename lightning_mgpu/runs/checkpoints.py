@@ -41,7 +41,11 @@ class RunCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, monitor: str | None = None, mode: str | None = None, save_last: bool = True, **kwargs: Any
+        self,
+        monitor: str | None = None,
+        mode: str | None = None,
+        save_last: bool = True,
+        **kwargs: Any,
     ) -> None:
         by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
         self.is_automatic = monitor is None and not by_step
@@ -97,7 +101,9 @@ class LastCheckpoint(Callback):
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
         self.best = best  # says where, and whether at all
-        self.seed = seed  # of the random numbers of a step, such as dropout's; null leaves them alone
+        self.seed = (
+            seed  # of the random numbers of a step, such as dropout's; null leaves them alone
+        )
         self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
         self._starts_epoch = False  # the first one after a checkpoint
@@ -105,7 +111,9 @@ class LastCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not SLURMEnvironment.detect():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Lightning's would end with status 0
+            signal.signal(
+                signal.SIGTERM, signal.default_int_handler
+            )  # as Ctrl-C; Lightning's would end with status 0
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
@@ -114,8 +122,12 @@ class LastCheckpoint(Callback):
                     "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: "
                     "make it with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
                 )
-        if self._starts_epoch:  # Lightning would take the batches of the epoch before for those of this one
-            loop._restarting = loop.epoch_loop.restarting = False  # its setter knows better where max_steps is given
+        if (
+            self._starts_epoch
+        ):  # Lightning would take the batches of the epoch before for those of this one
+            loop._restarting = loop.epoch_loop.restarting = (
+                False  # its setter knows better where max_steps is given
+            )
             loop.reset_restart_stage()
             loop.epoch_loop.reset_restart_stage()
             self._starts_epoch = False
@@ -140,18 +152,24 @@ class LastCheckpoint(Callback):
         self._save(trainer)
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         logger = csv_logger(trainer)
         checkpoint[KEY] = {"config": self.config, "metrics": logger.text() if logger else ""}
 
     @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if trainer.state.fn != "fit":
             return
         loop = checkpoint["loops"]["fit_loop"]
         batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
         if batches["is_last_batch"]:
-            loop["state_dict"].pop("combined_loader", None)  # else the loader would go on where the epoch ended
+            loop["state_dict"].pop(
+                "combined_loader", None
+            )  # else the loader would go on where the epoch ended
             self._starts_epoch = epochs["completed"] == epochs["started"]
         elif batches["total"]["ready"] and epochs["processed"] == epochs["ready"]:
             raise UsageError(
@@ -159,12 +177,19 @@ class LastCheckpoint(Callback):
                 "predict and export take it"
             )
         for loader in loop["state_dict"].get("combined_loader", []):
-            if "num_yielded" in loader:  # with the batch that was fetched, but not trained, when a signal came
+            if (
+                "num_yielded" in loader
+            ):  # with the batch that was fetched, but not trained, when a signal came
                 loader["num_yielded"] = batches["current"]["processed"]
         if self._starts_epoch:
             for counts in loop["epoch_progress"].values():
-                counts["ready"] = counts["completed"]  # the next epoch was about to start when this was saved
-        is_of_this_run = Path(trainer.default_root_dir).resolve() in Path(str(trainer.ckpt_path)).resolve().parents
+                counts["ready"] = counts[
+                    "completed"
+                ]  # the next epoch was about to start when this was saved
+        is_of_this_run = (
+            Path(trainer.default_root_dir).resolve()
+            in Path(str(trainer.ckpt_path)).resolve().parents
+        )
         if is_of_this_run and (logger := csv_logger(trainer)):
             logger.go_on(checkpoint[KEY]["metrics"])
 

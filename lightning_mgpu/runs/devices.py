@@ -29,7 +29,9 @@ def in_words(devices: Iterable[torch.device]) -> str:
 
 def own_devices(trainer: Trainer) -> list[torch.device]:
     """The devices this process works on. Waiting for another process's GPU would open a context of its own there."""
-    several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(trainer.strategy, "parallel_devices", None)
+    several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(
+        trainer.strategy, "parallel_devices", None
+    )
     return list(several or [trainer.strategy.root_device])
 
 

@@ -20,14 +20,19 @@ def new_run_dir(config: Namespace) -> Path:
         return Path(os.environ.get(RUN_DIR, "runs"))
     path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
     if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory, one run has one")
+        raise UsageError(
+            f"--run_dir={path} exists and is not empty: name a new directory, one run has one"
+        )
     return path
 
 
 def run_name(config: Namespace) -> str:
     """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`, to the millisecond, for runs started together."""
     strategy = config.trainer.strategy
-    names = (config.model.class_path, strategy if isinstance(strategy, str) else strategy.class_path)
+    names = (
+        config.model.class_path,
+        strategy if isinstance(strategy, str) else strategy.class_path,
+    )
     model, strategy = (name.rpartition(".")[2] for name in names)
     devices = str(config.trainer.devices).replace(" ", "")
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3] + f"_{model}_{strategy}_{devices}"
@@ -45,7 +50,9 @@ def claim(run_dir: Path) -> int:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(directory)
-        raise UsageError(f"{run_dir} is still running in another process: stop that one first") from None
+        raise UsageError(
+            f"{run_dir} is still running in another process: stop that one first"
+        ) from None
     except OSError:
         pass  # a network file system without locks
     return directory

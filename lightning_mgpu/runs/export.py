@@ -23,18 +23,26 @@ from lightning_mgpu.runs.errors import ToolParser, UsageError
 def main(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu export`."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser("python -m lightning_mgpu export", description=__doc__, formatter_class=formatter)
+    parser = ToolParser(
+        "python -m lightning_mgpu export", description=__doc__, formatter_class=formatter
+    )
     parser.add_argument("--ckpt_path", required=True, help="the checkpoint")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write: *.onnx or *.pt2")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the file to write: *.onnx or *.pt2"
+    )
     options = parser.parse_args(args)
     if options.output.suffix not in (".onnx", ".pt2"):
-        raise UsageError(f"--output={options.output}: end the name in .onnx or .pt2, which says what to write")
+        raise UsageError(
+            f"--output={options.output}: end the name in .onnx or .pt2, which says what to write"
+        )
     model = load_model(options.ckpt_path)
     try:
         write(model, options.output)
     except Exception as error:  # whatever the exporters raise of a model they do not understand
         told = str(error).partition("\n")[0]
-        raise UsageError(f"{type(model).__name__} cannot be written as {options.output}: {told}") from error
+        raise UsageError(
+            f"{type(model).__name__} cannot be written as {options.output}: {told}"
+        ) from error
     print(f"{options.output}: {type(model).__name__}, batches of any size")
 
 
@@ -42,16 +50,24 @@ def load_model(ckpt_path: str) -> LightningModule:
     """The model of a checkpoint, with its weights, in evaluation mode."""
     checkpoint = read_checkpoint(ckpt_path)
     if (config := saved_config(checkpoint).get("model")) is None:
-        raise UsageError(f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this command")
+        raise UsageError(
+            f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this command"
+        )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
     try:
-        model: LightningModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
+        model: LightningModule = parser.instantiate_classes(
+            parser.parse_object({"model": config})
+        ).model
         model.load_state_dict(checkpoint["state_dict"])
     except Exception as error:
-        raise UsageError(f"--ckpt_path={ckpt_path}: {str(error).splitlines()[-1].strip()}") from error
+        raise UsageError(
+            f"--ckpt_path={ckpt_path}: {str(error).splitlines()[-1].strip()}"
+        ) from error
     if not isinstance(model.example_input_array, Tensor):
-        raise UsageError(f"{type(model).__name__} has no example_input_array, which tells what it takes: set it")
+        raise UsageError(
+            f"{type(model).__name__} has no example_input_array, which tells what it takes: set it"
+        )
     return model.float().eval()
 
 

@@ -22,7 +22,9 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
 @contextlib.contextmanager
 def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
     """Start a command, as `subprocess.Popen` does; at the end of the block it is killed with those it has started."""
-    process = subprocess.Popen(command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **kwargs})
+    process = subprocess.Popen(
+        command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **kwargs}
+    )
     try:
         yield process
     finally:

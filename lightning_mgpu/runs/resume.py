@@ -28,27 +28,38 @@ def find_run(name: str) -> Path:
         return Path(name)
     saved = list(RUNS.glob(f"*/checkpoints/{LAST}"))
     if not saved:
-        raise UsageError(f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one")
+        raise UsageError(
+            f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one"
+        )
     return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
 
 
 def what_stays(config: dict[str, Any]) -> dict[str, Any]:
     """Of a run's configuration, flat: with another value, the run would be another one."""
-    return {key: value for key, value in flatten(config).items() if not f"{key}.".startswith(MAY_CHANGE)}
+    return {
+        key: value for key, value in flatten(config).items() if not f"{key}.".startswith(MAY_CHANGE)
+    }
 
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     """The newest checkpoint; none if the run was stopped before its first epoch was over."""
-    saved = [*run_dir.glob(f"checkpoints/{LAST}"), *run_dir.glob("hpc_ckpt_*.ckpt")]  # Lightning's, of a SLURM job
+    saved = [
+        *run_dir.glob(f"checkpoints/{LAST}"),
+        *run_dir.glob("hpc_ckpt_*.ckpt"),
+    ]  # Lightning's, of a SLURM job
     if not saved:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
     checkpoint = read_checkpoint(path, to_train_on=True)
     if "metrics" not in checkpoint.get(KEY, {}):
-        raise UsageError(f"{path} is of another version of this package: start a new run from it with --ckpt_path")
+        raise UsageError(
+            f"{path} is of another version of this package: start a new run from it with --ckpt_path"
+        )
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
-        raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already")
+        raise UsageError(
+            f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained} epochs already"
+        )
     return str(path)
 
 

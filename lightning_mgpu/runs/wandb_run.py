@@ -23,7 +23,9 @@ from lightning_mgpu.runs.files import replace_text
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
-INIT_SECONDS = 8.0  # a server that answered may still take that long to make a run; then the run goes offline
+INIT_SECONDS = (
+    8.0  # a server that answered may still take that long to make a run; then the run goes offline
+)
 FINISH_SECONDS = 30.0  # how long the end of a run waits for uploads
 RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
@@ -45,7 +47,9 @@ class Tracking:
     log_model: bool = False
 
 
-def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tuple[WandbLogger | None, str]:
+def start_run(
+    tracking: Tracking, run_dir: Path, config: dict[str, Any]
+) -> tuple[WandbLogger | None, str]:
     """Start the one W&B run of a job, in its first process, or continue the one that `run_dir` had before.
 
     Returns its logger, `None` where there is no run, and a line that says where it records and why.
@@ -61,7 +65,9 @@ def start_run(tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> tupl
                 return logger, f"online, {logger.experiment.url}"
             parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
             return logger, f"offline ({reason}); upload it with: wandb sync {parts}"
-        except Exception as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
+        except (
+            Exception
+        ) as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return None, f"off ({reason})"
 
@@ -92,7 +98,9 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    wandb.setup(wandb.Settings(silent=True))  # else W&B warns of an argument that Lightning's logger has
+    wandb.setup(
+        wandb.Settings(silent=True)
+    )  # else W&B warns of an argument that Lightning's logger has
     saved = run_dir / RUN_ID
     logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
         project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -120,4 +128,7 @@ def finish(run: Any) -> None:
         run.finish()
     except TimeoutError:
         path = shlex.quote(str(Path(run.settings.sync_dir)))
-        print(f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}", flush=True)
+        print(
+            f"wandb:    not everything was uploaded; the rest: wandb sync --include-online {path}",
+            flush=True,
+        )

@@ -36,9 +36,13 @@ class Gradients:
         self.is_checked = False  # that replicas' gradients are equal, in this epoch
         self.is_compared = False  # the same before an update in manual optimization
         self.are_reduced = False  # by the backward pass that runs
-        self._known: list[tuple[Tensor | None, int]] = []  # all gradients, and versions, when the replicas' were equal
+        self._known: list[
+            tuple[Tensor | None, int]
+        ] = []  # all gradients, and versions, when the replicas' were equal
 
-    def join(self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool) -> Tensor:
+    def join(
+        self, losses: Mapping[int, Tensor], sizes: Mapping[int, int], is_one_graph: bool
+    ) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and reduces the replicas' gradients.
 
         A replica's loss is the mean over its shard, which has so many samples. Where the replicas' graphs are one, by
@@ -47,11 +51,15 @@ class Gradients:
         total = sum(sizes[i] for i in losses)
         home = [loss.detach().to(self.replicas.devices[0]) for loss in losses.values()]
         value = weighted_mean(home, [sizes[i] for i in losses])
-        connected = {i: (loss, sizes[i] / total) for i, loss in losses.items() if loss.requires_grad}
+        connected = {
+            i: (loss, sizes[i] / total) for i, loss in losses.items() if loss.requires_grad
+        }
         if not connected:
             return value
         anchor = torch.zeros_like(value, requires_grad=True)
-        anchor.register_hook(lambda gradient: self._backward_and_reduce(gradient, connected, is_one_graph))
+        anchor.register_hook(
+            lambda gradient: self._backward_and_reduce(gradient, connected, is_one_graph)
+        )
         return value + anchor  # whose backward pass comes to the anchor
 
     def _backward_and_reduce(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
@@ -70,7 +78,11 @@ class Gradients:
         attributes = [dict(vars(param)) for param in every]
         with _no_hooks(parameters):
             self._backward(gradient, losses, is_one_graph)
-        after = [(old.get(name), new) for old, param in zip(attributes, every) for name, new in vars(param).items()]
+        after = [
+            (old.get(name), new)
+            for old, param in zip(attributes, every)
+            for name, new in vars(param).items()
+        ]
         if any(old is not new for old, new in after):
             raise RuntimeError(
                 "The backward pass has put an attribute on a weight (per-sample gradients, say): replicas have one "
@@ -82,10 +94,14 @@ class Gradients:
         self.are_reduced = True
 
     def _backward(self, gradient: Tensor, losses: Losses, is_one_graph: bool) -> None:
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private: whether retain_graph=True
+        keep_graph = (
+            torch._C._autograd._get_current_graph_task_keep_graph()
+        )  # private: whether retain_graph=True
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
         if is_one_graph:
-            torch.autograd.backward([loss for loss, _ in losses.values()], list(parts.values()), keep_graph)
+            torch.autograd.backward(
+                [loss for loss, _ in losses.values()], list(parts.values()), keep_graph
+            )
             return
         for i in gpus_first(losses, self.replicas.devices):
             with self.turn(i):
@@ -102,10 +118,16 @@ class Gradients:
                 self._copy([copies])
             elif parts:
                 for param in copies:
-                    param.grad = torch.zeros_like(param) if param.grad is None else _unshared(param.grad, places)
+                    param.grad = (
+                        torch.zeros_like(param)
+                        if param.grad is None
+                        else _unshared(param.grad, places)
+                    )
                 every = [param.grad for param in copies if param.grad is not None]
                 # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                gradients[name] = [gradient if gradient.ndim else gradient.view(1) for gradient in every]
+                gradients[name] = [
+                    gradient if gradient.ndim else gradient.view(1) for gradient in every
+                ]
         self.reduce_gradients(gradients)
         if self.sums_everywhere and not self.is_checked:
             self._check_sums(gradients)
@@ -113,7 +135,11 @@ class Gradients:
 
     def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
         """Raise a ValueError if replicas have other sums than the first one: they would drift apart."""
-        pairs = [(name, i, tensors[0], other) for name, tensors in gradients.items() for i, other in enumerate(tensors)]
+        pairs = [
+            (name, i, tensors[0], other)
+            for name, tensors in gradients.items()
+            for i, other in enumerate(tensors)
+        ]
         are_wrong = to_bools(differ(first, other) for _, _, first, other in pairs)
         for (name, i, first, other), is_wrong in zip(pairs, are_wrong):
             if is_wrong:
@@ -133,7 +159,9 @@ class Gradients:
             if old is not None:
                 original.grad = old
         if added:
-            torch.autograd.backward([original for original, _ in added], [gradient for _, gradient in added])
+            torch.autograd.backward(
+                [original for original, _ in added], [gradient for _, gradient in added]
+            )
         if self.sums_everywhere and not added and all(old is None for old in before):
             self._known = self._versions()  # what the allreduce has left in them
         elif not self.replicas.module.automatic_optimization:
@@ -191,7 +219,9 @@ class Gradients:
     def _are_known(self) -> bool:
         """Whether all gradients are as they were when the replicas' were equal. An edit of `.data` is not seen."""
         known, now = self._known, self._versions()
-        return len(known) == len(now) and all(a is b and n == m for (a, n), (b, m) in zip(known, now))
+        return len(known) == len(now) and all(
+            a is b and n == m for (a, n), (b, m) in zip(known, now)
+        )
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         gradients = [param.grad for copies in self.replicas.parameters for param in copies]
@@ -208,7 +238,9 @@ class Gradients:
         gradients = [[copies[i].grad for i in active] for copies in self.replicas.parameters]
         pairs = [(first, other) for first, *others in gradients for other in others]
         dense = [(a, b) for a, b in pairs if a is not None and b is not None and not a.is_sparse]
-        if any((a is None) != (b is None) for a, b in pairs) or any(to_bools(differ(a, b) for a, b in dense)):
+        if any((a is None) != (b is None) for a, b in pairs) or any(
+            to_bools(differ(a, b) for a, b in dense)
+        ):
             raise RuntimeError(
                 "training_step must call self.manual_backward(loss), not loss.backward(), and edit gradients "
                 "in the same way for every shard: the replicas' gradients differ before an update."
@@ -225,7 +257,9 @@ def _unshared(gradient: Tensor, places: set[int]) -> Tensor:
 
 def _hooks(param: Tensor) -> list[dict]:
     """What `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
-    return [hooks for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks) if hooks]  # private
+    return [
+        hooks for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks) if hooks
+    ]  # private
 
 
 @contextmanager

@@ -29,7 +29,9 @@ class Stop(NamedTuple):
 class Lockstep:
     """Runs steps whose replicas meet, one replica a device. `turn` enters a replica's turn."""
 
-    def __init__(self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]
+    ) -> None:
         self.devices, self.turn = devices, turn
         self.active: Sequence[int] = ()  # the replicas of the step
         self.running: _Replica | None = None  # whose thread it is
@@ -63,7 +65,9 @@ class Lockstep:
                 raise stop
             return stop
 
-    def meet(self, where: tuple[str, Any], value: Any, action: Callable[[dict[int, Any]], Any]) -> Any:
+    def meet(
+        self, where: tuple[str, Any], value: Any, action: Callable[[dict[int, Any]], Any]
+    ) -> Any:
         """Wait for the other replicas, let `action` be called once with what all have brought, and return its answer.
 
         `where` is a name, and something that must be the same for all.
@@ -86,7 +90,9 @@ def _agreed(stops: dict[int, Stop]) -> Callable[[dict[int, Any]], Any] | None:
 class _Replica:
     """A replica's thread."""
 
-    def __init__(self, index: int, step: Callable[[], Any], modes: Any, device: torch.device) -> None:
+    def __init__(
+        self, index: int, step: Callable[[], Any], modes: Any, device: torch.device
+    ) -> None:
         self.index = index
         self.answers, self.stops = SimpleQueue[Any](), SimpleQueue[Stop | BaseException]()
         run = partial(contextvars.copy_context().run, self._run, step, modes, device)
@@ -122,7 +128,9 @@ class _End(BaseException):
 def _modes(kinds: set[str]) -> Callable[[], AbstractContextManager]:
     """The calling thread's modes of autograd, inference and autocast, for another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    autocast = {
+        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+    }
 
     @contextmanager
     def entered() -> Iterator[None]:

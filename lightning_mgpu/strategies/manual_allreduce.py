@@ -52,7 +52,9 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         **kwargs: Any,
     ) -> None:
         if not callable(allreduce):
-            raise ValueError(f"allreduce={allreduce}: give a function of a list of tensors, or leave it out.")
+            raise ValueError(
+                f"allreduce={allreduce}: give a function of a list of tensors, or leave it out."
+            )
         super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
         self.allreduce = allreduce
 
@@ -69,6 +71,8 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        self.own_updates = self.updates.repeat(optimizer, self.gradients.copy_changed)  # by clipping
+        self.own_updates = self.updates.repeat(
+            optimizer, self.gradients.copy_changed
+        )  # by clipping
         if not self.own_updates:
             self.replicas.copy_parameters()

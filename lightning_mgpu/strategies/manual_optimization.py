@@ -23,9 +23,16 @@ Strategy = Any  # a TrainBatchStrategy, which imports this file
 @contextmanager
 def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside the block replicas meet where they step an optimizer, Lightning's wrapper of it, or a scheduler."""
-    steps = [(optimizer, partial(strategy.step_all, optimizer, optimizer.step)) for optimizer in optimizers]
-    steps += [(wrapper, wrapper.step) for wrapper in strategy._lightning_optimizers]  # they call `optimizer_step`
-    own: list[tuple[Any, str, Any]] = [(each, "step", _met_step(strategy, each, step)) for each, step in steps]
+    steps = [
+        (optimizer, partial(strategy.step_all, optimizer, optimizer.step))
+        for optimizer in optimizers
+    ]
+    steps += [
+        (wrapper, wrapper.step) for wrapper in strategy._lightning_optimizers
+    ]  # they call `optimizer_step`
+    own: list[tuple[Any, str, Any]] = [
+        (each, "step", _met_step(strategy, each, step)) for each, step in steps
+    ]
     for scheduler in (config.scheduler for config in strategy.lr_scheduler_configs):
         own.append((scheduler, "step", _met_schedule(strategy, scheduler)))
     with attributes(own):
@@ -38,9 +45,13 @@ def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if strategy.replicas.current and any(id(param) in strategy.replicas.copies_of for param in params):
+        if strategy.replicas.current and any(
+            id(param) in strategy.replicas.copies_of for param in params
+        ):
             own = type(optimizer).__name__
-            raise RuntimeError(f"{own} steps in training_step, but configure_optimizers has not returned it: let it.")
+            raise RuntimeError(
+                f"{own} steps in training_step, but configure_optimizers has not returned it: let it."
+            )
 
     handle = register_optimizer_step_pre_hook(check)
     try:
@@ -49,7 +60,9 @@ def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
         handle.remove()
 
 
-def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) -> Callable[..., Any]:
+def _met_step(
+    strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]
+) -> Callable[..., Any]:
     """The `step` of an optimizer for replicas. Each evaluates its closure; the whole batch's loss is returned."""
     step = optimizer.step
 
@@ -62,7 +75,9 @@ def _met_step(strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]) 
 
     def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
         strategy.gradients.check_manual(list(losses))
-        whole = [gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])]
+        whole = [
+            gather(list(losses.values()), [strategy.sizes[i] for i in losses], strategy.devices[0])
+        ]
 
         def evaluated() -> Any:
             if not whole:
@@ -82,12 +97,18 @@ def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
     step = getattr(scheduler, "step", None)
 
     def whole(parts: tuple[Any, ...], sizes: list[int]) -> Any:
-        if not any(isinstance(part, Tensor) for part in parts) and all(part == parts[0] for part in parts):
+        if not any(isinstance(part, Tensor) for part in parts) and all(
+            part == parts[0] for part in parts
+        ):
             return parts[0]
         return gather(parts, sizes, strategy.devices[0])
 
     def once(given: dict[int, tuple[Any, ...]]) -> Any:
-        *args, kwargs = (whole(parts, [strategy.sizes[i] for i in given]) for parts in zip(*given.values()))
+        *args, kwargs = (
+            whole(parts, [strategy.sizes[i] for i in given]) for parts in zip(*given.values())
+        )
         return step(*args, **kwargs)  # type: ignore[misc]
 
-    return lambda *args, **kwargs: strategy.lockstep.meet(("a scheduler", id(scheduler)), (*args, kwargs), once)
+    return lambda *args, **kwargs: strategy.lockstep.meet(
+        ("a scheduler", id(scheduler)), (*args, kwargs), once
+    )

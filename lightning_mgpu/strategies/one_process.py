@@ -53,12 +53,16 @@ def find_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
         module = device_module(device)
     except RuntimeError:
-        raise MisconfigurationException(f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are.") from None
+        raise MisconfigurationException(
+            f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are."
+        ) from None
     if module is None:
         return device
     if (device.index or 0) >= (count := module.device_count()):
         kind = device.type.upper()
-        raise MisconfigurationException(f"parallel_devices: there is no {name!r}; torch sees {count} {kind} device(s).")
+        raise MisconfigurationException(
+            f"parallel_devices: there is no {name!r}; torch sees {count} {kind} device(s)."
+        )
     return torch.device(device.type, device.index or 0)
 
 
@@ -78,16 +82,24 @@ class OneProcess:
     def check_launch(self) -> None:
         """Refuse torchrun and SLURM with several processes, several nodes, and too many devices."""
         processes = 1
-        with contextlib.suppress(AttributeError, KeyError):  # no launcher, or one that has launched nothing
+        with contextlib.suppress(
+            AttributeError, KeyError
+        ):  # no launcher, or one that has launched nothing
             processes = self.cluster_environment.world_size()
         if processes > 1 or self.num_nodes > 1:
-            what = f"num_nodes={self.num_nodes}" if processes == 1 else f"{processes} were launched (torchrun, SLURM)"
+            what = (
+                f"num_nodes={self.num_nodes}"
+                if processes == 1
+                else f"{processes} were launched (torchrun, SLURM)"
+            )
             raise MisconfigurationException(
                 f"{self.name} drives all its devices from one process on one node, but {what}: use "
                 "--trainer.strategy=ddp for several processes, or start a single one."
             )
         if (count := len(self.parallel_devices or [])) > MAX_DEVICES:
-            raise MisconfigurationException(f"{count} devices are too many: {self.name} takes up to {MAX_DEVICES}.")
+            raise MisconfigurationException(
+                f"{count} devices are too many: {self.name} takes up to {MAX_DEVICES}."
+            )
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor

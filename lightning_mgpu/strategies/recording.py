@@ -28,9 +28,13 @@ from lightning_mgpu.strategies.split_batch import gather, leaves, weighted_mean
 
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
-TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
+TO_TENSOR = (
+    "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this method
+)
 BUILT_IN = frozenset(vars(LightningModule()))
-Key = tuple[Any, str, int]  # a metric's id or a hook's name, a method or a name, and how many such before
+Key = tuple[
+    Any, str, int
+]  # a metric's id or a hook's name, a method or a name, and how many such before
 
 
 class Call(NamedTuple):
@@ -47,8 +51,12 @@ class Recorder:
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep = replicas, lockstep
-        self._copies: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy of it for single shards
-        self._with_rows: set[tuple[int, Any, int]] = set()  # by a metric's id: names of arguments, and places in them
+        self._copies: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by id: a metric, and a copy of it for single shards
+        self._with_rows: set[tuple[int, Any, int]] = (
+            set()
+        )  # by a metric's id: names of arguments, and places in them
         self._forget()
 
     def _forget(self) -> None:
@@ -63,7 +71,9 @@ class Recorder:
     def recording(self, sizes: dict[int, int]) -> Iterator[None]:
         """Write down instead of do, and do it when the block has ended. `sizes` are the samples of the shards."""
         module = self.replicas.module
-        results: Any = module.trainer._results  # private: where `self.log` puts values; None in `predict`
+        results: Any = (
+            module.trainer._results
+        )  # private: where `self.log` puts values; None in `predict`
         patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
         for metric in find_metrics(module):
             if id(metric) not in self._copies:
@@ -109,7 +119,11 @@ class Recorder:
                 return itself(*args, **kwargs)
             if method == "compute":
                 return self._compute(metric)
-            written = Call(metric, method, *apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone()))
+            written = Call(
+                metric,
+                method,
+                *apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone()),
+            )
             key = self._write(id(metric), method, written)
             return self._for_the_shard(metric, key, args, kwargs) if method == "forward" else None
 
@@ -131,8 +145,13 @@ class Recorder:
         """A copy without samples."""
         copied = self._copies[id(metric)][1]
         copied.reset()
-        home, kinds = self.replicas.devices[0].type, {m.device.type for m in metric.modules() if isinstance(m, Metric)}
-        return copied.to(self.replicas.module.device) if home in kinds else copied  # on the CPU, by the user
+        home, kinds = (
+            self.replicas.devices[0].type,
+            {m.device.type for m in metric.modules() if isinstance(m, Metric)},
+        )
+        return (
+            copied.to(self.replicas.module.device) if home in kinds else copied
+        )  # on the CPU, by the user
 
     def _compute(self, metric: Any) -> Any:
         """Replicas meet for it: all of them must have updated the metric."""
@@ -157,7 +176,9 @@ class Recorder:
     def _replay(self) -> None:
         """The metrics' calls go first: what is logged of them may have come before, in a replica that made no call."""
         self.is_recording = False
-        for key, by_replica in sorted(self._calls.items(), key=lambda item: isinstance(item[0][0], str)):
+        for key, by_replica in sorted(
+            self._calls.items(), key=lambda item: isinstance(item[0][0], str)
+        ):
             by_replica = dict(sorted(by_replica.items()))  # whatever the order in which they ran
             calls, sizes = list(by_replica.values()), [self.sizes[i] for i in by_replica]
             if calls[0].method == "log":
@@ -208,7 +229,9 @@ class Recorder:
         value = copied.compute()  # before its parts: a wrapper computes with them
         for part, its_copy in zip(metric.modules(), copied.modules()):
             if isinstance(part, Metric):
-                part._forward_cache = value if its_copy is copied else its_copy.compute()  # private: what is logged
+                part._forward_cache = (
+                    value if its_copy is copied else its_copy.compute()
+                )  # private: what is logged
         return value
 
     def _have_one_for_all(self, calls: Sequence[Call], sizes: Sequence[int]) -> bool:
@@ -268,10 +291,19 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _blank_copy(metric: Any) -> Any:
-    held = [leaf for part in metric.modules() for leaf in leaves(dict(vars(part))) if isinstance(leaf, Tensor)]
-    copied = copy.deepcopy(metric, {id(state): state.detach().clone() for state in held})  # no graph can be copied
+    held = [
+        leaf
+        for part in metric.modules()
+        for leaf in leaves(dict(vars(part)))
+        if isinstance(leaf, Tensor)
+    ]
+    copied = copy.deepcopy(
+        metric, {id(state): state.detach().clone() for state in held}
+    )  # no graph can be copied
     if isinstance(copied, MetricCollection):
-        copied._enable_compute_groups = False  # private: two may be equal for a shard, but not for the batch
+        copied._enable_compute_groups = (
+            False  # private: two may be equal for a shard, but not for the batch
+        )
     return copied
 
 
@@ -294,10 +326,14 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
     """The arguments for the whole batch. None if they cannot be put together."""
     given = [{**dict(enumerate(call.args)), **call.kwargs} for call in calls]
     columns = {name: [each.get(name) for each in given] for name in given[0]}
-    if any(all(map(_is_number, found)) for parts in columns.values() if (found := list(leaves(parts)))):
+    if any(
+        all(map(_is_number, found)) for parts in columns.values() if (found := list(leaves(parts)))
+    ):
         return _aggregated(calls, sizes, device)
     try:
-        joined = {name: gather(parts, sizes, device, are_rows=True) for name, parts in columns.items()}
+        joined = {
+            name: gather(parts, sizes, device, are_rows=True) for name, parts in columns.items()
+        }
     except ValueError:
         return None
     return [joined.pop(n) for n in range(len(calls[0].args))], joined
@@ -305,7 +341,10 @@ def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -
 
 def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
     """The numbers of the shards for an aggregator, and their weights where it is a mean."""
-    metric, given = calls[0].metric, [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
+    metric, given = (
+        calls[0].metric,
+        [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls],
+    )
     kind = metric.base_metric if isinstance(metric, Running) else metric
     if not isinstance(kind, BaseAggregator):
         return None
@@ -335,4 +374,6 @@ def _reduced(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any)
 
 
 def _is_number(leaf: Any) -> bool:
-    return (isinstance(leaf, Tensor) and not leaf.ndim) or (isinstance(leaf, Number) and not isinstance(leaf, bool))
+    return (isinstance(leaf, Tensor) and not leaf.ndim) or (
+        isinstance(leaf, Number) and not isinstance(leaf, bool)
+    )

@@ -15,7 +15,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the latter are all that have running statistics
+from torch.nn.modules.batchnorm import (
+    _BatchNorm,
+    _NormBase,
+)  # the latter are all that have running statistics
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
@@ -23,15 +26,24 @@ from lightning_mgpu.allreduce.messages import add_all, copy_all
 from lightning_mgpu.strategies.one_process import current_device, device_module
 from lightning_mgpu.strategies.split_batch import bring_home, send
 
-SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)  # one for all replicas, states included
+SHARED = (
+    Metric,
+    MetricCollection,
+    MetricTracker,
+    torch.jit.ScriptModule,
+)  # one for all replicas, states included
 KINDS = ("_parameters", "_buffers")
 TENSORS = (*KINDS, "_modules", "_flat_weights", "_device")
 PLAIN = (int, float, str, type(None))  # of these the first replica's count for all
 MISSING = object()
 # hooks that run between a step and its backward pass
 BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
-Copies = tuple[Tensor, ...]  # of a parameter or a buffer, one a replica; the first is the user's own
-Key = tuple[int, str, str]  # of a parameter or a buffer: its layer's number, `_parameters` or `_buffers`, its name
+Copies = tuple[
+    Tensor, ...
+]  # of a parameter or a buffer, one a replica; the first is the user's own
+Key = tuple[
+    int, str, str
+]  # of a parameter or a buffer: its layer's number, `_parameters` or `_buffers`, its name
 Said = tuple[str, str, str]  # the same with the name of the layer's class, as a warning says it
 
 
@@ -39,16 +51,27 @@ def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """A replica's own parameters, as in the book: copies on its device. Buffers, too."""
     with torch.inference_mode(False), torch.no_grad():
         copies = [(param, param.detach().to(device, copy=True)) for param in params]
-    return [nn.Parameter(own, p.requires_grad) if isinstance(p, nn.Parameter) else own for p, own in copies]
+    return [
+        nn.Parameter(own, p.requires_grad) if isinstance(p, nn.Parameter) else own
+        for p, own in copies
+    ]
 
 
 class Replicas:
     """k replicas of the user's module, which is the first one."""
 
-    def __init__(self, module: LightningModule, devices: Sequence[torch.device], own_streams: bool) -> None:
-        self.module, self.devices, self.streams = module, list(devices), Streams(devices, own_streams)
+    def __init__(
+        self, module: LightningModule, devices: Sequence[torch.device], own_streams: bool
+    ) -> None:
+        self.module, self.devices, self.streams = (
+            module,
+            list(devices),
+            Streams(devices, own_streams),
+        )
         self.current = 0  # whose turn it is
-        self.is_stale = True  # somebody may have edited the original in ways that torch does not count
+        self.is_stale = (
+            True  # somebody may have edited the original in ways that torch does not count
+        )
         self.hooks: set[str] = set()  # the names of the user's around this step: so may they
         self.copies: dict[str, Copies] = {}  # of every parameter, by its name
         self.copies_of: dict[int, Copies] = {}  # of parameters and buffers, by the original's id
@@ -57,13 +80,21 @@ class Replicas:
         self._dicts: list[list[dict[str, Any]]] = []  # by replica and layer
         self._put: list[list[dict[str, Any]]] = []  # the same, when the step began
         self._kind = 0  # of step: what a training step has assigned, validation does not see
-        self._kept: dict[tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]] = {}  # by kind of step and replica
+        self._kept: dict[
+            tuple[int, int, nn.Module], dict[str, tuple[Any, ...]]
+        ] = {}  # by kind of step and replica
         self._meet = False  # whether replicas meet in this step
         self._is_in_order = True  # whether they run one after the other, the first one first
         self.is_watched = True  # after the next step parameters are compared, and buffers
-        self._began: dict[Key, tuple[int, int]] = {}  # marks of the first replica's buffers when the step began
-        self._disagree: dict[Said, Tensor] = {}  # buffers that steps have edited: whether replicas hold other values
-        self._lists: list[tuple[list[Any], int, list[Any]]] = []  # a list, its length before, a replica's own
+        self._began: dict[
+            Key, tuple[int, int]
+        ] = {}  # marks of the first replica's buffers when the step began
+        self._disagree: dict[
+            Said, Tensor
+        ] = {}  # buffers that steps have edited: whether replicas hold other values
+        self._lists: list[
+            tuple[list[Any], int, list[Any]]
+        ] = []  # a list, its length before, a replica's own
 
     @property
     def parameters(self) -> list[Copies]:
@@ -78,14 +109,25 @@ class Replicas:
         """
         self._kind = kind
         self.streams.begin(kind, *number)
-        named = list(self.module.named_modules({each for each in self.module.modules() if isinstance(each, SHARED)}))
+        named = list(
+            self.module.named_modules(
+                {each for each in self.module.modules() if isinstance(each, SHARED)}
+            )
+        )
         self._owners = [owner for _, owner in named]
-        self.copies, buffers = self._find_copies(named, "_parameters"), self._find_copies(named, "_buffers")
-        self.copies_of = {id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())}
+        self.copies, buffers = (
+            self._find_copies(named, "_parameters"),
+            self._find_copies(named, "_buffers"),
+        )
+        self.copies_of = {
+            id(copies[0]): copies for copies in (*self.copies.values(), *buffers.values())
+        }
         self.copy_edited(self.hooks)
         copy_tensors(buffers.values())
         self._meet, self._is_in_order, self._lists = meet, is_in_order, []
-        self._dicts = [[self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))]
+        self._dicts = [
+            [self._replica_of(owner, i) for owner in self._owners] for i in range(len(self.devices))
+        ]
         self._put = [[dict(own) for own in dicts] for dicts in self._dicts]
         self._began = self._buffer_marks()
 
@@ -151,7 +193,9 @@ class Replicas:
         for name, value in owner.__dict__.items() if self.devices[i] != self.devices[0] else ():
             if isinstance(value, (Tensor, tuple)):  # which a hook has put there
                 own[name] = send(value, self.devices[0], self.devices[i])
-        for name, value in owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ():
+        for name, value in (
+            owner.__dict__.items() if not type(owner).__module__.startswith("torch.") else ()
+        ):
             if type(value) in (list, dict) and name not in TENSORS:
                 is_own = self._meet or (type(value) is list and not self._is_in_order)
                 own[name] = copy.copy(value) if is_own else value
@@ -159,7 +203,9 @@ class Replicas:
                     self._lists.append((value, len(value), own[name]))
         kept = self._kept.get((self._kind, i, owner), {})
         for name, (value, base, versions) in kept.items():
-            if owner.__dict__.get(name, MISSING) is base and _versions(base) == versions:  # no hook has changed it
+            if (
+                owner.__dict__.get(name, MISSING) is base and _versions(base) == versions
+            ):  # no hook has changed it
                 own[name] = value
         return own
 
@@ -183,16 +229,31 @@ class Replicas:
         for i in active:
             for owner, own, put in zip(self._owners, self._dicts[i], self._put[i]):
                 for name, value in own.items():
-                    if value is not put.get(name, MISSING) and not (name in TENSORS or isinstance(value, PLAIN)):
+                    if value is not put.get(name, MISSING) and not (
+                        name in TENSORS or isinstance(value, PLAIN)
+                    ):
                         base = owner.__dict__.get(name, MISSING)
                         kept = self._kept.setdefault((self._kind, i, owner), {})
                         kept[name] = value, base, _versions(base)
 
     def _watched(self, i: int, kinds: Sequence[str]) -> dict[tuple[int, str, str], Tensor]:
         """Replica i's parameters and buffers, by layer, kind and name. Statistics of BatchNorm are averaged."""
-        layers = [(n, own) for n, own in enumerate(self._dicts[i]) if not isinstance(self._owners[n], _NormBase)]
-        named = [(n, kind, name, tensor) for n, own in layers for kind in kinds for name, tensor in own[kind].items()]
-        return {(n, kind, name): t for n, kind, name, t in named if t is not None and t.layout == torch.strided}
+        layers = [
+            (n, own)
+            for n, own in enumerate(self._dicts[i])
+            if not isinstance(self._owners[n], _NormBase)
+        ]
+        named = [
+            (n, kind, name, tensor)
+            for n, own in layers
+            for kind in kinds
+            for name, tensor in own[kind].items()
+        ]
+        return {
+            (n, kind, name): t
+            for n, kind, name, t in named
+            if t is not None and t.layout == torch.strided
+        }
 
     def _buffer_marks(self) -> dict[Key, tuple[int, int]]:
         buffers = self._watched(0, ["_buffers"])
@@ -205,7 +266,10 @@ class Replicas:
         for key in keys:
             own, said = first[key], (type(self._owners[key[0]]).__name__, *key[1:])
             for other in (each[key] for each in others if key in each):
-                if (other.shape, other.dtype) == (own.shape, own.dtype):  # else it is a shard's own, as an output
+                if (other.shape, other.dtype) == (
+                    own.shape,
+                    own.dtype,
+                ):  # else it is a shard's own, as an output
                     flag = differ(own, other)
                     flags[said] = flags[said] | flag if said in flags else flag
         return flags
@@ -281,7 +345,9 @@ def differ(tensor: Tensor, other: Tensor) -> Tensor:
     The host does not wait for the device before the value is read, see `to_bools`.
     """
     other = other.detach().to(tensor.device)
-    if tensor.is_cpu and torch.equal(tensor, other):  # the fastest way, where there is nothing to wait for
+    if tensor.is_cpu and torch.equal(
+        tensor, other
+    ):  # the fastest way, where there is nothing to wait for
         return torch.zeros((), dtype=torch.bool)
     are_nan = (tensor != tensor) & (other != other)
     return ((tensor != other) & ~are_nan).any()
@@ -301,8 +367,15 @@ def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
                 f"{name}: {type(layer).__name__}(max_norm=...) edits its weights in `forward`: each replica would edit "
                 "others. Use one device, or shorten the rows in `on_train_batch_start`."
             )
-        is_compiled = isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
-        if sync_batchnorm and is_compiled and any(isinstance(part, _BatchNorm) for part in layer.modules()):
+        is_compiled = (
+            isinstance(layer, torch._dynamo.OptimizedModule)
+            or layer._compiled_call_impl is not None
+        )
+        if (
+            sync_batchnorm
+            and is_compiled
+            and any(isinstance(part, _BatchNorm) for part in layer.modules())
+        ):
             raise MisconfigurationException(  # its graph does not call `F.batch_norm`
                 "sync_batchnorm=True does not reach BatchNorm in compiled layers: leave one of the two out."
             )
@@ -310,7 +383,9 @@ def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
 
 def _marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """What changes with an edit: torch counts those in place, but not of `.data`; setting `.data` moves it."""
-    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+    return [
+        (0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors
+    ]
 
 
 def _versions(value: Any) -> list[int]:
@@ -338,12 +413,20 @@ class Streams:
             yield
             return
         device, module = self.devices[i], device_module(self.devices[i])
-        own = [torch] if module is None else [torch, module]  # a step draws from the CPU's generator, too
-        with torch.random.fork_rng([] if module is None else [device.index], device_type=device.type):
+        own = (
+            [torch] if module is None else [torch, module]
+        )  # a step draws from the CPU's generator, too
+        with torch.random.fork_rng(
+            [] if module is None else [device.index], device_type=device.type
+        ):
             if i not in self._states:
-                seed = hash((torch.initial_seed(), *self._number, i)) % 2**63  # of integers: so in every process
+                seed = (
+                    hash((torch.initial_seed(), *self._number, i)) % 2**63
+                )  # of integers: so in every process
                 kinds = [torch.device("cpu"), device][: len(own)]
-                self._states[i] = [torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds]
+                self._states[i] = [
+                    torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds
+                ]
             for each, state in zip(own, self._states[i]):
                 each.set_rng_state(state)
             yield

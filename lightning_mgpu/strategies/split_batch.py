@@ -32,7 +32,10 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
     Tensors are cut without copying them.
     """
-    return [_cut(batch, sum(sizes), slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes))]
+    return [
+        _cut(batch, sum(sizes), slice(end - size, end))
+        for size, end in zip(sizes, accumulate(sizes))
+    ]
 
 
 def _cut(part: Any, total: int, rows: slice) -> Any:
@@ -40,7 +43,10 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
         if not part.ndim or len(part) != total:
             return part
         shard = part[rows]
-        if type(shard) is Tensor and type(part) not in (Tensor, nn.Parameter):  # torchvision's tv_tensors
+        if type(shard) is Tensor and type(part) not in (
+            Tensor,
+            nn.Parameter,
+        ):  # torchvision's tv_tensors
             shard = shard.as_subclass(type(part))  # type: ignore[type-var]
             vars(shard).update(vars(part))
         # a view; by `.data` it counts edits in place for itself, as the backward pass checks
@@ -65,7 +71,9 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def share_out(batch: Any, shares: Sequence[float], device: torch.device, loaded: set[int]) -> list[int]:
+def share_out(
+    batch: Any, shares: Sequence[float], device: torch.device, loaded: set[int]
+) -> list[int]:
     """Samples of each replica. What cannot be split goes whole to the first, which never goes without.
 
     `loaded` are the loaders' batch sizes: a list as long holds samples.
@@ -90,7 +98,9 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
         return shard
     # a copy to the CPU is read at once; one to Apple's GPU races with the memory it is made of, as in Lightning
     is_async = device.type not in ("cpu", "mps")
-    return apply_to_collection(shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t)
+    return apply_to_collection(
+        shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t
+    )
 
 
 def find_batch_size(batch: Any, loaded: set[int]) -> int | None:
@@ -102,9 +112,13 @@ def find_batch_size(batch: Any, loaded: set[int]) -> int | None:
     if len(sizes) != 1 or 0 in sizes:
         return None
     size = sizes.pop()
-    if _is_list(batch) and 3 < len(batch) != size and _is_loaded(batch, loaded):  # up to 3 are inputs, targets, weights
+    if (
+        _is_list(batch) and 3 < len(batch) != size and _is_loaded(batch, loaded)
+    ):  # up to 3 are inputs, targets, weights
         return None
-    return None if any(_is_ambiguous(item, size, loaded) for item in items_of(batch) or []) else size
+    return (
+        None if any(_is_ambiguous(item, size, loaded) for item in items_of(batch) or []) else size
+    )
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -113,7 +127,9 @@ def _is_opaque(leaf: Any) -> bool:
         return leaf.is_nested or leaf.layout != torch.strided
     if isinstance(leaf, (np.ndarray, type)):
         return False
-    return hasattr(leaf, "to") or any(isinstance(each, Array) for each in getattr(leaf, "__dict__", {}).values())
+    return hasattr(leaf, "to") or any(
+        isinstance(each, Array) for each in getattr(leaf, "__dict__", {}).values()
+    )
 
 
 def _is_loaded(part: Any, loaded: set[int]) -> bool:
@@ -126,7 +142,9 @@ def _is_loaded(part: Any, loaded: set[int]) -> bool:
 def _is_ambiguous(part: Any, size: int, loaded: set[int]) -> bool:
     """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
     if _is_list(part) and _has_arrays(part):
-        is_of_images = len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
+        is_of_images = (
+            len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
+        )
         if len(part) == size or is_of_images or _is_loaded(part, loaded):
             return True
     return any(_is_ambiguous(item, size, loaded) for item in items_of(part) or [])
@@ -137,7 +155,9 @@ def _is_ambiguous(part: Any, size: int, loaded: set[int]) -> bool:
 
 def items_of(part: Any) -> list[Any] | None:
     """What lies directly in a list, tuple, dict or dataclass; `None` for everything else."""
-    if isinstance(part, PackedSequence) or hasattr(type(part), "batch_size"):  # the latter: a TensorDict
+    if isinstance(part, PackedSequence) or hasattr(
+        type(part), "batch_size"
+    ):  # the latter: a TensorDict
         return None
     if isinstance(part, Mapping):
         return list(part.values())
@@ -154,7 +174,11 @@ def like(part: Any, items: list[Any]) -> Any:
         return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
     if isinstance(part, Mapping):  # by its constructor, as Lightning moves a batch to a device
         named = dict(zip(part, items))
-        return type(part)(part.default_factory, named) if isinstance(part, defaultdict) else type(part)(named)  # type: ignore[call-arg]
+        return (
+            type(part)(part.default_factory, named)
+            if isinstance(part, defaultdict)
+            else type(part)(named)
+        )  # type: ignore[call-arg]
     changed: Any = copy.copy(part)
     for field, item in zip(fields(part), items):
         object.__setattr__(changed, field.name, item)  # frozen dataclasses, too
@@ -180,7 +204,9 @@ def _has_arrays(part: Any) -> bool:
 # What replicas return
 
 
-def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, are_rows: bool = False) -> Any:
+def gather(
+    outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, are_rows: bool = False
+) -> Any:
     """Put together what replicas made of shards, as if one device had had the whole batch.
 
     Tensors and lists as long as their shard, or a multiple of it (tokens), are joined in order; tensors with samples
@@ -203,7 +229,10 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         return bring_home(outputs[0], device) if outputs else None
     first = outputs[0]
     if all(isinstance(output, Tensor) for output in outputs):
-        tensors = [output if all(each.is_cpu for each in outputs) else output.to(device) for output in outputs]
+        tensors = [
+            output if all(each.is_cpu for each in outputs) else output.to(device)
+            for output in outputs
+        ]
         return _gather_tensors(tensors, sizes, are_rows)
     if isinstance(first, np.ndarray):
         if first.dtype.kind not in "biufc":  # but of texts
@@ -221,7 +250,10 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
         return type(first)(item for output in outputs for item in bring_home(output, device))
     if isinstance(first, Mapping) and any(output.keys() != first.keys() for output in outputs):
         names = dict.fromkeys(name for output in outputs for name in output)
-        return {name: gather([output.get(name) for output in outputs], sizes, device, are_rows) for name in names}
+        return {
+            name: gather([output.get(name) for output in outputs], sizes, device, are_rows)
+            for name in names
+        }
     items = [items_of(output) or [] for output in outputs]
     if items_of(first) is not None and len({len(each) for each in items}) == 1:
         return like(first, [gather(parts, sizes, device, are_rows) for parts in zip(*items)])
@@ -231,13 +263,19 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, a
 def _gather_tensors(tensors: list[Tensor], sizes: Sequence[int], are_rows: bool) -> Any:
     first = tensors[0]
     if any(tensor.ndim for tensor in tensors):
-        tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]  # squeezed from a shard of one
+        tensors = [
+            tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors
+        ]  # squeezed from a shard of one
         lengths = [len(tensor) for tensor in tensors]
         if not are_rows and any(length % size for length, size in zip(lengths, sizes)):
             for dim in range(1, first.ndim):
-                if all(tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)):
+                if all(
+                    tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)
+                ):
                     return torch.cat(tensors, dim)
-        if len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1:  # padded to different lengths, say
+        if (
+            len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1
+        ):  # padded to different lengths, say
             if are_rows:
                 raise ValueError("tensors of different shapes")
             return [row for tensor in tensors for row in tensor]
@@ -259,14 +297,20 @@ def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
     if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
         return False  # [logits, features], as many as there are samples by chance
-    return isinstance(outputs[0], list) or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
+    return isinstance(outputs[0], list) or not any(
+        isinstance(item, (Tensor, int, float)) for item, _ in items
+    )
 
 
 def bring_home(output: Any, device: torch.device) -> Any:
     """Move tensors to the device. What the user has put on the CPU stays there."""
-    if all(leaf.is_cpu or leaf.device == device for leaf in leaves(output) if isinstance(leaf, Tensor)):
+    if all(
+        leaf.is_cpu or leaf.device == device for leaf in leaves(output) if isinstance(leaf, Tensor)
+    ):
         return output  # the very object, which callbacks may share
-    return apply_to_collection(output, Tensor, lambda tensor: tensor if tensor.is_cpu else tensor.to(device))
+    return apply_to_collection(
+        output, Tensor, lambda tensor: tensor if tensor.is_cpu else tensor.to(device)
+    )
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -299,7 +343,9 @@ class AutoSplit:
         self._steps += 1
         if self._steps == 1:  # it warms up
             self._seconds.clear()
-        if self.is_done or self._steps <= NUM_TIMED or len(self._seconds) < len(shares):  # too few samples for all
+        if (
+            self.is_done or self._steps <= NUM_TIMED or len(self._seconds) < len(shares)
+        ):  # too few samples for all
             return list(shares)
         self.is_done = True
         speeds = [share / self._seconds[i] for i, share in enumerate(shares)]

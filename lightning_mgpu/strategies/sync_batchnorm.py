@@ -32,10 +32,16 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if training and torch._C._current_graph_task_id() != -1:  # private: whether a backward pass runs
-            raise RuntimeError("sync_batchnorm=True needs its layers outside of activation checkpointing.")
+        if (
+            training and torch._C._current_graph_task_id() != -1
+        ):  # private: whether a backward pass runs
+            raise RuntimeError(
+                "sync_batchnorm=True needs its layers outside of activation checkpointing."
+            )
         if not training or lockstep.running is None:
-            return own_batch_norm(X, running_mean, running_var, weight, bias, training, momentum, eps)
+            return own_batch_norm(
+                X, running_mean, running_var, weight, bias, training, momentum, eps
+            )
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
         own_mean = Z.mean(dims)  # (C,)
@@ -44,7 +50,9 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         offered = lockstep.meet(("BatchNorm", None), (X.numel() // X.size(1), *shares), dict)
         mine = list(offered).index(lockstep.running.index)
         counts = [count for count, *_ in offered.values()]
-        means, squares = ([moments[n][mine].to(X.device) for moments in offered.values()] for n in (1, 2))
+        means, squares = (
+            [moments[n][mine].to(X.device) for moments in offered.values()] for n in (1, 2)
+        )
         total = sum(counts)
         mean = torch.stack([own * (n / total) for own, n in zip(means, counts)]).sum(0)
         between = [n * (own - mean).square() for own, n in zip(means, counts)]

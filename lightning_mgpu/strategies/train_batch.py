@@ -29,7 +29,14 @@ from lightning_mgpu.strategies.one_process import (
 )
 from lightning_mgpu.strategies.recording import Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
-from lightning_mgpu.strategies.split_batch import AutoSplit, gather, leaves, send, share_out, split_batch
+from lightning_mgpu.strategies.split_batch import (
+    AutoSplit,
+    gather,
+    leaves,
+    send,
+    share_out,
+    split_batch,
+)
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates
 
@@ -56,7 +63,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     """
 
     replicas: Replicas
-    sums_everywhere: bool  # whether `reduce_gradients` leaves the sum in every replica, or in the first alone
+    sums_everywhere: (
+        bool  # whether `reduce_gradients` leaves the sum in every replica, or in the first alone
+    )
 
     def __init__(
         self,
@@ -84,7 +93,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def devices(self) -> list[torch.device]:
         """One a replica."""
         own = self.own_devices
-        return [device for device in own for _ in range((self.num_replicas or len(own)) // len(own))]
+        return [
+            device for device in own for _ in range((self.num_replicas or len(own)) // len(own))
+        ]
 
     @property
     @override
@@ -101,12 +112,18 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def setup_environment(self) -> None:
         self.check_launch()
         own, split, count = self.own_devices, self.split, self.num_replicas
-        if count is not None and (count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1):
+        if count is not None and (
+            count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1
+        ):
             raise MisconfigurationException(
                 f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and "
                 "leave `split` out."
             )
-        is_shares = isinstance(split, list) and len(split) == len(own) and all(0 < s < float("inf") for s in split)
+        is_shares = (
+            isinstance(split, list)
+            and len(split) == len(own)
+            and all(0 < s < float("inf") for s in split)
+        )
         if split not in (None, "auto") and not is_shares:
             raise MisconfigurationException(
                 f"split={split!r}: give 'auto', or one positive share a device ({len(own)})."
@@ -119,8 +136,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         devices = self.devices
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self.auto_split = AutoSplit(self.split == "auto")
-        self.replicas = Replicas(self.lightning_module, devices, own_streams=self.num_replicas is not None)
-        self.gradients = Gradients(self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere)
+        self.replicas = Replicas(
+            self.lightning_module, devices, own_streams=self.num_replicas is not None
+        )
+        self.gradients = Gradients(
+            self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere
+        )
         self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
@@ -199,7 +220,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         meet = not is_alone and (self.is_locked or is_manual or self._layer_sync is not None)
         has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
         self._is_one_graph = self._layer_sync is not None or has_graph
-        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]  # of the batch, and its loader
+        numbers = [
+            arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)
+        ]  # of the batch, and its loader
 
         home, order = self.devices[0], gpus_first(self.sizes, self.devices)
         # all are sent before the first replica runs: a copy from a GPU waits for what was asked of it before
@@ -212,13 +235,24 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         optimizers = self.optimizers if trains else []
         replicas.hooks = self.updates.find_hooks(name, optimizers)
         recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
-        with recording, only_known_optimizers(self):  # the former puts attributes on the module: `begin` follows
+        with (
+            recording,
+            only_known_optimizers(self),
+        ):  # the former puts attributes on the module: `begin` follows
             is_in_order = not meet and order == list(self.sizes)
-            replicas.begin(STEPS.index(name), module.current_epoch, *numbers, meet=meet, is_in_order=is_in_order)
+            replicas.begin(
+                STEPS.index(name),
+                module.current_epoch,
+                *numbers,
+                meet=meet,
+                is_in_order=is_in_order,
+            )
             self.updates.begin(optimizers)
             if is_manual:
                 self.gradients.copy_changed()
-            looking = self.gradients.copied_on_demand() if trains and not is_manual else nullcontext()
+            looking = (
+                self.gradients.copied_on_demand() if trains and not is_manual else nullcontext()
+            )
             with looking:
                 if meet:
                     with meetings(self, self.updates.optimizers), self._synchronized():
@@ -243,7 +277,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
         try:
-            timed, updates = self.auto_split.timed(i, self.devices[i]), self.updates.turn(i, self.updates.optimizers)
+            timed, updates = (
+                self.auto_split.timed(i, self.devices[i]),
+                self.updates.turn(i, self.updates.optimizers),
+            )
             with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
@@ -256,7 +293,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     # From losses to updates
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -271,7 +310,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             return self.lockstep.meet(("manual_backward", None), closure_loss, together)  # type: ignore[no-any-return]
         return together({0: closure_loss})  # one replica has the whole batch
 
-    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _backward(
+        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         self.gradients.are_reduced = False
         passes, itself = [], torch.autograd.backward
 
@@ -281,8 +322,12 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
         with self._synchronized(), attributes([(torch.autograd, "backward", watched)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if passes and not self.gradients.are_reduced:  # a `backward` of the user's own may leave a batch out
-            raise RuntimeError("backward must be for all parameters, without inputs=: nothing reduced the gradients.")
+        if (
+            passes and not self.gradients.are_reduced
+        ):  # a `backward` of the user's own may leave a batch out
+            raise RuntimeError(
+                "backward must be for all parameters, without inputs=: nothing reduced the gradients."
+            )
         if not self._is_automatic:
             self.gradients.copy_changed()  # by the module's own `backward`
             # hooks may have stepped an optimizer, and the step's next forward pass is to come
@@ -291,11 +336,15 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         return loss
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         return self.step_all(optimizer, step, closure) if self.is_split else step(closure=closure)
 
-    def step_all(self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any) -> Any:
+    def step_all(
+        self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any
+    ) -> Any:
         """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
         result = step(closure=closure, **kwargs)
         if getattr(self.precision_plugin, "scaler", None) is not None:

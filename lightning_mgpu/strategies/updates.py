@@ -22,11 +22,19 @@ from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
 
 OURS = ("lightning.", "lightning_mgpu.")
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private; the former precede the closure
+STEP_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)  # private; the former precede the closure
 MAY_EDIT = {
     "training_step": (
         *BEFORE_BACKWARD,
-        *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"),
+        *(
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "configure_gradient_clipping",
+            "clip_gradients",
+        ),
         *("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end"),
     ),
     "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
@@ -41,36 +49,54 @@ class Updates:
     def __init__(self, replicas: Replicas, replicas_update: bool) -> None:
         self.replicas, self.replicas_update = replicas, replicas_update
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
-        self._settings: list[dict[str, Any]] = []  # of the optimizers' groups, when the first replica's turn began
+        self._settings: list[
+            dict[str, Any]
+        ] = []  # of the optimizers' groups, when the first replica's turn began
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
-        self._are_equal: dict[Optimizer, bool] = {}  # the replicas, after the first such step of an epoch
+        self._are_equal: dict[
+            Optimizer, bool
+        ] = {}  # the replicas, after the first such step of an epoch
 
     def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> set[str]:
         """The names of the user's hooks around a step: they may edit weights and gradients unseen."""
         module = self.replicas.module
         owners = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
-        of_optimizers = {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
-        return of_optimizers | {hook for hook in MAY_EDIT[step] if any(_is_users(hook, owner) for owner in owners)}
+        of_optimizers = {
+            name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)
+        }
+        return of_optimizers | {
+            hook for hook in MAY_EDIT[step] if any(_is_users(hook, owner) for owner in owners)
+        }
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers. A replica that looks at a state gets a copy of it."""
         self.optimizers = optimizers
-        self._settings = [dict(group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._settings = [
+            dict(group) for optimizer in optimizers for group in optimizer.param_groups
+        ]
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer) or hasattr(type(optimizer), "state"):  # Lightning takes others, too
+            if not isinstance(optimizer, Optimizer) or hasattr(
+                type(optimizer), "state"
+            ):  # Lightning takes others, too
                 own = type(optimizer).__name__
-                raise MisconfigurationException(f"{own} is no torch.optim.Optimizer with a state: derive it from that.")
+                raise MisconfigurationException(
+                    f"{own} is no torch.optim.Optimizer with a state: derive it from that."
+                )
             if optimizer not in self._repeated:
                 self.offer_state(optimizer)
                 if self.replicas_update and self._is_repeatable(optimizer):
                     self._repeated.add(optimizer)
-                    self._states[optimizer] = [state.load() for state in self._states[optimizer]]  # before the update
+                    self._states[optimizer] = [
+                        state.load() for state in self._states[optimizer]
+                    ]  # before the update
 
     def offer_state(self, optimizer: Optimizer) -> None:
         """Let replicas have copies of the optimizer's state as it is now, once they look at it."""
         load = partial(self._copy_of_state, optimizer.state)
-        self._states[optimizer] = [CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))]
+        self._states[optimizer] = [
+            CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))
+        ]
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -81,7 +107,10 @@ class Updates:
             with self._watched_states(optimizers):
                 yield
             return
-        before, states = [dict(group) for group in groups], [optimizer.state for optimizer in optimizers]
+        before, states = (
+            [dict(group) for group in groups],
+            [optimizer.state for optimizer in optimizers],
+        )
         for group, settings in zip(groups, self._settings):
             group.update(settings)
             group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
@@ -131,7 +160,11 @@ class Updates:
             with self.turn(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
         if optimizer not in self._are_equal:
-            flags = (differ(first, each) for first, *others in self.replicas.parameters for each in others)
+            flags = (
+                differ(first, each)
+                for first, *others in self.replicas.parameters
+                for each in others
+            )
             self._are_equal[optimizer] = not any(to_bools(flags))
         if self._are_equal[optimizer]:
             self.replicas.remember()
@@ -144,17 +177,23 @@ class Updates:
 
     def _is_repeatable(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this update themselves: an optimizer of torch's, as it is, on like devices."""
-        module, copies = self.replicas.module, self.replicas.copies_of  # not of scripted layers' parameters
+        module, copies = (
+            self.replicas.module,
+            self.replicas.copies_of,
+        )  # not of scripted layers' parameters
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
             and not self.replicas.hooks
-            and getattr(module.trainer.precision_plugin, "scaler", None) is None  # which may skip an update
+            and getattr(module.trainer.precision_plugin, "scaler", None)
+            is None  # which may skip an update
             and type(optimizer).__module__.startswith("torch.optim")
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
             and self._are_equal.get(optimizer, True)
-            and all(id(param) in copies for group in optimizer.param_groups for param in group["params"])
+            and all(
+                id(param) in copies for group in optimizer.param_groups for param in group["params"]
+            )
             and len({device.type for device in self.replicas.devices}) == 1
         )
 
@@ -204,7 +243,18 @@ def _ask_the_copy(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.load(), name)(*args)
 
 
-for _name in ("getitem", "setitem", "delitem", "contains", "iter", "len", "eq", "or", "ior", "repr"):
+for _name in (
+    "getitem",
+    "setitem",
+    "delitem",
+    "contains",
+    "iter",
+    "len",
+    "eq",
+    "or",
+    "ior",
+    "repr",
+):
     setattr(CopyOnDemand, f"__{_name}__", _ask_the_copy(f"__{_name}__"))  # found on the class only
 MutableMapping.register(CopyOnDemand)
 

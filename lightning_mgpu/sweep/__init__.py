@@ -20,7 +20,9 @@ class Trial(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
-            raise UsageError("a sweep that validates on the test set would tune on it: give --data.val_size=5000")
+            raise UsageError(
+                "a sweep that validates on the test set would tune on it: give --data.val_size=5000"
+            )
         drawing = (LearningCurve, Pictures)
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, drawing)]  # type: ignore[attr-defined]
         trainer.limit_test_batches = 0

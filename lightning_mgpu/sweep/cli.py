@@ -19,21 +19,33 @@ from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 try:
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
 
     from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
 except ModuleNotFoundError as error:
     raise UsageError(f"a sweep needs Optuna: pip install optuna ({error})") from error
 
-NEEDED, READ = ("method", "metric", "parameters"), ("command", "program", "run_cap")  # keys of the YAML
+NEEDED, READ = (
+    ("method", "metric", "parameters"),
+    ("command", "program", "run_cap"),
+)  # keys of the YAML
 
 
 def parser() -> ArgumentParser:
     prog, formatter = "python -m lightning_mgpu sweep", RawDescriptionHelpFormatter
     result = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    result.add_argument("--config", action="append", required=True, help="the sweep's YAML, here or in configs/")
+    result.add_argument(
+        "--config", action="append", required=True, help="the sweep's YAML, here or in configs/"
+    )
     result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
-    result.add_argument("--sweep_dir", type=Path, help="where trials and results go; sweeps/YAML if left out")
+    result.add_argument(
+        "--sweep_dir", type=Path, help="where trials and results go; sweeps/YAML if left out"
+    )
     return result
 
 
@@ -45,7 +57,10 @@ def main(arguments: Sequence[str]) -> None:
     """
     sweep = read_sweep(arguments)
     sweep.open()
-    print(f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on", flush=True)
+    print(
+        f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on",
+        flush=True,
+    )
     sweep.run()
     print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.png", flush=True)
 
@@ -65,13 +80,27 @@ def read_sweep(arguments: Sequence[str]) -> Sweep:
         method, metric, parameters = yaml["method"], yaml["metric"]["name"], yaml["parameters"]
         goal = yaml["metric"].get("goal", "minimize")
         if method not in ("grid", "random", "bayes") or goal not in ("minimize", "maximize"):
-            raise ValueError(f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or maximize")
+            raise ValueError(
+                f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or maximize"
+            )
         fixed = {name: given["value"] for name, given in parameters.items() if "value" in given}
-        space = {name: _distribution(name, given) for name, given in parameters.items() if name not in fixed}
-        command = [str(word) for word in yaml.get("command", ["fit"])]  # what W&B's agent gives `fit`
-        fit = [word for word in command[command.index("fit") + 1 :] if word != TRIAL and not word.startswith("${")]
+        space = {
+            name: _distribution(name, given)
+            for name, given in parameters.items()
+            if name not in fixed
+        }
+        command = [
+            str(word) for word in yaml.get("command", ["fit"])
+        ]  # what W&B's agent gives `fit`
+        fit = [
+            word
+            for word in command[command.index("fit") + 1 :]
+            if word != TRIAL and not word.startswith("${")
+        ]
         fit += [as_argument(name, value) for name, value in fixed.items()]
-        num_trials = _num_trials(method, space, yaml.get("run_cap") if args.count is None else args.count)
+        num_trials = _num_trials(
+            method, space, yaml.get("run_cap") if args.count is None else args.count
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--config={config} is no sweep: {error}") from error
     for name in (argument.removeprefix("--").partition("=")[0] for argument in of_fit):
@@ -80,18 +109,30 @@ def read_sweep(arguments: Sequence[str]) -> Sweep:
     if others := [key for key in yaml if key not in (*NEEDED, *READ)]:
         print(f"not read here, but by W&B: {', '.join(others)}", flush=True)
     fit += [*(as_argument("config", each) for each in more), *of_fit]
-    return Sweep(args.sweep_dir or Path("sweeps", Path(config).stem), method, metric, goal, space, fit, num_trials)
+    return Sweep(
+        args.sweep_dir or Path("sweeps", Path(config).stem),
+        method,
+        metric,
+        goal,
+        space,
+        fit,
+        num_trials,
+    )
 
 
 def _num_trials(method: str, space: dict[str, BaseDistribution], count: Any) -> int:
     if method == "grid":
-        choices = [each.choices for each in space.values() if isinstance(each, CategoricalDistribution)]
+        choices = [
+            each.choices for each in space.values() if isinstance(each, CategoricalDistribution)
+        ]
         if len(choices) < len(space):
             raise ValueError("a grid needs values for every parameter; or say method: random")
         num_points = math.prod(map(len, choices))
         count = num_points if count is None else min(num_points, count)
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"method: {method} needs a number of trials: --count=20 here, or run_cap: 20 there")
+        raise ValueError(
+            f"method: {method} needs a number of trials: --count=20 here, or run_cap: 20 there"
+        )
     return count
 
 
@@ -100,7 +141,9 @@ def _distribution(name: str, given: dict[str, Any]) -> BaseDistribution:
         return CategoricalDistribution(given["values"])
     is_log = given.get("distribution") == "log_uniform_values"
     if not {"min", "max"} <= given.keys() or not (is_log or "distribution" not in given):
-        raise ValueError(f"{name}: give value, values, or min and max; distribution: log_uniform_values, or none")
+        raise ValueError(
+            f"{name}: give value, values, or min and max; distribution: log_uniform_values, or none"
+        )
     low, high = given["min"], given["max"]
     if isinstance(low, int) and isinstance(high, int) and not is_log:
         return IntDistribution(low, high)

@@ -50,7 +50,9 @@ class Sweep:
             self.dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--sweep_dir={self.dir} cannot be made: {error.strerror}") from error
-        settings = json.dumps([self.method, self.metric, self.direction, str(self.space), self.fit], indent=1)
+        settings = json.dumps(
+            [self.method, self.metric, self.direction, str(self.space), self.fit], indent=1
+        )
         with self.lock():
             if not (path := self.dir / "sweep.json").exists():
                 replace_text(path, settings)
@@ -63,7 +65,10 @@ class Sweep:
 
     def trials(self) -> dict[str, dict[str, Any]]:
         """The records, by the trial's name, which is its run directory's."""
-        return {path.stem: json.loads(path.read_text()) for path in sorted(self.dir.glob("trial_*.json"))}
+        return {
+            path.stem: json.loads(path.read_text())
+            for path in sorted(self.dir.glob("trial_*.json"))
+        }
 
     def run(self) -> None:
         """Run the trials that have not ended and that no other process runs, and write the report after each."""
@@ -94,15 +99,22 @@ class Sweep:
     def _study(self, sampler: BaseSampler | None = None) -> optuna.Study:
         """What Optuna draws from, and makes its picture of: the trials that have a value."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        study, make = optuna.create_study(direction=self.direction, sampler=sampler), optuna.trial.create_trial
+        study, make = (
+            optuna.create_study(direction=self.direction, sampler=sampler),
+            optuna.trial.create_trial,
+        )
         for trial in self.trials().values():
             if trial.get("value") is not None:
-                study.add_trial(make(params=trial["params"], distributions=self.space, value=trial["value"]))
+                study.add_trial(
+                    make(params=trial["params"], distributions=self.space, value=trial["value"])
+                )
         return study
 
     def _run_trial(self, run_dir: Path, params: dict[str, Any], log: IO[str]) -> dict[str, Any]:
         """Run a trial to its end; returns its `value` and `note`."""
-        given = [as_argument(option, params[option]) for option in self.space]  # --model before --model.lr
+        given = [
+            as_argument(option, params[option]) for option in self.space
+        ]  # --model before --model.lr
         print(f"{run_dir.name}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
             arguments = [f"--resume={run_dir}"]
@@ -116,7 +128,10 @@ class Sweep:
             lines = Path(log.name).read_text(errors="replace").splitlines()
             reason = ([line for line in lines if line.startswith("error: ")] or lines or [""])[-1]
             value, note = None, f"status {status}: {reason}"
-        print(f"{run_dir.name}: {f'failed: {note}' if note else f'{self.metric} {value:.4f}'}", flush=True)
+        print(
+            f"{run_dir.name}: {f'failed: {note}' if note else f'{self.metric} {value:.4f}'}",
+            flush=True,
+        )
         return {"value": value, "note": note}
 
     def _result(self, metrics: Path) -> tuple[float | None, str]:
@@ -134,12 +149,18 @@ class Sweep:
         sign = -1 if self.direction == "maximize" else 1
         with self.lock():
             ended = {name: trial for name, trial in self.trials().items() if "note" in trial}
-            best_first = sorted(ended, key=lambda name: (ended[name]["note"], sign * (ended[name]["value"] or 0)))
+            best_first = sorted(
+                ended, key=lambda name: (ended[name]["note"], sign * (ended[name]["value"] or 0))
+            )
             rows = [["trial", *self.space, self.metric, "note"], ["---"] * (len(self.space) + 3)]
             for name in best_first:
                 trial = ended[name]
-                rows.append([name, *map(_cell, [*trial["params"].values(), trial["value"]]), trial["note"]])
-            replace_text(self.dir / "sweep.md", table := "".join(f"| {' | '.join(row)} |\n" for row in rows))
+                rows.append(
+                    [name, *map(_cell, [*trial["params"].values(), trial["value"]]), trial["note"]]
+                )
+            replace_text(
+                self.dir / "sweep.md", table := "".join(f"| {' | '.join(row)} |\n" for row in rows)
+            )
             if self.space and any(trial["value"] is not None for trial in ended.values()):
                 self._draw_picture()
         return table

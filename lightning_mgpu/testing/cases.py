@@ -58,7 +58,10 @@ class Promise:
 
 
 def fitted(
-    kind: Kind, make: Callable[[], LightningModule] = Probe, data: tuple[int, int] = EVEN, **kwargs: Any
+    kind: Kind,
+    make: Callable[[], LightningModule] = Probe,
+    data: tuple[int, int] = EVEN,
+    **kwargs: Any,
 ) -> LightningModule:
     """A module made from the seed, and trained on so many samples, in batches of so many."""
     seed_everything(1, verbose=False)
@@ -101,7 +104,9 @@ def clipping(kind: Kind, directory: Path) -> Any:
 
 
 def bf16(kind: Kind, directory: Path) -> Any:
-    module = fitted(kind, lambda: Logs().float(), precision="bf16-mixed", callbacks=[sees := Sees()])
+    module = fitted(
+        kind, lambda: Logs().float(), precision="bf16-mixed", callbacks=[sees := Sees()]
+    )
     return {"parameters": state(module), "in_bf16": [row["in_bf16"] for row in sees.logged]}
 
 
@@ -121,13 +126,22 @@ def predictions(kind: Kind, directory: Path) -> Any:
 def saved(kind: Kind, directory: Path, resume_from: Path | None = None) -> dict[str, Any]:
     """Three epochs with a GradScaler, and a checkpoint in the middle of the second one."""
     seed_everything(2 if resume_from else 1, verbose=False)  # what is not restored shows
-    saving = ModelCheckpoint(directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6)
+    saving = ModelCheckpoint(
+        directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6
+    )
     # float64 stays float64 under autocast: only the scaling is left, by powers of two, which changes no digit
     device = kind.trainer().strategy.root_device.type
     scaling = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))
-    trainer = kind.trainer(max_epochs=3, plugins=[scaling], callbacks=[saving], enable_checkpointing=True)
+    trainer = kind.trainer(
+        max_epochs=3, plugins=[scaling], callbacks=[saving], enable_checkpointing=True
+    )
     module = ADAMW()
-    trainer.fit(module, datamodule=Data(), ckpt_path=resume_from, weights_only=False if resume_from else None)
+    trainer.fit(
+        module,
+        datamodule=Data(),
+        ckpt_path=resume_from,
+        weights_only=False if resume_from else None,
+    )
     path = resume_from or directory / f"{kind.strategy}-step=6.ckpt"
     content = torch.load(path, map_location="cpu", weights_only=False)
     [scheduler] = content["lr_schedulers"]
@@ -158,11 +172,15 @@ def any_devices(kind: Kind, directory: Path) -> str:
     num_devices = 4 if kind.accelerator == "cpu" else torch.accelerator.device_count()
     kinds = [Kind(kind.strategy, k, kind.accelerator) for k in (1, 2, 4) if k <= num_devices]
     make = partial(Probe, batchnorm=True, dropout=0.3, adamw=True)
-    return _same_bits([state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds])
+    return _same_bits(
+        [state(fitted(each, make, strategy=each.make_strategy(replicas=4))) for each in kinds]
+    )
 
 
 def _same_bits(states: list[dict[str, Any]]) -> str:
-    same = all(torch.equal(value, other[name]) for other in states for name, value in states[0].items())
+    same = all(
+        torch.equal(value, other[name]) for other in states for name, value in states[0].items()
+    )
     return "" if same else "the runs differ"
 
 
@@ -176,17 +194,33 @@ def cleanup(kind: Kind, directory: Path) -> str:
     threads, before = threading.enumerate(), _settings()
     fitted(kind)
     torchs = ("pin_memory", "Dummy", "Thread-autograd")
-    left = [f"the thread {t.name}" for t in threading.enumerate() if t not in threads and not t.name.startswith(torchs)]
-    left += [f"another {name}" for name, value in _settings().items() if value != before.get(name, value)]
+    left = [
+        f"the thread {t.name}"
+        for t in threading.enumerate()
+        if t not in threads and not t.name.startswith(torchs)
+    ]
+    left += [
+        f"another {name}" for name, value in _settings().items() if value != before.get(name, value)
+    ]
     return f"left behind: {', '.join(left)}" if left else ""
 
 
 def _settings() -> dict[str, Any]:
-    found: dict[str, Any] = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}
-    found |= {"inference mode": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled("cpu")}
+    found: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+    found |= {
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
     owners = (torch, torch.random, torch.autograd, F, Tensor, nn.Module, torch.optim.Optimizer)
     for owner in (*owners, LightningModule, Trainer, Metric):
-        found |= {f"{owner.__name__}.{name}": value for name, value in vars(owner).items() if callable(value)}
+        found |= {
+            f"{owner.__name__}.{name}": value
+            for name, value in vars(owner).items()
+            if callable(value)
+        }
     return found
 
 
@@ -195,25 +229,48 @@ PROMISES = {
     "uneven": Promise("... with batches that do not divide evenly", shows("parameters", UNEVEN)),
     "small": Promise("... with a batch smaller than the number of devices", trains(data=SMALL)),
     "clipping": Promise("... with gradients clipped, by norm and by value", clipping),
-    "accumulation": Promise("... with gradients accumulated over batches", trains(accumulate_grad_batches=3)),
+    "accumulation": Promise(
+        "... with gradients accumulated over batches", trains(accumulate_grad_batches=3)
+    ),
     "schedulers": Promise("... with AdamW and a scheduler stepped every batch", trains(ADAMW)),
     "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
     "scaler": Promise("... with a GradScaler", scaler),
-    "sync_batchnorm": Promise("... with BatchNorm and `sync_batchnorm=True`", trains(NORMED, sync_batchnorm=True)),
+    "sync_batchnorm": Promise(
+        "... with BatchNorm and `sync_batchnorm=True`", trains(NORMED, sync_batchnorm=True)
+    ),
     "batchnorm": Promise("... with BatchNorm as it is", trains(NORMED)),
     "bf16": Promise("bf16 autocast reaches every replica", bf16, 0.02),
-    "replicas": Promise("replicas are bit-identical after every step", shows("replicas", UNEVEN), None),
+    "replicas": Promise(
+        "replicas are bit-identical after every step", shows("replicas", UNEVEN), None
+    ),
     "gradients": Promise("callbacks see the reduced gradient", shows("gradients")),
-    "logging": Promise("logged values are those of one device, in every step", shows("losses"), LOOSE),
-    "logging_uneven": Promise("... with batches that do not divide evenly", shows("losses", UNEVEN), LOOSE),
-    "metrics": Promise("torchmetrics objects have the value of one device", shows("metrics"), LOOSE),
+    "logging": Promise(
+        "logged values are those of one device, in every step", shows("losses"), LOOSE
+    ),
+    "logging_uneven": Promise(
+        "... with batches that do not divide evenly", shows("losses", UNEVEN), LOOSE
+    ),
+    "metrics": Promise(
+        "torchmetrics objects have the value of one device", shows("metrics"), LOOSE
+    ),
     "evaluation": Promise("every test sample counts once (10,007)", evaluation),
     "predictions": Promise("`predict` returns all samples in dataset order", predictions),
     "save": Promise("checkpoints have the module's own keys", saved),
-    "resume": Promise("a run goes on from one device's checkpoint, in mid-epoch", resume, alone=saved),
-    "reproducible": Promise("the same seed gives the same bits, dropout included", reproducible, None),
-    "any_devices": Promise("the same bits on any number of devices (`replicas=4`)", any_devices, None),
-    "error": Promise("an error in one replica ends the run with it", error, None, error="sample 47 cannot be used"),
+    "resume": Promise(
+        "a run goes on from one device's checkpoint, in mid-epoch", resume, alone=saved
+    ),
+    "reproducible": Promise(
+        "the same seed gives the same bits, dropout included", reproducible, None
+    ),
+    "any_devices": Promise(
+        "the same bits on any number of devices (`replicas=4`)", any_devices, None
+    ),
+    "error": Promise(
+        "an error in one replica ends the run with it",
+        error,
+        None,
+        error="sample 47 cannot be used",
+    ),
     "cleanup": Promise("nothing is left behind: threads, processes, settings", cleanup, None),
 }
 """By name, in the order of the table."""
@@ -224,8 +281,14 @@ CANNOT = {
     ("ddp", "manual"): "parameters outside a loss need `ddp_find_unused_parameters_true`",
     ("ddp", "sync_batchnorm"): "torch's SyncBatchNorm needs GPUs",
     ("ddp", "logging_uneven"): "logged values are averaged so as well",
-    ("ddp", "predictions"): "every process returns its share; the `predict` subcommand puts them together",
-    ("ddp", "cleanup"): "Lightning's launcher watches its processes from a thread until the script ends",
+    (
+        "ddp",
+        "predictions",
+    ): "every process returns its share; the `predict` subcommand puts them together",
+    (
+        "ddp",
+        "cleanup",
+    ): "Lightning's launcher watches its processes from a thread until the script ends",
     ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
 }
 """By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""

@@ -57,28 +57,44 @@ def check_strategy(
         for name, wrong in _run_cases(Kind(strategy, devices, accelerator), left, timeout).items():
             left.remove(name)
             promise = PROMISES[name]
-            reason = CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
+            reason = (
+                CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
+            )
             wrong = "" if promise.error and promise.error in wrong else wrong
             yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
 
 
 def _run_cases(kind: Kind, names: Sequence[str], timeout: float) -> dict[str, str]:
     """What is wrong with each case, up to the one with which the process ends."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LOCAL_RANK", "WORLD_SIZE")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PL_DISABLE_TIPS": "1"}
     with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
         order = json.dumps([astuple(kind), names, directory])
         command = [sys.executable, "-W", "ignore", "-m", __name__, order]
-        with process_group(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        with process_group(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
             try:  # the output ends with the last process that the strategy has started
                 output, _ = process.communicate(timeout=timeout)
-                status, lines = process.returncode, output.decode(errors="replace").strip().splitlines()
+                status, lines = (
+                    process.returncode,
+                    output.decode(errors="replace").strip().splitlines(),
+                )
                 stopped = f"ended with status {status}: {(lines or ['no output'])[-1]}"
             except subprocess.TimeoutExpired:
-                status, stopped = None, f"hangs, or leaves processes behind: not done after {timeout:g} s"
+                status, stopped = (
+                    None,
+                    f"hangs, or leaves processes behind: not done after {timeout:g} s",
+                )
         told: dict[str, str] = {}
         results = Path(directory, "results")
-        for name, wrong in map(json.loads, results.read_text().splitlines() if results.exists() else ()):
+        for name, wrong in map(
+            json.loads, results.read_text().splitlines() if results.exists() else ()
+        ):
             told[name] = told.get(name) or wrong
     is_done, has_raised = status == 0 and len(told) == len(names), any(list(told.values())[-1:])
     if not is_done and not has_raised:  # the case that ran has said nothing
@@ -97,7 +113,9 @@ def main() -> None:
 
     name, alone, expected = names[0], Kind(accelerator=kind.accelerator), {}
     try:
-        for name in names if is_first else ():  # before the strategy starts processes: metrics would add up theirs
+        for name in (
+            names if is_first else ()
+        ):  # before the strategy starts processes: metrics would add up theirs
             if (promise := PROMISES[name]).tolerance is not None:
                 expected[name] = (promise.alone or promise.case)(alone, directory)
         for name in names:

@@ -34,12 +34,21 @@ class Kind:
         if make := pydoc.locate(self.strategy):
             return make(**options)  # type: ignore[operator, no-any-return]
         known = "a name that Lightning knows, such as ddp, dp or manual_allreduce"
-        raise ValueError(f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}")
+        raise ValueError(
+            f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}"
+        )
 
     def trainer(self, **kwargs: Any) -> Trainer:
         """A quiet Trainer of two epochs; `kwargs` go before its settings."""
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        settings = {"max_epochs": 2, "limit_val_batches": 0, "log_every_n_steps": 1, "strategy": self.make_strategy()}
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
+        settings = {
+            "max_epochs": 2,
+            "limit_val_batches": 0,
+            "log_every_n_steps": 1,
+            "strategy": self.make_strategy(),
+        }
         settings |= {"devices": self.devices, "accelerator": self.accelerator}
         return Trainer(**{**quiet, **settings, **kwargs})  # type: ignore[arg-type]
 
@@ -70,7 +79,9 @@ class Probe(LightningModule):
     def __init__(self, batchnorm: bool = False, dropout: float = 0.0, adamw: bool = False) -> None:
         super().__init__()
         norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-        self.net: nn.Module = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.net: nn.Module = nn.Sequential(
+            nn.Linear(6, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)
+        )
         self.adamw = adamw
         self.double()
 
@@ -86,7 +97,10 @@ class Probe(LightningModule):
             return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Logs(Probe):
@@ -95,7 +109,9 @@ class Logs(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.error = MeanAbsoluteError().set_dtype(torch.float64)
-        self.num_samples, self.sum_of_indices = (SumMetric().set_dtype(torch.float64) for _ in range(2))
+        self.num_samples, self.sum_of_indices = (
+            SumMetric().set_dtype(torch.float64) for _ in range(2)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, _ = batch
@@ -112,7 +128,9 @@ class Logs(Probe):
         self.error(self.net(X), y)
         self.num_samples(torch.ones_like(index))
         self.sum_of_indices(index)
-        self.log_dict({"error": self.error, "samples": self.num_samples, "indices": self.sum_of_indices})
+        self.log_dict(
+            {"error": self.error, "samples": self.num_samples, "indices": self.sum_of_indices}
+        )
 
 
 class TwoOptimizers(Probe):
@@ -127,7 +145,10 @@ class TwoOptimizers(Probe):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         X, y, _ = batch
         optimizers: Any = self.optimizers()
-        losses = (lambda: F.mse_loss(self.there(X)[:, :3], y), lambda: F.mse_loss(self.back(self.there(X)), X))
+        losses = (
+            lambda: F.mse_loss(self.there(X)[:, :3], y),
+            lambda: F.mse_loss(self.back(self.there(X)), X),
+        )
         for optimizer, loss in zip(optimizers, losses):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
@@ -161,16 +182,24 @@ class Sees(Callback):
         self.logged: list[dict[str, float]] = []
         self.num_different = 0
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.gradients += [p.grad.cpu().clone() for p in pl_module.parameters() if p.grad is not None]
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        self.gradients += [
+            p.grad.cpu().clone() for p in pl_module.parameters() if p.grad is not None
+        ]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.on_train_epoch_end(trainer, pl_module)
         replicas: list[Any] = replicas_of(trainer.strategy, pl_module)
         if torch.distributed.is_initialized():
             [own] = replicas
-            torch.distributed.all_gather_object(replicas := [None] * torch.distributed.get_world_size(), own)
-        self.num_different += not all(torch.equal(a, b) for r in replicas for a, b in zip(replicas[0], r))
+            torch.distributed.all_gather_object(
+                replicas := [None] * torch.distributed.get_world_size(), own
+            )
+        self.num_different += not all(
+            torch.equal(a, b) for r in replicas for a, b in zip(replicas[0], r)
+        )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})

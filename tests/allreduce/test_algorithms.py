@@ -19,9 +19,20 @@ from lightning_mgpu.allreduce import (
     tree_allreduce,
 )
 
-OF_LARGE: list[Callable[[Tensor], Tensor]] = [lambda x: x, Tensor.t, lambda x: x[:, ::2], lambda x: x.flatten()[::2]]
+OF_LARGE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    Tensor.t,
+    lambda x: x[:, ::2],
+    lambda x: x.flatten()[::2],
+]
 IN_THE_TEXTBOOKS_ORDER = [blocked_allreduce, foreach_allreduce, compiled_allreduce]
-ALGORITHMS = [textbook_allreduce, tree_allreduce, sharded_allreduce, ring_allreduce, *IN_THE_TEXTBOOKS_ORDER]
+ALGORITHMS = [
+    textbook_allreduce,
+    tree_allreduce,
+    sharded_allreduce,
+    ring_allreduce,
+    *IN_THE_TEXTBOOKS_ORDER,
+]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 # How to lay the given values out in memory; every layout but the contiguous one has other strides or holes.
@@ -43,7 +54,10 @@ def filled(layout: str, k: int, dtype: torch.dtype) -> list[Tensor]:
     """k tensors of the layout with small integers in them: their sums are exact in every dtype and order."""
     shape, lay_out = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(k)
-    return [lay_out(torch.randint(-9, 10, shape, generator=generator).to(dtype)).detach() for _ in range(k)]
+    return [
+        lay_out(torch.randint(-9, 10, shape, generator=generator).to(dtype)).detach()
+        for _ in range(k)
+    ]
 
 
 def check(allreduce: Allreduce, tensors: list[Tensor]) -> None:
@@ -90,9 +104,15 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
     plain = [tensors(shape) for shape in [(20, 1, 3, 3), (300, 97), (), (0,), (17,)]]
     odd = [[t.to(memory_format=torch.channels_last) for t in tensors((8, 3, 5, 5))]]
     odd += [[t.to(torch.bfloat16) for t in tensors((40, 700))]]
-    many = [tensors((17,)) for _ in range(700)] + [tensors((1100, 1000))]  # the large one gets a kernel of its own
+    many = [tensors((17,)) for _ in range(700)] + [
+        tensors((1100, 1000))
+    ]  # the large one gets a kernel of its own
     # larger than a block, and than what gets a kernel of its own; of no round size
-    large = [[lay_out(t.to(dtype)) for t in tensors((701, 997))] for dtype in DTYPES for lay_out in OF_LARGE]
+    large = [
+        [lay_out(t.to(dtype)) for t in tensors((701, 997))]
+        for dtype in DTYPES
+        for lay_out in OF_LARGE
+    ]
     for gradients in ([], plain, plain + odd, large, many):
         expected = [[t.clone() for t in same] for same in gradients]
         for same in expected:
@@ -102,11 +122,16 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
         for same, e in zip(gradients, expected, strict=True):
             assert all(map(torch.equal, same, e))
         if k > 1:  # autograd must know that they changed
-            assert all(t._version > v for t, v in zip([t for same in gradients for t in same], versions, strict=True))
+            assert all(
+                t._version > v
+                for t, v in zip([t for same in gradients for t in same], versions, strict=True)
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0", "cuda:0"]], ids=str)
+@pytest.mark.parametrize(
+    "devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0", "cuda:0"]], ids=str
+)
 def test_on_a_gpu(allreduce: Allreduce, devices: list[str]) -> None:
     check_allreduce(allreduce, [torch.device(device) for device in devices])

@@ -63,7 +63,11 @@ def changes_its_mind(data: list[Tensor], calls: list[int] = []) -> None:  # noqa
 
 
 REFUSED: dict[Callable[[list[Tensor]], Any], list[str]] = {
-    book_2021: ["left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]", "copy_(...)", "not rebind"],
+    book_2021: [
+        "left device 1 (cpu) with [2.0, 4.0] instead of the sum [7.0, 14.0]",
+        "copy_(...)",
+        "not rebind",
+    ],
     views: ["raised RuntimeError", "strides (1, 3)", "view(-1) fails"],
     drops_the_remainder: ["left device 0 (cpu)", "shape (7,)"],
     sums_in_another_order_on_each: ["left device 1 (cpu)", "but device 0 with", "bit-identical"],

@@ -68,7 +68,9 @@ def test_cost_is_what_the_docstring_says_and_nothing_is_copied(allreduce: Allred
         with Traffic(tensors) as traffic:
             allreduce(tensors)
         cost = (traffic.num_messages, max(traffic.sent))
-        assert cost == FORMULAS[allreduce](k, 840 * 4) and max(traffic.received) == max(traffic.sent)
+        assert cost == FORMULAS[allreduce](k, 840 * 4) and max(traffic.received) == max(
+            traffic.sent
+        )
 
     many = torch.ones(4, 3, 5, 5).to(memory_format=torch.channels_last)
     for k in (2, 3, 8):

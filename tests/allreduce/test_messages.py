@@ -10,7 +10,9 @@ OTHER = torch.device("sim", 1) if hasattr(torch, "sim") else torch.device("meta"
 
 
 def some(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.arange(float(torch.Size(shape).numel())).view(shape).to(dtype) for shape in shapes]
+    return [
+        torch.arange(float(torch.Size(shape).numel())).view(shape).to(dtype) for shape in shapes
+    ]
 
 
 def test_a_message_has_one_dtype_and_is_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +22,11 @@ def test_a_message_has_one_dtype_and_is_not_too_long(monkeypatch: pytest.MonkeyP
     assert list(buckets([], [])) == []
     sparse = torch.eye(3).to_sparse()
     elsewhere = torch.empty(4, device="meta")
-    assert list(buckets([sparse, elsewhere, *some((4,))], [sparse, *some((4,), (4,))])) == [[0], [1], [2]]
+    assert list(buckets([sparse, elsewhere, *some((4,))], [sparse, *some((4,), (4,))])) == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def test_bfloat16_and_layouts_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +43,9 @@ def test_bfloat16_and_layouts_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_tensors_are_one_copy() -> None:
     sources = some((2, 3), (4,), ())
     moved = on_device(sources, OTHER)
-    assert [(each.shape, each.device.type) for each in moved] == [(s.shape, OTHER.type) for s in sources]
+    assert [(each.shape, each.device.type) for each in moved] == [
+        (s.shape, OTHER.type) for s in sources
+    ]
     assert len({each.untyped_storage()._cdata for each in moved}) == 1
     assert on_device(sources, torch.device("cpu"))[0] is sources[0]
     if OTHER.type == "sim":

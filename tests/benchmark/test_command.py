@@ -28,10 +28,18 @@ SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
 
 @pytest.mark.parametrize(
     ("engine", "devices", "replicas"),
-    [("loop", 1, None), ("auto", 1, None), ("book", 1, 2), ("manual_allreduce", 1, 2), (BY_PATH, 2, None)],
+    [
+        ("loop", 1, None),
+        ("auto", 1, None),
+        ("book", 1, 2),
+        ("manual_allreduce", 1, 2),
+        (BY_PATH, 2, None),
+    ],
 )
 def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
-    configuration = Configuration(engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2)
+    configuration = Configuration(
+        engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2
+    )
     data = FashionMNIST(batch_size=8, source="synthetic")
     measure = steps.train_by_hand if engine in ("loop", "book") else steps.train
     found: Any = measure(configuration, data)
@@ -43,7 +51,9 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
 
 
 @pytest.mark.parametrize("engine", ["book", "manual_allreduce"])
-def test_the_clock_waits_for_the_devices_in_use(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_waits_for_the_devices_in_use(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Waiting for another process's GPU would open a context on it."""
     asked: list[torch.device] = []
 
@@ -60,7 +70,9 @@ def test_the_clock_waits_for_the_devices_in_use(engine: str, monkeypatch: pytest
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:
     """Else replicas would not update themselves, and something else than they would be measured."""
-    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](Parts(), 1)
+    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"](
+        Parts(), 1
+    )
     assert not updates._is_users("on_train_batch_end", stretches)
 
 
@@ -72,13 +84,17 @@ def test_two_stretches_after_the_warm_up() -> None:
         now += 7.0 if len(watched) < 3 else 0.1  # compiles
         watched.append(parts.is_on)
         is_last = stretches.step_done()
-    assert stretches.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
+    assert (
+        stretches.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
+    )
 
 
 @pytest.mark.slow
 def test_report(command: Callable, tmp_path: Path) -> None:
     """Of the steps, and of the allreduce alone; an algorithm of one's own is measured, too."""
-    (tmp_path / "mine.py").write_text("from lightning_mgpu.allreduce import ring_allreduce as ring\n")
+    (tmp_path / "mine.py").write_text(
+        "from lightning_mgpu.allreduce import ring_allreduce as ring\n"
+    )
     sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--algorithms", "mine.ring")
     options = ("--repeats=1", "--run_dir=bench", "--strategies", "ddp")
     code, out, err = command("benchmark", *SMALL, *sizes, *options, timeout=280)
@@ -86,18 +102,30 @@ def test_report(command: Callable, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
-    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == ["mine.ring", LIMIT]
+    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == [
+        "mine.ring",
+        LIMIT,
+    ]
     for result in report["exchange"]:
         [found] = result["repeats"]
         assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
         assert all(0 < case["2"] < 10 for case in found.values())
-    assert (tmp_path / "bench" / "benchmark.md").read_text() in out and "**The allreduce alone: LeNet, flat**" in out
-    assert {path.name for path in (tmp_path / "bench").glob("*.png")} == {"parts_LeNet.png", "exchange.png"}
+    assert (
+        tmp_path / "bench" / "benchmark.md"
+    ).read_text() in out and "**The allreduce alone: LeNet, flat**" in out
+    assert {path.name for path in (tmp_path / "bench").glob("*.png")} == {
+        "parts_LeNet.png",
+        "exchange.png",
+    }
 
 
-def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_is_done(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(worker: str, plan: Any, repeats: int, results: list[Any]) -> None:
-        results.append({"configuration": next(iter(plan.values())), "repeats": [None], "error": "not yet"})
+        results.append(
+            {"configuration": next(iter(plan.values())), "repeats": [None], "error": "not yet"}
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "measure", interrupted)
@@ -108,15 +136,21 @@ def test_ctrl_c_keeps_what_is_done(main: Callable[..., int], monkeypatch: pytest
 
 def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "gpus", lambda: [torch.device("cuda", 0)])
-    with pytest.raises(UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"):
+    with pytest.raises(
+        UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"
+    ):
         cli.parse(["--quick"])
 
 
 @pytest.mark.slow
 def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
     root = Path(__file__).parents[2]
-    text = "\n".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
-    for line in dict.fromkeys(re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)):
+    text = "\n".join(
+        path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))
+    )
+    for line in dict.fromkeys(
+        re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)
+    ):
         if line.startswith("time_to_accuracy "):
             _, of_fit = time_to_accuracy.parse(shlex.split(line)[1:])
             assert main("fit", *of_fit, "--print_config") == 0, line
@@ -130,14 +164,24 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
         (["--strategies", "dpp"], ["--strategies dpp: no such strategy", "manual_allreduce"]),
         (["--models", "LeNett"], ["--models LeNett: ", "take LeNet, ResNet18, or a path"]),
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
-        (["--algorithms", "my_exchange.forgetful"], ["my_exchange.forgetful", "instead of the sum"]),
+        (
+            ["--algorithms", "my_exchange.forgetful"],
+            ["my_exchange.forgetful", "instead of the sum"],
+        ),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
         (["time_to_accuracy", "--target=91"], ["--target=91.0: choose a fraction"]),
-        (["time_to_accuracy", "--target=0.9", "--data.val_size=10"], ["--data.val_size: time_to_accuracy sets it"]),
+        (
+            ["time_to_accuracy", "--target=0.9", "--data.val_size=10"],
+            ["--data.val_size: time_to_accuracy sets it"],
+        ),
     ],
 )
 def test_mistake_ends_in_one_line(
-    args: list[str], words: list[str], main: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+    args: list[str],
+    words: list[str],
+    main: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     (tmp_path / "my_exchange.py").write_text("def forgetful(data):\n    data[0].add_(data[1])\n")
     assert main("benchmark", *args) == 2
@@ -152,8 +196,14 @@ def test_summary_over_seeds() -> None:
         for t, last in ((1.0, 0.9), (2.0, 0.94))
     ]
     end = "accuracy at the end 0.9200 +- 0.0283"
-    assert time_to_accuracy.summary(runs, 0.9) == f"test accuracy 0.9: 3.0 +- 1.4 s of training over 2 seeds; {end}"
-    assert time_to_accuracy.summary(runs, 0.92) == f"test accuracy 0.92: reached by 1 of 2 seeds; {end}"
+    assert (
+        time_to_accuracy.summary(runs, 0.9)
+        == f"test accuracy 0.9: 3.0 +- 1.4 s of training over 2 seeds; {end}"
+    )
+    assert (
+        time_to_accuracy.summary(runs, 0.92)
+        == f"test accuracy 0.92: reached by 1 of 2 seeds; {end}"
+    )
 
 
 def test_a_run_for_every_seed_until_a_fit_fails(
@@ -162,19 +212,48 @@ def test_a_run_for_every_seed_until_a_fit_fails(
     given: list[dict[str, str]] = []
 
     def run(command: list[str]) -> int:
-        given.append(dict(argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument))
+        given.append(
+            dict(
+                argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument
+            )
+        )
         return 3 if len(given) == 3 else main(*command[3:])
 
     monkeypatch.setattr(time_to_accuracy, "run_in_group", run)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    args = ("--target=0.01", "--seeds", "5", "6", "7", "--run_dir=tta", f"--data.root={root}", "--trainer.devices=1")
-    short = ("--trainer.accelerator=cpu", "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2")
+    args = (
+        "--target=0.01",
+        "--seeds",
+        "5",
+        "6",
+        "7",
+        "--run_dir=tta",
+        f"--data.root={root}",
+        "--trainer.devices=1",
+    )
+    short = (
+        "--trainer.accelerator=cpu",
+        "--trainer.max_epochs=3",
+        "--trainer.check_val_every_n_epoch=2",
+    )
     assert main("benchmark", "time_to_accuracy", *args, *short) == 3
-    assert [(run["seed_everything"], run["data.val_size"]) for run in given] == [("5", "0"), ("6", "0"), ("7", "0")]
+    assert [(run["seed_everything"], run["data.val_size"]) for run in given] == [
+        ("5", "0"),
+        ("6", "0"),
+        ("7", "0"),
+    ]
     assert re.search(r"test accuracy 0\.01: .* s of training over 2 seeds", capsys.readouterr().out)
     report = json.loads(Path("tta/time_to_accuracy.json").read_text())
-    assert "--trainer.max_epochs=3" in report["command"] and [run["seed"] for run in report["runs"]] == [5, 6]
+    assert "--trainer.max_epochs=3" in report["command"] and [
+        run["seed"] for run in report["runs"]
+    ] == [5, 6]
     [tested] = report["runs"][0]["epochs"]  # of three
     with open("tta/seed_5/metrics.csv") as file:
-        seconds = [float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]]
-    assert tested["epoch"] == 2 and tested["seconds"] == pytest.approx(sum(seconds[:2])) and len(seconds) == 3
+        seconds = [
+            float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]
+        ]
+    assert (
+        tested["epoch"] == 2
+        and tested["seconds"] == pytest.approx(sum(seconds[:2]))
+        and len(seconds) == 3
+    )

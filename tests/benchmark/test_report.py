@@ -17,7 +17,12 @@ from lightning_mgpu.benchmark.report import HEAD, parts, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
-    own = {**dict.fromkeys(PARTS, 0.0), "forward": 0.25 * step, "strategy": 0.05 * step, "framework": 0.7 * step}
+    own = {
+        **dict.fromkeys(PARTS, 0.0),
+        "forward": 0.25 * step,
+        "strategy": 0.05 * step,
+        "framework": 0.7 * step,
+    }
     return {"step": step, "parts": own}
 
 
@@ -40,7 +45,10 @@ def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:
     def step() -> None:
         nonlocal now
         now += 0.5  # of the framework
-        with watch.profile("run_training_batch"), watch.profile("[LightningModule]LeNet.optimizer_step"):
+        with (
+            watch.profile("run_training_batch"),
+            watch.profile("[LightningModule]LeNet.optimizer_step"),
+        ):
             now += 1
             with watch.profile("[Strategy]DDPStrategy.training_step"):
                 now += 2
@@ -76,9 +84,13 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert row["/ `ddp`"] == "2.00" and row["/ one device"] == "1.50" and row["/ loop"] == ""
     assert row["of it the strategy's own, ms"] == "5.00"
     assert row["ms a step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
-    replicas = cells([*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)")
+    replicas = cells(
+        [*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)"
+    )
     assert replicas["/ one device"] == "0.75" and replicas["/ `ddp`"] == ""
-    assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)["forward"] == pytest.approx(0.025)
+    assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)[
+        "forward"
+    ] == pytest.approx(0.025)
 
 
 def test_a_report_of_before_makes_the_same_table() -> None:
@@ -90,17 +102,29 @@ def test_a_report_of_before_makes_the_same_table() -> None:
 
 def test_plan() -> None:
     def plan(**given: Any) -> list[tuple[Any, ...]]:
-        options = {"models": ["LeNet"], "batch_size": 64, "replicas": [], "num_steps": 3, "devices": [2]}
-        found = configurations(argparse.Namespace(**{**options, "strategies": ["ddp", "dp"], **given}))
+        options = {
+            "models": ["LeNet"],
+            "batch_size": 64,
+            "replicas": [],
+            "num_steps": 3,
+            "devices": [2],
+        }
+        found = configurations(
+            argparse.Namespace(**{**options, "strategies": ["ddp", "dp"], **given})
+        )
         assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
         return [(each.engine, each.devices, each.replicas) for each in found]
 
     several = [(engine, k, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
     assert plan(devices=[1, 2, 4]) == [("loop", 1, None), ("auto", 1, None), *several]
-    assert plan(replicas=[2, 8])[-4:] == [(engine, 1, r) for r in (2, 8) for engine in ("book", "dp")]
+    assert plan(replicas=[2, 8])[-4:] == [
+        (engine, 1, r) for r in (2, 8) for engine in ("book", "dp")
+    ]
 
 
-def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried, results = [], list[Any]()
 
     def output_of(worker: str, order: dict[str, Any]) -> Any:
@@ -119,4 +143,8 @@ def test_an_allreduce_alone_gets_the_gradients_of_every_parameter() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
     cases = exchange.cases_of([4096], [model])
     found = {name: [list(shape) for shape in shapes] for name, shapes in cases.items()}
-    assert found == {"4 kB": [[1024]], "Sequential": [[5, 3], [5], [2, 5]], "Sequential, flat": [[30]]}
+    assert found == {
+        "4 kB": [[1024]],
+        "Sequential": [[5, 3], [5], [2, 5]],
+        "Sequential, flat": [[30]],
+    }

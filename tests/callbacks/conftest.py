@@ -8,9 +8,16 @@ from torch.optim import SGD
 class Named(LightningModule):
     """Logs under names of its own; in epochs 2 and 3 nothing is validated."""
 
-    def __init__(self, in_bar: tuple[str, ...], others: tuple[str, ...], in_validation: tuple[str, ...]) -> None:
+    def __init__(
+        self, in_bar: tuple[str, ...], others: tuple[str, ...], in_validation: tuple[str, ...]
+    ) -> None:
         super().__init__()
-        self.net, self.in_bar, self.others, self.in_validation = nn.Linear(1, 1), in_bar, others, in_validation
+        self.net, self.in_bar, self.others, self.in_validation = (
+            nn.Linear(1, 1),
+            in_bar,
+            others,
+            in_validation,
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log_dict(dict.fromkeys(self.in_bar, 1.0), prog_bar=True, on_step=False, on_epoch=True)

@@ -24,7 +24,9 @@ def test_a_header_then_a_line_an_epoch(
     header, lines = RunHeader(), EpochLines()
     header.notes["wandb"] = "off"
     three = {"devices": 3, "strategy": "manual_allreduce", "max_epochs": 2}
-    trainer = make_trainer(callbacks=[header, EpochTimer(), lines], enable_progress_bar=True, **three)
+    trainer = make_trainer(
+        callbacks=[header, EpochTimer(), lines], enable_progress_bar=True, **three
+    )
     data, model = make_data(), LeNet()
     trainer.fit(model, data)
     epochs = capsys.readouterr().out.splitlines()
@@ -37,12 +39,18 @@ def test_a_header_then_a_line_an_epoch(
     assert shown["run"].strip() == str(tmp_path)
     assert [line[:11] for line in epochs] == ["epoch 1/2  ", "epoch 2/2  "]
     assert all(line.endswith(" s") for line in epochs)
-    assert all(f"  {name} " in line for line in epochs for name in ("train_loss", "train_acc", "val_loss", "val_acc"))
+    assert all(
+        f"  {name} " in line
+        for line in epochs
+        for name in ("train_loss", "train_acc", "val_loss", "val_acc")
+    )
     trainer.test(model, data, verbose=False)
     assert capsys.readouterr().out == ""
 
 
-def test_epoch_lines_show_metrics_of_any_name(make_trainer: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_epoch_lines_show_metrics_of_any_name(
+    make_trainer: Callable, capsys: pytest.CaptureFixture
+) -> None:
     def lines(*names: tuple[str, ...]) -> list[str]:
         loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
         trainer = make_trainer(callbacks=[EpochLines()], enable_progress_bar=True, max_epochs=2)
@@ -52,7 +60,9 @@ def test_epoch_lines_show_metrics_of_any_name(make_trainer: Callable, capsys: py
     first, second = lines(("g_loss",), ("train/loss", "other"), ("val/loss",))
     assert first == "epoch 1/2  train/loss 1.0000  val/loss 2.0000  g_loss 1.0000"
     assert second == "epoch 2/2  train/loss 1.0000  g_loss 1.0000"  # nothing was validated
-    assert lines((), ("g_loss", "d_loss"), ()) == [f"epoch {i}/2  g_loss 1.0000  d_loss 1.0000" for i in (1, 2)]
+    assert lines((), ("g_loss", "d_loss"), ()) == [
+        f"epoch {i}/2  g_loss 1.0000  d_loss 1.0000" for i in (1, 2)
+    ]
 
 
 def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
@@ -67,17 +77,25 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
     screen = io.StringIO()
     bar = Bar()
     bar._console_kwargs = {"file": screen, "force_terminal": True, "width": 120}
-    make_trainer(enable_progress_bar=True, callbacks=[bar], log_every_n_steps=2, max_epochs=2).fit(LeNet(), make_data())
+    make_trainer(enable_progress_bar=True, callbacks=[bar], log_every_n_steps=2, max_epochs=2).fit(
+        LeNet(), make_data()
+    )
     drawn = [line for part in screen.getvalue().split("\r") for line in part.splitlines()]
-    lines = [line.partition("epoch ")[2] for line in drawn if "epoch " in line and "val_loss" in line]
-    assert [line.split()[0] for line in lines] == ["1/2", "2/2"] and all("train_acc" in line for line in lines)
+    lines = [
+        line.partition("epoch ")[2] for line in drawn if "epoch " in line and "val_loss" in line
+    ]
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2"] and all(
+        "train_acc" in line for line in lines
+    )
     bars = [line for line in drawn if "it/s" in line]
     assert any("epoch 1/2" in line for line in bars) and any("epoch 2/2" in line for line in bars)
     assert not any("epoch 0" in line or "Epoch" in line for line in bars)
     assert "loss: 2.3" in bars[-1]  # the loss last logged
 
 
-def test_timer_leaves_validation_out(make_data: Callable, make_trainer: Callable, monkeypatch: Any) -> None:
+def test_timer_leaves_validation_out(
+    make_data: Callable, make_trainer: Callable, monkeypatch: Any
+) -> None:
     now = [0.0]
 
     class Steps(LeNet):
@@ -91,7 +109,9 @@ def test_timer_leaves_validation_out(make_data: Callable, make_trainer: Callable
 
     monkeypatch.setattr(epoch_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer = EpochTimer()
-    trainer = make_trainer(max_epochs=2, callbacks=[timer], val_check_interval=3)  # in the middle of the epoch too
+    trainer = make_trainer(
+        max_epochs=2, callbacks=[timer], val_check_interval=3
+    )  # in the middle of the epoch too
     trainer.fit(Steps(), make_data())
     assert timer.seconds == [7.0, 7.0] and timer.seconds_per_epoch == 7.0
     assert float(trainer.callback_metrics["epoch_seconds"]) == 7.0

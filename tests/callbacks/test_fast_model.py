@@ -32,14 +32,31 @@ DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 def train(make_trainer: Callable, root: Path) -> Callable[..., LeNet]:
     """Trains LeNet for an epoch of 402 images in batches of 64; the last one is smaller."""
 
-    def run(strategy: str = "auto", fast: Any = None, data: Any = None, optimizer: Any = None, **options: Any) -> LeNet:
+    def run(
+        strategy: str = "auto",
+        fast: Any = None,
+        data: Any = None,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> LeNet:
         torch.manual_seed(0)
         model = LeNet(
-            partial(SGD, lr=0.1, momentum=0.9, **(optimizer or {})), lr_scheduler=partial(OneCycleLR, max_lr=0.1)
+            partial(SGD, lr=0.1, momentum=0.9, **(optimizer or {})),
+            lr_scheduler=partial(OneCycleLR, max_lr=0.1),
         )
-        images = FashionMNIST(**{"root": str(root), "batch_size": 64, "val_size": 101, "augment": True, **(data or {})})
+        images = FashionMNIST(
+            **{
+                "root": str(root),
+                "batch_size": 64,
+                "val_size": 101,
+                "augment": True,
+                **(data or {}),
+            }
+        )
         callbacks = [FastModel(**(fast or {})), *options.pop("callbacks", [])]
-        trainer = make_trainer(strategy=strategy, devices=DEVICES[strategy], callbacks=callbacks, **options)
+        trainer = make_trainer(
+            strategy=strategy, devices=DEVICES[strategy], callbacks=callbacks, **options
+        )
         trainer.fit(model, images)
         return model
 
@@ -70,15 +87,25 @@ class Activations(Callback):
 
 
 @pytest.mark.parametrize("strategy", DEVICES)
-def test_memory_format_resident_data_and_fused_optimizer_change_nothing(strategy: str, train: Callable) -> None:
+def test_memory_format_resident_data_and_fused_optimizer_change_nothing(
+    strategy: str, train: Callable
+) -> None:
     data, optimizer = {"device_resident": True}, {"fused": True, "nesterov": False}
     plain = train(callbacks=[in_plain := Activations()])
-    fast = train(strategy, {"memory_format": "channels_last"}, data, optimizer, callbacks=[in_fast := Activations()])
+    fast = train(
+        strategy,
+        {"memory_format": "channels_last"},
+        data,
+        optimizer,
+        callbacks=[in_fast := Activations()],
+    )
     assert difference(fast, plain) < 1e-4
     assert not all(in_plain.found) and in_fast.found and all(in_fast.found)
     for precision in ("bf16-mixed", "bf16-true"):
         fast = train(strategy, {"memory_format": "channels_last"}, precision=precision)
-        assert next(fast.parameters()).dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        assert next(fast.parameters()).dtype == (
+            torch.bfloat16 if precision == "bf16-true" else torch.float32
+        )
         assert difference(fast, plain) < 0.1
 
 
@@ -95,8 +122,12 @@ def test_a_compiled_model_trains_the_same(strategy: str, train: Callable) -> Non
     assert list(fast.state_dict()) == list(LeNet().state_dict())
 
 
-def test_what_cannot_be_compiled_is_refused(train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"--fast\.compile=default: .* leave out --trainer\.sync_batchnorm=true"):
+def test_what_cannot_be_compiled_is_refused(
+    train: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"--fast\.compile=default: .* leave out --trainer\.sync_batchnorm=true"
+    ):
         train("manual_allreduce", {"compile": "default"}, sync_batchnorm=True)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match=r"needs a compiler on \w+: install g"):
@@ -182,7 +213,9 @@ def test_no_step_waits_for_the_device(train: Callable) -> None:
 
 def test_resident_images_and_batches_are_on_the_device(make_trainer: Callable, root: Path) -> None:
     """`meta` stands in for a GPU: what is there can be told apart from the CPU."""
-    data = FashionMNIST(root=str(root), batch_size=64, val_size=101, augment=True, device_resident=True)
+    data = FashionMNIST(
+        root=str(root), batch_size=64, val_size=101, augment=True, device_resident=True
+    )
     trainer = make_trainer()
     data.trainer = trainer
     trainer.strategy._root_device = torch.device("meta")
@@ -196,14 +229,22 @@ def test_resident_images_and_batches_are_on_the_device(make_trainer: Callable, r
         assert not loader.pin_memory
 
 
-SHORT = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--data.batch_size=4", "--fast.compile=null")
+SHORT = (
+    "--trainer.accelerator=cpu",
+    "--trainer.max_epochs=1",
+    "--data.batch_size=4",
+    "--fast.compile=null",
+)
 LIMITS = tuple(f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["resnet18_2dev", "resnet18_fast"])
 def test_recipes_train(recipe: str, main: Callable[..., int], root: Path) -> None:
-    assert main("fit", f"--config=experiment/{recipe}.yaml", f"--data.root={root}", *SHORT, *LIMITS) == 0
+    assert (
+        main("fit", f"--config=experiment/{recipe}.yaml", f"--data.root={root}", *SHORT, *LIMITS)
+        == 0
+    )
 
 
 SCRIPT = """
@@ -226,5 +267,7 @@ print(held() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_what_a_step_frees_is_there_in_the_next() -> None:
     """A tensor of 100 MB takes nothing from the kernel after a larger one was freed."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=True
+    )
     assert int(done.stdout) == 0

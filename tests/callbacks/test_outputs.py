@@ -18,20 +18,32 @@ from tests.callbacks.conftest import Named
 
 def panels(curve: LearningCurve) -> dict[str, list[str]]:
     """What each panel of the curve shows, by its label."""
-    return {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in draw(curve.points, "other").axes}
+    return {
+        axes.get_ylabel(): [line.get_label() for line in axes.lines]
+        for axes in draw(curve.points, "other").axes
+    }
 
 
-def test_curve_is_redrawn_every_epoch(make_data: Callable, make_trainer: Callable, tmp_path: Path) -> None:
+def test_curve_is_redrawn_every_epoch(
+    make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
     class Seen(LeNet):
         def on_train_epoch_end(self) -> None:  # after the callbacks'
             (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
 
     curve = LearningCurve()
-    make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2).fit(Seen(), make_data())
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in (0, 1, 2, "curve"))
+    make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2).fit(
+        Seen(), make_data()
+    )
+    assert all(
+        (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        for name in (0, 1, 2, "curve")
+    )
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
     found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
-    assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}  # values of their own epochs
+    assert found == {
+        name: [1, 2, 3] if "train" in name else [2] for name in names
+    }  # values of their own epochs
     both = ["training", "other"]
     assert panels(curve) == {"loss": both, "accuracy": both}
 
@@ -65,9 +77,14 @@ def test_matrix_and_grid_are_of_the_test_set(
             expected[label, prediction] += 1
     for _ in range(2):  # the second test starts from nothing
         trainer.test(lively, data, verbose=False)
-        assert pictures._metric is not None and torch.equal(pictures._metric.compute().cpu(), expected)
+        assert pictures._metric is not None and torch.equal(
+            pictures._metric.compute().cpu(), expected
+        )
     assert expected.count_nonzero() > 10  # not all in one column
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("confusion.png", "predictions.png"))
+    assert all(
+        (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        for name in ("confusion.png", "predictions.png")
+    )
 
 
 class VectorNet(Classifier):
@@ -78,7 +95,9 @@ class VectorNet(Classifier):
         self.net = nn.Linear(4, 3)
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().test_step((batch["X"], batch["y"]) if isinstance(batch, dict) else batch, batch_idx)
+        return super().test_step(
+            (batch["X"], batch["y"]) if isinstance(batch, dict) else batch, batch_idx
+        )
 
 
 def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
@@ -92,21 +111,31 @@ def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Pa
 
 
 def test_predictions_in_dataset_order(
-    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+    lively: LeNet,
+    make_data: Callable,
+    make_trainer: Callable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     data = make_data(batch_size=25)  # 107 samples: batches of 22, 22, 21, 21, 21
     make_trainer(callbacks=[PredictionWriter()]).predict(lively, data, return_predictions=False)
     assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
     with (tmp_path / "predictions.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header[:3] == ["index", "label", "prediction"] and header[3] == "p(T-shirt/top)" and len(header) == 13
+    assert (
+        header[:3] == ["index", "label", "prediction"]
+        and header[3] == "p(T-shirt/top)"
+        and len(header) == 13
+    )
     X, y = data.test_set[0, torch.arange(107)]
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
     assert [int(row[0]) for row in rows] == list(range(107))
     assert [int(row[1]) for row in rows] == y.tolist()
     assert [int(row[2]) for row in rows] == probabilities.argmax(1).tolist()
-    assert torch.allclose(torch.tensor([[float(p) for p in row[3:]] for row in rows]), probabilities, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor([[float(p) for p in row[3:]] for row in rows]), probabilities, atol=1e-5
+    )
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
@@ -125,6 +154,8 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
     with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
         trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
     model.choose = lambda X: {"label": X[::2]}
-    with pytest.warns(UserWarning, match=r"predictions\.csv is not written: .*, and a Chosen\.predict_step that"):
+    with pytest.warns(
+        UserWarning, match=r"predictions\.csv is not written: .*, and a Chosen\.predict_step that"
+    ):
         trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())

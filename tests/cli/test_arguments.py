@@ -30,16 +30,27 @@ def test_configurations_compose(config: Config, tmp_path: Path) -> None:
     shipped = ("--config", "model/resnet18.yaml", "--config=trainer/one_device.yaml")
     found = config("fit", "-c", "mine.yaml", *shipped, "--data.batch_size", "32")
     assert found["model"]["class_path"].endswith("ResNet18")
-    assert found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1  # the later file wins
+    assert (
+        found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1
+    )  # the later file wins
     assert found["data"]["init_args"]["batch_size"] == 32 and found["seed_everything"] == 42
 
 
 DEFAULTS = {
     ("--model=ResNet18",): {"lr": 0.1, "weight_decay": 0},
-    ("--config=experiment/resnet18_book.yaml", "--model.optimizer.momentum=0.9"): {"lr": 0.1, "momentum": 0.9},
+    ("--config=experiment/resnet18_book.yaml", "--model.optimizer.momentum=0.9"): {
+        "lr": 0.1,
+        "momentum": 0.9,
+    },
     ("--model.optimizer.momentum=0.9",): {"lr": 0.2, "momentum": 0.9},
-    ("--model.optimizer.weight_decay=0.1", "--model.optimizer=AdamW"): {"lr": 0.001, "weight_decay": 0.1},
-    ("--model=ResNet18", "--model.optimizer=AdamW", "--model.optimizer.lr=0.1"): {"lr": 0.1, "weight_decay": 0.01},
+    ("--model.optimizer.weight_decay=0.1", "--model.optimizer=AdamW"): {
+        "lr": 0.001,
+        "weight_decay": 0.1,
+    },
+    ("--model=ResNet18", "--model.optimizer=AdamW", "--model.optimizer.lr=0.1"): {
+        "lr": 0.1,
+        "weight_decay": 0.01,
+    },
 }
 
 
@@ -53,24 +64,40 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
     (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
     for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):
         found = config("fit", *args, "--trainer.strategy.replicas=3")["trainer"]["strategy"]
-        assert found["class_path"].endswith("ManualAllreduceStrategy") and found["init_args"]["replicas"] == 3
+        assert (
+            found["class_path"].endswith("ManualAllreduceStrategy")
+            and found["init_args"]["replicas"] == 3
+        )
         assert found["init_args"]["allreduce"].endswith("ring_allreduce")
     assert config("fit", "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
     name = "lightning.pytorch.strategies.SingleDeviceStrategy"
     assert config("fit", f"--trainer.strategy={name}")["trainer"]["strategy"]["class_path"] == name
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS))
+)
 def test_shipped_config_parses_and_names_its_command(path: Path, config: Config) -> None:
     if "parameters" not in yaml.safe_load(path.read_text()):  # a sweep's
         config("fit", "--config", str(path.relative_to(CONFIGS)))
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any(command in line for line in comment for command in ("lightning_mgpu fit", "lightning_mgpu sweep"))
+    assert any(
+        command in line
+        for line in comment
+        for command in ("lightning_mgpu fit", "lightning_mgpu sweep")
+    )
 
 
-def test_help_shows_the_options_people_use_first(main: Callable, capfd: pytest.CaptureFixture) -> None:
+def test_help_shows_the_options_people_use_first(
+    main: Callable, capfd: pytest.CaptureFixture
+) -> None:
     text = short_help(["fit", "--help"])
-    assert text and text.count("\n") <= 24 and len(OPTIONS) == 15 and max(map(len, text.splitlines())) <= 120
+    assert (
+        text
+        and text.count("\n") <= 24
+        and len(OPTIONS) == 15
+        and max(map(len, text.splitlines())) <= 120
+    )
     assert short_help([]).startswith("usage: ") and "export" in short_help(["--help"])  # type: ignore[union-attr]
     for args, word in {
         ("fit", "--help"): "--trainer.devices N",
@@ -85,7 +112,9 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: pytest.C
         assert word in capfd.readouterr().out, args
 
 
-def test_a_room_that_is_gone_is_not_offered(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_room_that_is_gone_is_not_offered(
+    main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_room.cli")
     assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
     assert main("gone") == 2

@@ -36,20 +36,39 @@ def imported(path: Path) -> Iterator[str]:
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
     # imports are found: those of a file that has many, and on average two a file, in a copy with fewer rooms, too
-    strategies = {"gradients", "lockstep", "manual_optimization", "one_process", "recording", "replicas"}
+    strategies = {
+        "gradients",
+        "lockstep",
+        "manual_optimization",
+        "one_process",
+        "recording",
+        "replicas",
+    }
     strategies |= {"split_batch", "sync_batchnorm", "updates"}
-    assert above["lightning_mgpu.strategies.train_batch"] == {f"lightning_mgpu.strategies.{n}" for n in strategies}
+    assert above["lightning_mgpu.strategies.train_batch"] == {
+        f"lightning_mgpu.strategies.{n}" for n in strategies
+    }
     assert sum(map(len, above.values())) > 2 * len(FILES)
     TopologicalSorter(above).prepare()  # raises CycleError with the files
 
 
-KNOWN: dict[str, set[str]] = {"allreduce": set(), "models": set(), "data": set(), "strategies": {"allreduce"}}
+KNOWN: dict[str, set[str]] = {
+    "allreduce": set(),
+    "models": set(),
+    "data": set(),
+    "strategies": {"allreduce"},
+}
 KNOWN |= {part: PARTS - {"cli"} for part in ("runs", "callbacks")}
 
 
 @pytest.mark.parametrize("part", KNOWN)
 def test_what_parts_know_of_others(part: str) -> None:
-    known = {other.split(".")[1] for name, path in FILES.items() if f".{part}." in name for other in imported(path)}
+    known = {
+        other.split(".")[1]
+        for name, path in FILES.items()
+        if f".{part}." in name
+        for other in imported(path)
+    }
     assert part in known
     assert known & PARTS <= {part, *KNOWN[part]}
 

@@ -11,35 +11,57 @@ from lightning_mgpu.cli.errors import one_line_errors
 
 CPU = "--trainer.accelerator=cpu"
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines must say
-    "fit --trainer.strategy=dpp": ("dpp: no such strategy. did you mean dp?", "manual_allreduce", "my_package.MyStr"),
-    f"fit {CPU} --trainer.devices=99": ("--trainer.devices=99: take a number of processes from 1 to",),
-    f"fit {CPU} --trainer.devices=-3": ("`devices` selected with `CPUAccelerator` should be an int > 0",),
+    "fit --trainer.strategy=dpp": (
+        "dpp: no such strategy. did you mean dp?",
+        "manual_allreduce",
+        "my_package.MyStr",
+    ),
+    f"fit {CPU} --trainer.devices=99": (
+        "--trainer.devices=99: take a number of processes from 1 to",
+    ),
+    f"fit {CPU} --trainer.devices=-3": (
+        "`devices` selected with `CPUAccelerator` should be an int > 0",
+    ),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found!",),
     "fit --model=LeNot": ("--model=LeNot", "did you mean LeNet?"),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --model.optimizer=SGD --model.optimizer.lrr=3": ("did you mean --model.optimizer.lr?",),
-    "fit --model.optimizer=torch.optim": ("--model.optimizer=torch.optim", "by its path: my_package.MyClass"),
+    "fit --model.optimizer=torch.optim": (
+        "--model.optimizer=torch.optim",
+        "by its path: my_package.MyClass",
+    ),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
     "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --data.batch_size=0": ("data.batch_size=0: it must be at least 1",),
-    "fit --data.val_size=60000 --data.source=synthetic": ("data.val_size=60000 leaves none of the 60000",),
+    "fit --data.val_size=60000 --data.source=synthetic": (
+        "data.val_size=60000 leaves none of the 60000",
+    ),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
     "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: ",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path foreign.ckpt": ("foreign.ckpt is no checkpoint of a Trainer",),
-    "fit --ckpt_path weights.ckpt": ("weights.ckpt holds weights alone: no training can go on from it",),
+    "fit --ckpt_path weights.ckpt": (
+        "weights.ckpt holds weights alone: no training can go on from it",
+    ),
     "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
     "fit foo": ("unrecognized arguments: foo",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
-    "fit --trainer.logger=CometLogger --trainer.logger.api_key=hunter2": ("--trainer.logger.api_key: a secret",),
-    "fit --wandb.name=https://me:hunter2@host": ("--wandb.name: a secret", "hand it over in an environment variable"),
+    "fit --trainer.logger=CometLogger --trainer.logger.api_key=hunter2": (
+        "--trainer.logger.api_key: a secret",
+    ),
+    "fit --wandb.name=https://me:hunter2@host": (
+        "--wandb.name: a secret",
+        "hand it over in an environment variable",
+    ),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
     "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
     "export --ckpt_path=weights.ckpt --output=x.pt2": ("does not say which model it is of",),
-    "export --ckpt_path=nope.ckpt --output=x.bin": ("--output=x.bin: end the name in .onnx or .pt2",),
+    "export --ckpt_path=nope.ckpt --output=x.bin": (
+        "--output=x.bin: end the name in .onnx or .pt2",
+    ),
 }
 FILES = {
     "broken.yaml": "trainer: [1, {\n",
@@ -61,13 +83,17 @@ def here(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("args", MISTAKES)
 @pytest.mark.filterwarnings("ignore:data.source=synthetic")
-def test_mistake_ends_in_a_few_lines(args: str, here: Path, main: Callable, capfd: pytest.CaptureFixture) -> None:
+def test_mistake_ends_in_a_few_lines(
+    args: str, here: Path, main: Callable, capfd: pytest.CaptureFixture
+) -> None:
     if "gpu" in args and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     before = sorted(here.rglob("*"))
     assert main(*args.split()) == 2
     out, err = capfd.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith("warning: data.source=synthetic")]
+    lines = [
+        line for line in err.splitlines() if not line.startswith("warning: data.source=synthetic")
+    ]
     assert out == "" and lines[0].startswith("error: ") and len(lines) <= 6, err
     assert lines[-1].endswith("(--traceback shows where)") and max(map(len, lines)) < 400
     for noise in ("Traceback", "Namespace", "NestedArg", "Subtypes", "usage:", "hunter2"):
@@ -95,7 +121,9 @@ class Late(LeNet):
 """
 
 
-def test_code_of_ones_own(main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_code_of_ones_own(
+    main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     """A constructor's ValueError is a mistake; whatever else its code raises keeps its traceback."""
     (tmp_path / "own_code.py").write_text(OWN)
     run = ("fit", f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
@@ -105,7 +133,9 @@ def test_code_of_ones_own(main: Callable, root: Path, tmp_path: Path, capfd: pyt
         main(*run, "--model=own_code.Picky", "--traceback")
     with pytest.raises(KeyError, match="a defect") as caught:
         main(*run, "--model=own_code.Broken")
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__  # without jsonargparse's wrapping
+    assert (
+        caught.value.__cause__ is None and caught.value.__suppress_context__
+    )  # without jsonargparse's wrapping
     with pytest.raises(ValueError, match="a defect"):
         main(*run, "--model=own_code.Late")
 
@@ -122,7 +152,9 @@ def test_errors_of_torch_and_of_devices_keep_their_traceback() -> None:
         assert [advice in note for note in error.__notes__] == [True]
 
 
-def test_ctrl_c_outside_training(main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+def test_ctrl_c_outside_training(
+    main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
     """In training Lightning handles it."""
 
     def interrupted(*args: object) -> None:

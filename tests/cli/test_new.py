@@ -31,20 +31,34 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
-    files = {str(path.relative_to(copy)): path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    assert {"pyproject.toml", "my_project/cli/main.py", "configs/default.yaml", "docs/curve.png"} < {*files}
+    files = {
+        str(path.relative_to(copy)): path.read_bytes() for path in copy.rglob("*") if path.is_file()
+    }
+    assert {
+        "pyproject.toml",
+        "my_project/cli/main.py",
+        "configs/default.yaml",
+        "docs/curve.png",
+    } < {*files}
     authors = b"The lightning_mgpu authors"
     assert authors in files["LICENSE"]
     found = [
-        name for name, content in files.items() if b"mgpu" in content.replace(authors, b"").lower() or "mgpu" in name
+        name
+        for name, content in files.items()
+        if b"mgpu" in content.replace(authors, b"").lower() or "mgpu" in name
     ]
     assert not found
     rooms = "|".join((*new.ROOMS, "new"))
     assert not [name for name in files if re.search(rf"(^|[/_])({rooms})(/|\.py$)", name)]
     said = re.compile(rf"room: ({rooms})\b|python -m my_project[ .]({rooms})\b".encode())
     assert not [name for name, content in files.items() if said.search(content)]
-    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {*files}  # whole files with a mark
-    assert b"optuna" not in files["pyproject.toml"] and b'name = "my-project"' in files["pyproject.toml"]
+    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {
+        *files
+    }  # whole files with a mark
+    assert (
+        b"optuna" not in files["pyproject.toml"]
+        and b'name = "my-project"' in files["pyproject.toml"]
+    )
     assert b'PROJECT = "my-project"' in files["my_project/runs/wandb_run.py"]  # W&B's
     assert (copy / ".ci" / "run").stat().st_mode & 0o111
 
@@ -81,7 +95,9 @@ def test_one_room_goes_alone(tmp_path: Path) -> None:
     new.main([str(tmp_path / "mine"), "--drop", "sweep"])
     names = {path.name for path in (tmp_path / "mine" / "mine").iterdir()}
     assert {"benchmark", "testing", "book.py"} < names and "sweep" not in names
-    assert "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()  # it can go later
+    assert (
+        "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()
+    )  # it can go later
 
 
 REFUSED = {
@@ -105,6 +121,8 @@ def test_refused(main: Callable[..., int], tmp_path: Path, monkeypatch: Any, cap
 
 def test_the_readme_makes_such_a_copy() -> None:
     [block] = re.findall("<!-- run: own -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
-    name, rooms = re.findall(r"^python -m lightning_mgpu new \.\./(\w+) --drop (.*)$", block, flags=re.MULTILINE)[0]
+    name, rooms = re.findall(
+        r"^python -m lightning_mgpu new \.\./(\w+) --drop (.*)$", block, flags=re.MULTILINE
+    )[0]
     assert {*rooms.split()} <= {*new.ROOMS}
     assert re.search(rf"^python -m {name} fit ", block, flags=re.MULTILINE)

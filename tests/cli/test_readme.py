@@ -12,13 +12,24 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = {path: path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))}
+PAGES = {
+    path: path.read_text()
+    for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+}
 README = PAGES[REPOSITORY / "README.md"]
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
 LINES = dict.fromkeys(line for block in BLOCKS for line in block.splitlines())
-COMMANDS = [line for line in LINES if re.match("python -m lightning_mgpu (fit|validate|test|predict|export) ", line)]
-LINKS = [(path, link) for path, text in PAGES.items() for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", text)]
+COMMANDS = [
+    line
+    for line in LINES
+    if re.match("python -m lightning_mgpu (fit|validate|test|predict|export) ", line)
+]
+LINKS = [
+    (path, link)
+    for path, text in PAGES.items()
+    for link in re.findall(r"\]\(((?!http)[^)\s]+)\)", text)
+]
 
 
 def test_there_are_commands() -> None:
@@ -28,7 +39,9 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
-def test_command_is_taken(line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_command_is_taken(
+    line: str, main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     for name, code in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, flags=re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -36,20 +49,26 @@ def test_command_is_taken(line: str, main: Callable[..., int], tmp_path: Path, m
         assert main(*shlex.split(line)[3:]) == 2
         assert ("no such file" if " export " in line else "--resume=") in capsys.readouterr().err
         return
-    args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]  # made by the command before
+    args = [
+        arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")
+    ]  # made by the command before
     shows_help = "help" in args[-1]
     assert main(*args, *([] if shows_help else ["--print_config"])) == 0
     assert ("usage: " if shows_help else "trainer") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("page", "link"), LINKS, ids=[f"{page.name}:{link}" for page, link in LINKS])
+@pytest.mark.parametrize(
+    ("page", "link"), LINKS, ids=[f"{page.name}:{link}" for page, link in LINKS]
+)
 def test_link_leads_somewhere(page: Path, link: str) -> None:
     name, _, anchor = link.partition("#")
     target = (page.parent / name).resolve() if name else page
     assert target.exists()
     if anchor:
         titles = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
-        assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+        assert anchor in [
+            re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+        ]
 
 
 def test_equal_bits_are_promised_with_what_gpus_need_for_them() -> None:

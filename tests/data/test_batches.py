@@ -20,7 +20,9 @@ def a_trainer(device: str, world_size: int = 1, rank: int = 0) -> Any:
     return SimpleNamespace(**share, overfit_batches=0, strategy=strategy)
 
 
-def global_batches(num_processes: int, batch_size: int = 64, num_samples: int = 503, **options: Any) -> Batches:
+def global_batches(
+    num_processes: int, batch_size: int = 64, num_samples: int = 503, **options: Any
+) -> Batches:
     """The batches, every one put together from the shares of all processes."""
     dataset, shares, epoch = TensorDataset(torch.arange(num_samples)), [], options.pop("epoch", 0)
     for rank in range(num_processes):
@@ -33,7 +35,9 @@ def global_batches(num_processes: int, batch_size: int = 64, num_samples: int = 
 @pytest.mark.parametrize("batch_size", [64, 101, 503])
 def test_processes_share_the_batches_of_one(batch_size: int) -> None:
     alone = global_batches(1, batch_size, shuffle=True, seed=1)
-    assert [len(batch) for batch in alone[:-1]] == [batch_size] * (503 // batch_size - (503 % batch_size == 0))
+    assert [len(batch) for batch in alone[:-1]] == [batch_size] * (
+        503 // batch_size - (503 % batch_size == 0)
+    )
     assert sorted(chain(*alone)) == list(range(503))  # every sample once, the uneven rest too
     for num_processes in (2, 3, 4):
         assert global_batches(num_processes, batch_size, shuffle=True, seed=1) == alone
@@ -77,7 +81,9 @@ def test_a_datasets_own_getitem_makes_its_samples() -> None:
 @pytest.mark.parametrize("first", [0, 2])
 def test_workers_give_the_same_batches(first: int) -> None:
     def batches(num_workers: int) -> Batches:
-        loader = batch_loader(TensorDataset(torch.arange(10)), 3, shuffle=True, seed=1, num_workers=num_workers)
+        loader = batch_loader(
+            TensorDataset(torch.arange(10)), 3, shuffle=True, seed=1, num_workers=num_workers
+        )
         loader.sampler.set_epoch(2)
         loader.load_state_dict({"num_yielded": first})  # of a run resumed within an epoch
         return [X.tolist() for (X,) in loader]

@@ -24,13 +24,22 @@ def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
     assert y.dtype == torch.int64 and torch.equal(y, theirs.targets)
 
 
-def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(root: Path, make_data: Callable) -> None:
+def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(
+    root: Path, make_data: Callable
+) -> None:
     data, again, other = make_data(seed=3), make_data(seed=3), make_data(seed=4)
     assert len(data.val_indices) == 101 and len(data.train_indices) == 402
-    assert torch.equal(torch.cat([data.val_indices, data.train_indices]).sort().values, torch.arange(503))
-    assert torch.equal(data.val_indices, again.val_indices) and not torch.equal(data.val_indices, other.val_indices)
+    assert torch.equal(
+        torch.cat([data.val_indices, data.train_indices]).sort().values, torch.arange(503)
+    )
+    assert torch.equal(data.val_indices, again.val_indices) and not torch.equal(
+        data.val_indices, other.val_indices
+    )
     test_images = {image.numpy().tobytes() for image in FashionMNISTFiles(root, train=False).data}
-    for dataset, indices in ((data.train_set, data.train_indices), (data.val_set, data.val_indices)):
+    for dataset, indices in (
+        (data.train_set, data.train_indices),
+        (data.val_set, data.val_indices),
+    ):
         assert not test_images & {dataset.images[i].numpy().tobytes() for i in indices}
 
 
@@ -50,7 +59,9 @@ def test_synthetic_data_are_loud() -> None:
 
 @pytest.fixture
 def images() -> Tensor:
-    return torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def crop_and_flip(image: Tensor, draw: Tensor, padding: int) -> Tensor:
@@ -77,18 +88,33 @@ def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: in
 
 
 def test_a_square_is_cut_out_around_its_centre() -> None:
-    X = cut_out(torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2)  # centres (1, 2) and (0, 3)
+    X = cut_out(
+        torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2
+    )  # centres (1, 2) and (0, 3)
     assert X[0, 0].int().tolist() == [[1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
     assert X[1, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:
     def batch(seed: int = 1, epoch: int = 5, samples: slice = slice(40), cutout: int = 8) -> Tensor:
-        options = {"mean": MEAN, "std": STD, "crop_padding": 2, "flip": True, "cutout": cutout, "seed": seed}
-        return InMemoryImages(images, torch.zeros(40), **options)[epoch, torch.arange(40)[samples]][0]
+        options = {
+            "mean": MEAN,
+            "std": STD,
+            "crop_padding": 2,
+            "flip": True,
+            "cutout": cutout,
+            "seed": seed,
+        }
+        return InMemoryImages(images, torch.zeros(40), **options)[epoch, torch.arange(40)[samples]][
+            0
+        ]
 
     whole = batch()
     assert torch.equal(batch(samples=slice(3, 40, 4)), whole[3::4])  # whatever the batch
     assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
     hole = whole != batch(cutout=0)  # what is cut out is the mean
-    assert (whole[hole] == 0).all() and hole.any((1, 2, 3)).all() and int(hole.sum((1, 2, 3)).max()) == 8 * 8
+    assert (
+        (whole[hole] == 0).all()
+        and hole.any((1, 2, 3)).all()
+        and int(hole.sum((1, 2, 3)).max()) == 8 * 8
+    )

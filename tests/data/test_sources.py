@@ -18,7 +18,9 @@ from lightning_mgpu.data.sources import FILES, DataSourceError, IdxFile, ensure_
 NAMES = [file.name for file in FILES]
 IMAGES = NAMES[0]
 CONTENT = {name: bytes(100 + i) for i, name in enumerate(NAMES)}
-TINY = tuple(IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, data in CONTENT.items())
+TINY = tuple(
+    IdxFile(name, len(data), hashlib.md5(data).hexdigest()) for name, data in CONTENT.items()
+)
 NOWHERE = Path("/nonexistent")
 unpack_package = sources._unpack_package  # the fixture below takes its place
 ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_dir=NOWHERE)
@@ -27,7 +29,9 @@ ensure: Callable[..., str] = partial(ensure_fashion_mnist, files=TINY, system_di
 def put(directory: Path, zipped: bool = False) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in CONTENT.items():
-        (directory / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(data) if zipped else data)
+        (directory / (f"{name}.gz" if zipped else name)).write_bytes(
+            gzip.compress(data) if zipped else data
+        )
     return directory
 
 
@@ -53,7 +57,9 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise sources._Unavailable("no network in tests")
 
     monkeypatch.setattr(sources, "_unpack_package", refuse)
-    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # the discard port: refuses at once
+    monkeypatch.setattr(
+        FashionMNIST, "mirrors", ["http://127.0.0.1:9/"]
+    )  # the discard port: refuses at once
 
 
 def test_a_fresh_root_is_filled_once_and_read_from_then_on(
@@ -68,10 +74,16 @@ def test_a_fresh_root_is_filled_once_and_read_from_then_on(
     assert_complete(home)
 
 
-def test_a_damaged_file_is_named_and_replaced_or_refused(tmp_path: Path, raw: Path, system_dir: Path) -> None:
+def test_a_damaged_file_is_named_and_replaced_or_refused(
+    tmp_path: Path, raw: Path, system_dir: Path
+) -> None:
     good, altered = CONTENT[IMAGES], CONTENT[IMAGES][:-1] + b"\1"
     with_md5 = r"has 100 bytes with MD5 \w+, not 100 with \w+"
-    for content, said in ((good[:50], "has 50 bytes"), (good + b"\0", "has 101 bytes"), (altered, with_md5)):
+    for content, said in (
+        (good[:50], "has 50 bytes"),
+        (good + b"\0", "has 101 bytes"),
+        (altered, with_md5),
+    ):
         (put(raw) / IMAGES).write_bytes(content)
         with pytest.raises(DataSourceError, match=rf"local: {raw}/{IMAGES} {said}"):
             ensure(tmp_path, "local")
@@ -100,10 +112,14 @@ def test_torchvisions_download_an_interrupted_and_an_altered_one(
     assert_complete(raw)
 
 
-def test_a_silent_mirror_is_given_up_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_mirror_is_given_up_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
-        monkeypatch.setattr(FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        monkeypatch.setattr(
+            FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"]
+        )
         with pytest.raises(DataSourceError, match=r"torchvision: .*timed out"):
             ensure(tmp_path, "torchvision")
     assert socket.getdefaulttimeout() is None
@@ -121,7 +137,9 @@ def test_package_through_apt_get(tmp_path: Path, raw: Path) -> None:
     assert all((raw / file.name).stat().st_size == file.num_bytes for file in FILES)
 
 
-def test_where_nothing_is_found_or_can_be_written(tmp_path: Path, raw: Path, system_dir: Path) -> None:
+def test_where_nothing_is_found_or_can_be_written(
+    tmp_path: Path, raw: Path, system_dir: Path
+) -> None:
     with pytest.raises(DataSourceError) as caught:
         ensure(tmp_path)
     fix, *tried = str(caught.value).splitlines()
@@ -129,13 +147,19 @@ def test_where_nothing_is_found_or_can_be_written(tmp_path: Path, raw: Path, sys
         assert part in fix
     assert [line.split(":")[0] for line in tried] == ["local", "local", "torchvision", "package"]
     (tmp_path / "a_file").touch()
-    with pytest.raises(DataSourceError, match=f"cannot write under {tmp_path / 'a_file'}/.*Not a directory"):
+    with pytest.raises(
+        DataSourceError, match=f"cannot write under {tmp_path / 'a_file'}/.*Not a directory"
+    ):
         ensure(tmp_path / "a_file", system_dir=system_dir)
 
 
-def test_killed_while_writing_then_several_at_once(tmp_path: Path, raw: Path, system_dir: Path) -> None:
+def test_killed_while_writing_then_several_at_once(
+    tmp_path: Path, raw: Path, system_dir: Path
+) -> None:
     put(raw)
-    (raw / IMAGES).rename(raw / f".{IMAGES}.part")  # what a process killed before the renaming leaves
+    (raw / IMAGES).rename(
+        raw / f".{IMAGES}.part"
+    )  # what a process killed before the renaming leaves
     with ThreadPoolExecutor() as pool:  # the lock holds between threads as between processes
         with FileLock(raw / ".lock"):
             two = [pool.submit(ensure, tmp_path, system_dir=system_dir) for _ in range(2)]

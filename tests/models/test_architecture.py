@@ -24,7 +24,18 @@ def test_lenet_is_the_books() -> None:
     model = LeNet()
     assert num_parameters(model) == 129_068
     conv1, pool1, conv2, pool2 = (20, 26, 26), (20, 13, 13), (50, 9, 9), (50, 4, 4)
-    assert shapes(model) == [conv1, conv1, pool1, conv2, conv2, pool2, (800,), (128,), (128,), (10,)]
+    assert shapes(model) == [
+        conv1,
+        conv1,
+        pool1,
+        conv2,
+        conv2,
+        pool2,
+        (800,),
+        (128,),
+        (128,),
+        (10,),
+    ]
     assert [type(layer).__name__ for layer in model.net] == (
         ["Conv2d", "ReLU", "AvgPool2d"] * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
     )
@@ -52,7 +63,9 @@ def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> Non
     for layer in model_class().modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             n = layer.weight.numel()
-            assert layer.weight.std().item() == pytest.approx(0.01, rel=4 / (2 * n) ** 0.5)  # four standard errors
+            assert layer.weight.std().item() == pytest.approx(
+                0.01, rel=4 / (2 * n) ** 0.5
+            )  # four standard errors
             assert abs(layer.weight.mean().item()) < 4 * 0.01 / n**0.5
             if model_class is LeNet:
                 assert not layer.bias.any()
@@ -61,5 +74,8 @@ def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> Non
 def test_kaiming_keeps_the_size_of_activations() -> None:
     torch.manual_seed(0)
     X = torch.randn(64, 1, 28, 28)
-    assert all(0.1 < model(X).std().item() < 10 for model in (LeNet(init="kaiming"), ResNet18(init="kaiming")))
+    assert all(
+        0.1 < model(X).std().item() < 10
+        for model in (LeNet(init="kaiming"), ResNet18(init="kaiming"))
+    )
     assert LeNet()(X).std().item() < 1e-3  # the book's

@@ -22,7 +22,9 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
     X, y = getattr(data, f"{stage}_set")[0, indices]
     with torch.no_grad():
         logits = model(X)
-    return F.cross_entropy(logits.double(), y).item(), (logits.argmax(1) == y).double().mean().item()
+    return F.cross_entropy(logits.double(), y).item(), (
+        logits.argmax(1) == y
+    ).double().mean().item()
 
 
 @pytest.fixture
@@ -31,8 +33,13 @@ def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
 
     def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)
-        data, model = make_data(batch_size=150), LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options)
-        for parameter in model.parameters():  # so large that samples, and so batches, differ in loss
+        data, model = (
+            make_data(batch_size=150),
+            LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options),
+        )
+        for (
+            parameter
+        ) in model.parameters():  # so large that samples, and so batches, differ in loss
             torch.nn.init.normal_(parameter, std=0.3)
         trainer = make_trainer(**settings)
         trainer.fit(model, data)  # 402 samples in batches of 150, 150, 102
@@ -49,12 +56,16 @@ def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
     smoothed = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
     for stage in ("train", "val", "test"):
         loss, acc = by_hand(model, data, stage)
-        assert logged[f"{stage}_loss"] == pytest.approx(smoothed if stage == "train" else loss, rel=1e-5)
+        assert logged[f"{stage}_loss"] == pytest.approx(
+            smoothed if stage == "train" else loss, rel=1e-5
+        )
         assert logged[f"{stage}_acc"] == pytest.approx(acc, abs=1e-6)
 
 
 def test_views_are_asked_in_evaluation_alone(measured: Callable) -> None:
-    model, data, trainer, logged = measured({"flip_tta": True}, strategy="manual_allreduce", devices=2)
+    model, data, trainer, logged = measured(
+        {"flip_tta": True}, strategy="manual_allreduce", devices=2
+    )
     net = deepcopy(model.net)
     assert logged["train_loss"] == pytest.approx(by_hand(net, data, "train")[0], rel=1e-5)
 
@@ -64,13 +75,17 @@ def test_views_are_asked_in_evaluation_alone(measured: Callable) -> None:
     for stage in ("val", "test"):
         loss, acc = by_hand(both, data, stage)
         assert abs(loss - by_hand(net, data, stage)[0]) > 0.1
-        assert (logged[f"{stage}_loss"], logged[f"{stage}_acc"]) == pytest.approx((loss, acc), rel=1e-5)
+        assert (logged[f"{stage}_loss"], logged[f"{stage}_acc"]) == pytest.approx(
+            (loss, acc), rel=1e-5
+        )
     predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
     X, _ = data.test_set[0, data.test_indices]
     torch.testing.assert_close(predictions, both(X).softmax(1))
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1 / 3), (torch.bfloat16, 0.5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float64, 1 / 3), (torch.bfloat16, 0.5)], ids=str
+)
 def test_mean_loss_keeps_its_digits(dtype: torch.dtype, value: float) -> None:
     """Those of float64, and of float32 where the model is in bfloat16."""
     metric = torch.nn.ModuleList([MeanLoss()]).to(dtype)[0]  # as `bf16-true` does
@@ -100,28 +115,45 @@ def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[flo
 def test_schedulers_step_every_epoch(rates: Callable) -> None:
     assert rates() == [0.1] * 8
     assert rates(lr_scheduler=partial(StepLR, step_size=1, gamma=0.5)) == [0.1] * 4 + [0.05] * 4
-    plateau = partial(ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs")  # of val_loss
-    found = rates(3, 1, lr_scheduler=plateau)  # the first epoch is the best yet, the second no better
+    plateau = partial(
+        ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs"
+    )  # of val_loss
+    found = rates(
+        3, 1, lr_scheduler=plateau
+    )  # the first epoch is the best yet, the second no better
     assert found == pytest.approx([0.1, 0.1, 0.01])
 
 
 def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable) -> None:
     found = rates(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
     assert len({*found}) == 8 and max(found) == pytest.approx(0.4, rel=0.1)
-    assert (found[0], found[-1]) == pytest.approx((0.4 / 25, 0.4 / 25 / 1e4))  # torch's default factors
+    assert (found[0], found[-1]) == pytest.approx(
+        (0.4 / 25, 0.4 / 25 / 1e4)
+    )  # torch's default factors
 
 
 def test_mistakes_are_told(make_data: Callable, make_trainer: Callable) -> None:
     model = LeNet(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
-    with pytest.raises(ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"):
+    with pytest.raises(
+        ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"
+    ):
         make_trainer(max_epochs=-1).fit(model, make_data())
     with pytest.raises(ValueError, match=r"model\.optimizer .*Invalid learning rate: -1"):
         make_trainer().fit(LeNet(optimizer=lambda p: SGD(p, lr=-1)), make_data())
 
 
 def test_a_checkpoint_reloads_in_python(root: Path, main: Callable, tmp_path: Path) -> None:
-    args = ("--trainer.max_epochs=1", "--data.val_size=101", "--model.optimizer=AdamW", "--model.num_classes=12")
-    assert main("fit", f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu", *args) == 0
-    model = LeNet.load_from_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    args = (
+        "--trainer.max_epochs=1",
+        "--data.val_size=101",
+        "--model.optimizer=AdamW",
+        "--model.num_classes=12",
+    )
+    assert (
+        main("fit", f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu", *args) == 0
+    )
+    model = LeNet.load_from_checkpoint(
+        tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True
+    )
     assert model.net[-1].out_features == 12
     assert isinstance(model.configure_optimizers(), AdamW)

@@ -54,7 +54,11 @@ class Shuffled(LightningDataModule):
 '''
 RUN = (
     *("--model=own_run.Net", "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1"),
-    *("--model.lr_scheduler.gamma=0.7", "--trainer.callbacks=own_run.Stop", "--trainer.log_every_n_steps=2"),
+    *(
+        "--model.lr_scheduler.gamma=0.7",
+        "--trainer.callbacks=own_run.Stop",
+        "--trainer.log_every_n_steps=2",
+    ),
     *("--trainer.accelerator=cpu", "--trainer.max_epochs=4"),
 )
 DATA = ("--data.val_size=101", "--data.batch_size=64", "--data.augment=true")
@@ -68,7 +72,10 @@ STRATEGIES = {
 def metrics(run: Path) -> list[dict[str, str]]:
     """The rows of `metrics.csv`, without the times."""
     with (run / "metrics.csv").open(newline="") as file:
-        return [{key: value for key, value in row.items() if key != "epoch_seconds"} for row in csv.DictReader(file)]
+        return [
+            {key: value for key, value in row.items() if key != "epoch_seconds"}
+            for row in csv.DictReader(file)
+        ]
 
 
 def last(run: Path) -> dict[str, Any]:
@@ -88,11 +95,16 @@ def assert_same(whole: Path, resumed: Path) -> None:
     a, b = last(whole), last(resumed)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
         assert equal(a[key], b[key]), key
-    for key in ("epoch_progress", "epoch_loop.batch_progress"):  # else a later resume goes on at another place
+    for key in (
+        "epoch_progress",
+        "epoch_loop.batch_progress",
+    ):  # else a later resume goes on at another place
         assert a["loops"]["fit_loop"][key] == b["loops"]["fit_loop"][key], key
     assert a["callbacks"]["LearningCurve"] == b["callbacks"]["LearningCurve"]
     assert metrics(whole) == metrics(resumed)
-    names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (whole, resumed)]
+    names = [
+        sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (whole, resumed)
+    ]
     assert names[0] == names[1]
 
 
@@ -106,7 +118,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fit(own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def fit(
+    own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
     """`fit` in this process, in the directory of `own_run.py`; `stop="epoch,batch"` is Ctrl-C there."""
 
     def fit(*args: str, stop: str = "") -> int:

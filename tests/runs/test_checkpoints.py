@@ -41,22 +41,38 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     assert out[-1].startswith(f"test acc: {float(row['test_acc']):.2f}, ")
     weights = last(tmp_path / "a")["state_dict"]
     assert out[-2] == f"fingerprint: {fingerprint(list(weights.values()))}"
-    assert not torch.equal(weights["net.1.bias"], torch.load(best, weights_only=True)["state_dict"]["net.1.bias"])
-    assert not [warning for warning in recwarn if "before the ``update`` method" in str(warning.message)]
+    assert not torch.equal(
+        weights["net.1.bias"], torch.load(best, weights_only=True)["state_dict"]["net.1.bias"]
+    )
+    assert not [
+        warning for warning in recwarn if "before the ``update`` method" in str(warning.message)
+    ]
 
 
 def test_which_value_of_a_metric_is_the_best() -> None:
     given = {"val_acc": None, "val/accuracy": None, "val_loss": None, "val_f1": "max"}
-    assert [RunCheckpoint(name, mode).mode for name, mode in given.items()] == ["max", "max", "min", "max"]
+    assert [RunCheckpoint(name, mode).mode for name, mode in given.items()] == [
+        "max",
+        "max",
+        "min",
+        "max",
+    ]
 
 
-def test_the_test_set_does_not_choose_the_model(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
-    assert fit("--trainer.devices=1", "--data.val_size=0", "--trainer.max_epochs=1", "--run_dir=a") == 0
+def test_the_test_set_does_not_choose_the_model(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    assert (
+        fit("--trainer.devices=1", "--data.val_size=0", "--trainer.max_epochs=1", "--run_dir=a")
+        == 0
+    )
     assert "testing the last epoch" in capfd.readouterr().out
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Path, capfd: Any) -> None:
+def test_evaluation_takes_a_checkpoint_alone(
+    run: Path, main: Callable, root: Path, capfd: Any
+) -> None:
     path = "--ckpt_path=run/checkpoints/last.ckpt"
     data = ("--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("test", path, *data, "--run_dir=tested", "--data.batch_size=9") == 0
@@ -75,7 +91,16 @@ def test_evaluation_takes_a_checkpoint_alone(run: Path, main: Callable, root: Pa
 
 def test_training_on_in_a_new_directory(run: Path, fit: Callable[..., int], capfd: Any) -> None:
     path = "--ckpt_path=run/checkpoints/last.ckpt"
-    assert fit(path, "--trainer.devices=1", "--trainer.max_epochs=3", "--run_dir=b", "--data.batch_size=32") == 0
+    assert (
+        fit(
+            path,
+            "--trainer.devices=1",
+            "--trainer.max_epochs=3",
+            "--run_dir=b",
+            "--data.batch_size=32",
+        )
+        == 0
+    )
     out = capfd.readouterr().out
     assert "epoch 3/3" in out and "epoch 2/3" not in out and "batch:    32 global" in out
     assert fit(path, "--trainer.devices=1", "--model.optimizer.lr=0.5", "--run_dir=c") == 2
@@ -87,7 +112,9 @@ class Pwned:
         return print, ("code of a checkpoint runs",)
 
 
-def test_a_checkpoint_that_cannot_be_used_is_told(run: Path, fit: Callable[..., int], capfd: Any) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_told(
+    run: Path, fit: Callable[..., int], capfd: Any
+) -> None:
     path = run / "checkpoints" / "last.ckpt"
     good, before = path.read_bytes(), metrics(run)
     content = last(run)
@@ -98,19 +125,26 @@ def test_a_checkpoint_that_cannot_be_used_is_told(run: Path, fit: Callable[..., 
     torch.save({**content, "hyper_parameters": Pwned()}, path)
     assert fit("--resume=run") == 2
     captured = capfd.readouterr()
-    assert "it holds objects of classes" in captured.err and "code of a checkpoint" not in captured.out
+    assert (
+        "it holds objects of classes" in captured.err and "code of a checkpoint" not in captured.out
+    )
     assert metrics(run) == before
 
 
 LACKS_ONNX = not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
-ONNX = pytest.param(".onnx", marks=pytest.mark.skipif(LACKS_ONNX, reason="needs the extra 'export'"))
+ONNX = pytest.param(
+    ".onnx", marks=pytest.mark.skipif(LACKS_ONNX, reason="needs the extra 'export'")
+)
 
 
 @pytest.mark.parametrize("suffix", [".pt2", ONNX])
 def test_export(suffix: str, tmp_path: Path, main: Callable, capfd: Any) -> None:
     model = {"class_path": "lightning_mgpu.models.LeNet", "init_args": {"num_classes": 7}}
     lenet = LeNet(num_classes=7).eval()
-    torch.save({"state_dict": lenet.state_dict(), "lightning_mgpu": {"config": {"model": model}}}, tmp_path / "x.ckpt")
+    torch.save(
+        {"state_dict": lenet.state_dict(), "lightning_mgpu": {"config": {"model": model}}},
+        tmp_path / "x.ckpt",
+    )
     output = tmp_path / f"model{suffix}"
     assert main("export", "--ckpt_path=x.ckpt", f"--output={output}") == 0
     assert capfd.readouterr().out == f"{output}: LeNet, batches of any size\n"
@@ -120,7 +154,9 @@ def test_export(suffix: str, tmp_path: Path, main: Callable, capfd: Any) -> None
     else:
         import onnxruntime
 
-        found = torch.from_numpy(onnxruntime.InferenceSession(output).run(None, {"X": X.numpy()})[0])
+        found = torch.from_numpy(
+            onnxruntime.InferenceSession(output).run(None, {"X": X.numpy()})[0]
+        )
     torch.testing.assert_close(found, lenet(X), rtol=1e-4, atol=1e-5)
     assert {path.name for path in tmp_path.iterdir()} == {"x.ckpt", output.name}
 

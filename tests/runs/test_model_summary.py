@@ -63,14 +63,18 @@ def on_fit_start(make_trainer: Callable[..., Trainer]) -> Callable[[Model], tupl
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_table_with_sizes_changes_nothing(on_fit_start: Callable[..., Any], compiled: bool) -> None:
+def test_a_table_with_sizes_changes_nothing(
+    on_fit_start: Callable[..., Any], compiled: bool
+) -> None:
     text, before, after = on_fit_start(Model(torch.ones(2, 4), compiled))
     assert "[2, 4]" in text and "[2, 3]" in text and "15 " in text
     assert after == before
 
 
 @pytest.mark.parametrize("example", [torch.ones(2, 5), "no tensor", {"Z": torch.ones(2, 4)}])
-def test_a_model_that_does_not_take_its_example(on_fit_start: Callable[..., Any], example: Any) -> None:
+def test_a_model_that_does_not_take_its_example(
+    on_fit_start: Callable[..., Any], example: Any
+) -> None:
     """It trains all the same."""
     text, before, after = on_fit_start(Model(example))
     assert "BatchNorm1d" in text and "no sizes: with example_input_array, forward raises " in text
@@ -96,7 +100,12 @@ class Late(Classifier):
 def test_layers_that_are_built_late(main: Callable[..., int], root: Path, tmp_path: Path) -> None:
     """In `configure_model`, after `setup`."""
     (tmp_path / "late.py").write_text(MODEL)
-    data = (f"--data.root={root}", "--data.val_size=101", "--trainer.accelerator=cpu", "--trainer.devices=1")
+    data = (
+        f"--data.root={root}",
+        "--data.val_size=101",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+    )
     assert main("fit", "--model=late.Late", *data, "--trainer.max_epochs=1", "--run_dir=run") == 0
     assert "[1, 784]" in (tmp_path / "run" / "model.txt").read_text()
     ckpt = "--ckpt_path=run/checkpoints/last.ckpt"

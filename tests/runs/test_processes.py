@@ -23,19 +23,43 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
         port = free.getsockname()[1]
     nodes = []
     for rank in (0, 1):
-        where = (f"--node_rank={rank}", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
-        launcher = ("-m", "torch.distributed.run", *where, f"--master_port={port}", "-m", "lightning_mgpu")
-        run = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run_dir=run", "--trainer.num_nodes=2")
+        where = (
+            f"--node_rank={rank}",
+            "--nnodes=2",
+            "--nproc_per_node=1",
+            "--master_addr=127.0.0.1",
+        )
+        launcher = (
+            "-m",
+            "torch.distributed.run",
+            *where,
+            f"--master_port={port}",
+            "-m",
+            "lightning_mgpu",
+        )
+        run = (
+            "--trainer.accelerator=cpu",
+            "--trainer.max_epochs=1",
+            "--run_dir=run",
+            "--trainer.num_nodes=2",
+        )
         own = ("--model=own_run.Net", "--data=own_run.Shuffled", "--config=trainer/multinode.yaml")
         nodes.append(command.start("fit", *own, *run, launcher=launcher))
-    (code, out, err), (second, second_out, second_err) = (command.finish(node, timeout=120) for node in nodes)
+    (code, out, err), (second, second_out, second_err) = (
+        command.finish(node, timeout=120) for node in nodes
+    )
     assert code == second == 0, err + second_err
     assert "strategy: DDPStrategy on 2 x cpu" in out and "batch:    16 global, 8 per device" in out
     assert (
-        "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data.batch_loader" in err
+        "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data.batch_loader"
+        in err
     )
     assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
-    (epoch,) = [row for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open()) if row["epoch_seconds"]]
+    (epoch,) = [
+        row
+        for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open())
+        if row["epoch_seconds"]
+    ]
     assert int(epoch["step"]) == 2  # 40 samples in three steps of 16
 
 
@@ -48,12 +72,16 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "4"}
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm, **variables}
         script = ["bash", str(CONFIGS / "slurm" / "fit.sbatch"), "--model=ResNet18"]
-        done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            script, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip().removeprefix("python -m lightning_mgpu fit ")
 
     given = "--config=trainer/multinode.yaml --run_dir=runs/slurm_7 --trainer.num_nodes=1 --trainer.devices=4"
     assert started() == f"{given} --model=ResNet18"
-    assert started(SLURM_RESTART_COUNT="1") == f"{given} --model=ResNet18"  # the job ended before its run began
+    assert (
+        started(SLURM_RESTART_COUNT="1") == f"{given} --model=ResNet18"
+    )  # the job ended before its run began
     (tmp_path / "runs" / "slurm_7").mkdir(parents=True)
     (tmp_path / "runs" / "slurm_7" / "config.yaml").touch()
     assert started(SLURM_RESTART_COUNT="1") == "--resume=runs/slurm_7"

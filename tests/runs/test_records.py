@@ -22,12 +22,20 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
         assert fit(*ONE, f"{option}=CSVLogger", f"--run_dir={option[2:]}") == 0
         run = tmp_path / option[2:]
         assert {path.name for path in run.iterdir()} == {*run_files, "lightning_logs"}
-        assert len(metrics(run)) > 3 and (run / "lightning_logs" / "version_0" / "metrics.csv").exists()
+        assert (
+            len(metrics(run)) > 3
+            and (run / "lightning_logs" / "version_0" / "metrics.csv").exists()
+        )
     assert fit(*ONE, "--trainer.logger=false", "--run_dir=none") == 0
-    assert not (tmp_path / "none" / "metrics.csv").exists() and (tmp_path / "none" / "config.yaml").exists()
+    assert (
+        not (tmp_path / "none" / "metrics.csv").exists()
+        and (tmp_path / "none" / "config.yaml").exists()
+    )
 
 
-def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wandb_gets(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Settings under their names on the command line, metrics, the learning rate, the fingerprint."""
     run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
     run.settings.sync_dir = str(tmp_path / "run" / "wandb" / "offline-run-1")
@@ -40,20 +48,27 @@ def test_what_wandb_gets(fit: Callable[..., int], tmp_path: Path, capfd: Any, mo
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
-    assert "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*" in out
+    assert (
+        "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*"
+        in out
+    )
     given = init.call_args.kwargs
     config = given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
     assert not [name for name in config if "init_args" in name or "class_path" in name]
     assert given["project"] == "fashion" and given["name"] == "run" and given["resume"] == "allow"
-    assert {"val_acc", "train_loss", "lr-SGD"} <= {name for call in run.log.call_args_list for name in call.args[0]}
+    assert {"val_acc", "train_loss", "lr-SGD"} <= {
+        name for call in run.log.call_args_list for name in call.args[0]
+    }
     assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finish.called
     assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc"
     assert fit("--resume=run", "--trainer.max_epochs=2") == 0
     assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
 
-def test_a_real_offline_run(fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_offline_run(
+    fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoints are its artifacts, which `wandb sync` uploads."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
@@ -72,7 +87,10 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert choose_mode("auto") == ("offline", "no login") == choose_mode("online")
     assert choose_mode("disabled") == ("disabled", "--wandb.mode=disabled")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert choose_mode("auto") == ("offline", "http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused")
+    assert choose_mode("auto") == (
+        "offline",
+        "http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused",
+    )
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert choose_mode("auto") == ("offline", "WANDB_MODE=offline")
 
@@ -80,4 +98,7 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         raise RuntimeError("the service\nis gone")
 
     monkeypatch.setattr(wandb_run, "choose_mode", fails)
-    assert wandb_run.start_run(Tracking(), tmp_path, {}) == (None, "off (RuntimeError: the service is gone)")
+    assert wandb_run.start_run(Tracking(), tmp_path, {}) == (
+        None,
+        "off (RuntimeError: the service is gone)",
+    )

@@ -17,11 +17,16 @@ from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, 
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "manual_allreduce"])
-def test_stopped_three_times(strategy: str, fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_stopped_three_times(
+    strategy: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
     """Before the first epoch is over, and in two generations of resumed runs."""
     assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
     assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3") == 1
-    assert "stopped; go on with: python -m lightning_mgpu fit --resume=stopped" in capfd.readouterr().out
+    assert (
+        "stopped; go on with: python -m lightning_mgpu fit --resume=stopped"
+        in capfd.readouterr().out
+    )
     assert fit("--resume=stopped", stop="2,1") == 1
     assert last(tmp_path / "stopped")["epoch"] == 2
     assert fit("--resume=stopped", stop="3,5") == 1
@@ -43,7 +48,11 @@ def kill_after(command: Any, line: str, *args: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_kill_9(strategy: str, command: Any, tmp_path: Path) -> None:
     (tmp_path / "own_run.py").write_text(OWN)
-    few = ("--data.source=synthetic", "--trainer.limit_train_batches=20", "--trainer.limit_val_batches=2")
+    few = (
+        "--data.source=synthetic",
+        "--trainer.limit_train_batches=20",
+        "--trainer.limit_val_batches=2",
+    )
     args = (*RUN, *DATA, *few, "--trainer.limit_test_batches=2", *STRATEGIES[strategy])
     code, _, err = command("fit", *args, "--run_dir=whole")
     assert code == 0, err
@@ -63,13 +72,17 @@ def test_a_plain_loader_draws_the_same_batches(fit: Callable[..., int], tmp_path
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_longer_run_elsewhere_under_another_strategy(run: Path, fit: Callable[..., int], capfd: Any) -> None:
+def test_a_longer_run_elsewhere_under_another_strategy(
+    run: Path, fit: Callable[..., int], capfd: Any
+) -> None:
     """Flags that only say how long and where are taken, and stay in the configuration."""
     before = metrics(run)
     moved = run.rename(run.with_name("moved"))
     assert fit("--resume=moved", "--trainer.max_epochs=3", *STRATEGIES["manual_allreduce"]) == 0
     out = capfd.readouterr().out
-    assert "ckpt:     moved/checkpoints/last.ckpt" in out and f"on {in_words(run_devices(2))}" in out
+    assert (
+        "ckpt:     moved/checkpoints/last.ckpt" in out and f"on {in_words(run_devices(2))}" in out
+    )
     assert "epoch 3/3" in out and "epoch 2/" not in out
     assert metrics(moved)[: len(before) - 1] == before[:-1]  # but the test at the end
     assert len(list((moved / "checkpoints").iterdir())) == 2
@@ -80,7 +93,11 @@ def test_a_longer_run_elsewhere_under_another_strategy(run: Path, fit: Callable[
 
 def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], capfd: Any) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for option in ("--model.optimizer.lr=0.3", "--run_dir=other", "--ckpt_path=run/checkpoints/last.ckpt"):
+    for option in (
+        "--model.optimizer.lr=0.3",
+        "--run_dir=other",
+        "--ckpt_path=run/checkpoints/last.ckpt",
+    ):
         assert fit("--resume=run", option) == 2
         assert f"{option}: run has " in capfd.readouterr().err
     assert fit("--resume=run", "--trainer.max_epochs=1") == 2
@@ -97,7 +114,11 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
     assert "last.ckpt is of another version of this package" in capfd.readouterr().err
 
 
-PLAIN = ("--trainer.devices=1", "--trainer.max_epochs=2", "--model=LeNet")  # which draws no random numbers
+PLAIN = (
+    "--trainer.devices=1",
+    "--trainer.max_epochs=2",
+    "--model=LeNet",
+)  # which draws no random numbers
 KEEP_ALL = "--checkpoint.save_top_k=-1"
 
 
@@ -117,7 +138,9 @@ def test_after_lightnings_own_checkpoint_the_next_batch_comes(
         assert equal(other["state_dict"], whole["state_dict"]) and other["global_step"] == 14
 
 
-def test_a_loader_without_a_state_is_refused(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_a_loader_without_a_state_is_refused(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
     args = (*RUN, "--data=own_run.Shuffled", "--trainer.devices=1", "--trainer.max_epochs=1")
     assert fit(*args, "--checkpoint.every_n_train_steps=3", KEEP_ALL, "--run_dir=a") == 0
     (path,) = (tmp_path / "a" / "checkpoints").glob("*step=3.ckpt")

@@ -40,7 +40,9 @@ choose_precision = _AcceleratorConnector._check_and_init_precision
 def choose_strategy_for_any_device(self: Any) -> Any:
     """Lightning's own takes the CPU for one device that is not CUDA's, Apple's or an XLA device."""
     chosen = choose_strategy(self)
-    if isinstance(self.accelerator, SimulatedAccelerator) and isinstance(chosen, SingleDeviceStrategy):
+    if isinstance(self.accelerator, SimulatedAccelerator) and isinstance(
+        chosen, SingleDeviceStrategy
+    ):
         return SingleDeviceStrategy(self._parallel_devices[0])
     return chosen
 

@@ -78,9 +78,19 @@ def build() -> Path:
         library.parent.mkdir(exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-        options = ["-std=c++20", "-O1", "-fPIC", "-shared", abi, f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"]
+        options = [
+            "-std=c++20",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            abi,
+            f"-I{TORCH / 'include'}",
+            f"-L{TORCH / 'lib'}",
+        ]
         libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
-        subprocess.run(["g++", *options, str(SOURCE), "-o", str(unfinished), *libraries], check=True)
+        subprocess.run(
+            ["g++", *options, str(SOURCE), "-o", str(unfinished), *libraries], check=True
+        )
         unfinished.replace(library)
     return library
 
@@ -145,7 +155,9 @@ def autoload() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reasons = [why for part, why in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items() if part in item.name]
+        reasons = [
+            why for part, why in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items() if part in item.name
+        ]
         if IN_PROCESSES.intersection(getattr(item, "fixturenames", ())):
             reasons.append("processes are tested by test_commands.py")
         if reasons:

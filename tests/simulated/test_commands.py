@@ -12,7 +12,9 @@ from tests.simulated.devices import PATHS, build
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="needs g++ to build the simulated devices"
+    ),
 ]
 TWO = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
 LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
@@ -34,7 +36,9 @@ def on_sim(directory: Path, command_in: Callable[..., Any]) -> Iterator[Callable
     command.env["PYTHONPATH"] = os.pathsep.join(PATHS)
 
     def run(*args: str, module: str = "lightning_mgpu") -> str:
-        status, out, err = command.finish(command.start(*args, launcher=("-m", module)), timeout=240)
+        status, out, err = command.finish(
+            command.start(*args, launcher=("-m", module)), timeout=240
+        )
         assert status == 0, f"{out}\n{err}"
         return str(out)
 
@@ -56,7 +60,9 @@ def test_fit(trained: str) -> None:
 @pytest.mark.parametrize("name", ["validate", "test", "predict"])
 def test_evaluation(name: str, trained: str, on_sim: Callable[..., str]) -> None:
     """On one device, by a checkpoint of two."""
-    assert "SingleDeviceStrategy on sim:0" in on_sim(name, *SHORT, CKPT, "--trainer.devices=1", f"--run_dir={name}")
+    assert "SingleDeviceStrategy on sim:0" in on_sim(
+        name, *SHORT, CKPT, "--trainer.devices=1", f"--run_dir={name}"
+    )
 
 
 def test_resume(trained: str, on_sim: Callable[..., str]) -> None:

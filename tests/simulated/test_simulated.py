@@ -13,10 +13,25 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
-    "parity": ["test_parity.py", "test_replicas.py", "test_norms.py", "test_random.py", "test_optimizers.py"],
+    "parity": [
+        "test_parity.py",
+        "test_replicas.py",
+        "test_norms.py",
+        "test_random.py",
+        "test_optimizers.py",
+    ],
     "placement": [
-        *("test_attributes.py", "test_outputs.py", "test_manual.py", "test_checkpoints.py", "test_trainer.py"),
-        *("test_errors.py::test_a_failure_in_one_replica", "test_metrics.py::test_ways_to_log_a_metric"),
+        *(
+            "test_attributes.py",
+            "test_outputs.py",
+            "test_manual.py",
+            "test_checkpoints.py",
+            "test_trainer.py",
+        ),
+        *(
+            "test_errors.py::test_a_failure_in_one_replica",
+            "test_metrics.py::test_ways_to_log_a_metric",
+        ),
     ],
     "steps": [
         "../simulated/test_steps.py",
@@ -26,7 +41,9 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
         "test_devices.py",
         "test_on_demand.py",
     ],
-    "runs": [f"../runs/test_{name}.py" for name in ("checkpoints", "model_summary", "records", "resume")],
+    "runs": [
+        f"../runs/test_{name}.py" for name in ("checkpoints", "model_summary", "records", "resume")
+    ],
     "parts": [
         *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),
         *("../benchmark", "../test_book.py", "../test_modes.py"),
@@ -40,9 +57,20 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_simulated_devices(group: str) -> None:
     """In a process of its own: torch takes one such backend, and keeps it."""
-    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.simulated.devices", "--tb=short", "-W", "ignore"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.simulated.devices",
+        "--tb=short",
+        "-W",
+        "ignore",
+    ]
     paths = [str(TESTS / "strategies" / name) for name in GROUPS[group]]
-    paths = [path for path in paths if Path(path.partition("::")[0]).exists()]  # `new --drop` leaves some out
+    paths = [
+        path for path in paths if Path(path.partition("::")[0]).exists()
+    ]  # `new --drop` leaves some out
     line = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,10 +100,14 @@ class Unknown(SGD):
 
 
 @pytest.fixture
-def steps(make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def steps(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """What is seen in the steps of an epoch but its first (or in the first only), in copies of the model for bytes."""
 
-    def run(make: Callable[[], Any], engine: str, k: int = 2, first: bool = False, **kwargs: Any) -> Any:
+    def run(
+        make: Callable[[], Any], engine: str, k: int = 2, first: bool = False, **kwargs: Any
+    ) -> Any:
         num_steps, advance = 0, _TrainingEpochLoop.advance
         options = {"replicas": kwargs.pop("replicas")} if "replicas" in kwargs else {}
         model, given = make(), kwargs.pop("data", None)
@@ -152,7 +156,9 @@ def test_a_step_waits_for_no_device(steps: Callable[..., Any], name: str, engine
 
 
 def fast_lenet() -> LeNet:
-    return LeNet(optimizer=lambda p: AdamW(p, 1e-3, fused=True), lr_scheduler=partial(OneCycleLR, max_lr=0.1))
+    return LeNet(
+        optimizer=lambda p: AdamW(p, 1e-3, fused=True), lr_scheduler=partial(OneCycleLR, max_lr=0.1)
+    )
 
 
 @pytest.mark.parametrize(("engine", "k"), [("auto", 1), ("manual_allreduce", 2), ("dp", 2)])
@@ -183,7 +189,9 @@ def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
 
 
 @ENGINES
-def test_an_epochs_first_step_waits_once_for_each_comparison(steps: Callable[..., Any], engine: str) -> None:
+def test_an_epochs_first_step_waits_once_for_each_comparison(
+    steps: Callable[..., Any], engine: str
+) -> None:
     """Of weights and buffers, of gradients, and of what the replicas' own updates have made."""
     waits, _, _ = steps(lambda: LeNet(optimizer=adamw), engine, first=True)
     assert sum(waits.values()) == (3 if engine == "manual_allreduce" else 1)
@@ -193,7 +201,9 @@ class Hook(Callback):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-MOVED: dict[str, tuple[Callable[[], Any], dict[str, Any], float, float]] = {  # copies of the model, at most
+MOVED: dict[
+    str, tuple[Callable[[], Any], dict[str, Any], float, float]
+] = {  # copies of the model, at most
     "SGD": (LeNet, {}, 2, 2),
     "AdamW": (lambda: LeNet(optimizer=adamw), {}, 2, 2),
     "16-mixed": (lambda: LeNet(optimizer=adamw), {"precision": "16-mixed"}, 3, 2),
@@ -223,7 +233,9 @@ def test_messages_of_a_resnet(steps: Callable[..., Any], engine: str) -> None:
 
 
 @ENGINES
-def test_nothing_stays_on_the_other_device(make_trainer: Callable[..., Trainer], engine: str) -> None:
+def test_nothing_stays_on_the_other_device(
+    make_trainer: Callable[..., Trainer], engine: str
+) -> None:
     """The copies go when training ends, not when Python's collector runs."""
     data = TensorDataset(torch.rand(12, 1, 28, 28), torch.arange(12) % 10)
     trainer = make_trainer(strategy=STRATEGIES[engine](), devices=2, limit_val_batches=0)
@@ -241,7 +253,12 @@ def test_a_devices_error_is_not_the_users_mistake(
     main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel fails in a step; the next wait is Lightning's. The traceback stays, and the status is not 2."""
-    options = (f"--data.root={root}", "--data.val_size=101", "--trainer.accelerator=cpu", "--trainer.devices=1")
+    options = (
+        f"--data.root={root}",
+        "--data.val_size=101",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+    )
     with ExitStack() as stack:
 
         def fails(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -249,7 +266,9 @@ def test_a_devices_error_is_not_the_users_mistake(
             return self(batch[0]).mean()
 
         monkeypatch.setattr(LeNet, "training_step", fails)
-        monkeypatch.setattr(Callback, "on_exception", lambda *args: stack.close())  # or the teardown waits, too
+        monkeypatch.setattr(
+            Callback, "on_exception", lambda *args: stack.close()
+        )  # or the teardown waits, too
         with pytest.raises(RuntimeError, match="device-side assert triggered") as caught:
             main("fit", *options)
     assert "lightning" in caught.traceback[-1].path.parts  # the wait: it copies the next batch

@@ -22,7 +22,9 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a condition": lambda X: bool(X[0] > 0),
     "a copy to the CPU": lambda X: X.cpu(),
     "a copy from the CPU": lambda X: torch.ones(3).to(X.device),
-    "a copy from memory that is not pinned": lambda X: torch.ones(3).to(X.device, non_blocking=True),
+    "a copy from memory that is not pinned": lambda X: torch.ones(3).to(
+        X.device, non_blocking=True
+    ),
     "a number's copy": lambda X: torch.tensor(3.0, device=X.device),
     "nonzero": lambda X: X.nonzero(),
     "equal": lambda X: torch.equal(X, X.clone()),

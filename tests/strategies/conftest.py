@@ -32,9 +32,22 @@ from tiny_runs import (
 
 def functions() -> dict[str, Any]:
     """What a strategy may have replaced for as long as a step takes."""
-    owners = (torch, torch.autograd, nn.functional, nn.Module, Tensor, Optimizer, LightningModule, Trainer, Metric)
+    owners = (
+        torch,
+        torch.autograd,
+        nn.functional,
+        nn.Module,
+        Tensor,
+        Optimizer,
+        LightningModule,
+        Trainer,
+        Metric,
+    )
     return {
-        f"{owner.__name__}.{name}": it for owner in owners for name, it in list(vars(owner).items()) if callable(it)
+        f"{owner.__name__}.{name}": it
+        for owner in owners
+        for name, it in list(vars(owner).items())
+        if callable(it)
     }
 
 
@@ -52,7 +65,9 @@ def _quiet_lightning() -> None:
 @pytest.fixture
 def trainer_on(make_trainer: Callable[..., Trainer], engine: str) -> Callable[..., Trainer]:
     """A Trainer on k devices: several run the strategy under test, unless another is given."""
-    return lambda k=2, **kwargs: make_trainer(**{"devices": k, "strategy": engine if k > 1 else "auto", **kwargs})
+    return lambda k=2, **kwargs: make_trainer(
+        **{"devices": k, "strategy": engine if k > 1 else "auto", **kwargs}
+    )
 
 
 @pytest.fixture
@@ -77,14 +92,20 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
     ) -> LightningModule:
         seed_everything(1, verbose=False)
         module = make()
-        checks: list[Callback] = [EqualReplicas(own_updates)] if k > 1 and check and engine == MANUAL else []
+        checks: list[Callback] = (
+            [EqualReplicas(own_updates)] if k > 1 and check and engine == MANUAL else []
+        )
         settings = {"max_epochs": 2, "limit_val_batches": 1.0 if val else 0, **kwargs}
         if strategy is not None:
             settings["strategy"] = strategy
         trainer = trainer_on(k, callbacks=[*checks, *callbacks()], plugins=plugins(), **settings)
         before = functions()
-        trainer.fit(module, loader(), loader() if val else None, ckpt_path=ckpt_path, weights_only=False)
-        changed = [name for name, function in functions().items() if function != before.get(name, function)]
+        trainer.fit(
+            module, loader(), loader() if val else None, ckpt_path=ckpt_path, weights_only=False
+        )
+        changed = [
+            name for name, function in functions().items() if function != before.get(name, function)
+        ]
         assert set(changed) <= {"Module.__init__", "Module.__setstate__"}  # torch.compile's affair
         assert all(check.num_steps > 0 for check in checks)
         return module
@@ -111,7 +132,9 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
             modules.append(train(make, k, strategy(), **kwargs))
             error = relative_error(modules[-1], one)
             assert error < tolerance, f"{k} devices: relative error {error}"
-            metrics, expected = (dict(module.trainer.callback_metrics) for module in (modules[-1], one))
+            metrics, expected = (
+                dict(module.trainer.callback_metrics) for module in (modules[-1], one)
+            )
             assert_close(metrics, expected, max(1e-6, tolerance), 1e-9)
         return modules
 
@@ -132,12 +155,20 @@ def logged(trainer_on: Callable[..., Trainer]) -> Callable[..., list[Any]]:
     ) -> list[Any]:
         seed_everything(0, verbose=False)
         logger = Written()
-        trainer = trainer_on(k, max_epochs=2, logger=logger, log_every_n_steps=1, num_sanity_val_steps=1, **kwargs)
+        trainer = trainer_on(
+            k, max_epochs=2, logger=logger, log_every_n_steps=1, num_sanity_val_steps=1, **kwargs
+        )
         module = Logs(step, make, at_end)
         trainer.fit(module, labelled(), [labelled(11, 4, seed) for seed in range(num_loaders)])
         fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        trainer.test(module, [labelled(10, 4, seed) for seed in range(2, 2 + num_loaders)], verbose=False)
-        return [*logger.rows, fitted, {name: float(value) for name, value in trainer.callback_metrics.items()}]
+        trainer.test(
+            module, [labelled(10, 4, seed) for seed in range(2, 2 + num_loaders)], verbose=False
+        )
+        return [
+            *logger.rows,
+            fitted,
+            {name: float(value) for name, value in trainer.callback_metrics.items()},
+        ]
 
     return logged
 
@@ -150,6 +181,8 @@ def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
         expected = logged(1, *args, **kwargs)
         assert len(expected) > 2
         options = {"strategy": strategy(3)} if strategy else {}
-        assert_close(logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7)  # aggregates are float32
+        assert_close(
+            logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7
+        )  # aggregates are float32
 
     return check

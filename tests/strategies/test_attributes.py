@@ -10,7 +10,9 @@ from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
+pytestmark = pytest.mark.parametrize(
+    "engine", [MANUAL], indirect=True
+)  # what both strategies share
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])
@@ -25,9 +27,18 @@ def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
 
         def training_step(self, batch, batch_idx):
             assert self.net[1].training == self.by_name["trains"]
-            factors = (self.temperature, self.config.factor, *self.config.values, *self.by_name["more"]["factors"])
-            loss = ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(factors)
-            return loss + sum(parameter.decay * parameter.square().sum() for parameter in self.parameters())
+            factors = (
+                self.temperature,
+                self.config.factor,
+                *self.config.values,
+                *self.by_name["more"]["factors"],
+            )
+            loss = ((self.net(batch[0]) - batch[1]).square() * self.weights).mean() * math.prod(
+                factors
+            )
+            return loss + sum(
+                parameter.decay * parameter.square().sum() for parameter in self.parameters()
+            )
 
     def set_and_change(self, *_):
         step = self.global_step
@@ -40,7 +51,9 @@ def test_what_hooks_set_and_change_counts_for_all(assert_parity, hook):
         for n, parameter in enumerate(self.parameters()):
             parameter.decay = 0.01 * (n + step)
         if step == 0:
-            self.net[1].register_full_backward_hook(lambda layer, inputs, gradients: (inputs[0] * 0.5,))
+            self.net[1].register_full_backward_hook(
+                lambda layer, inputs, gradients: (inputs[0] * 0.5,)
+            )
 
     assert_parity(type("Sets", (Module,), {hook: set_and_change}))
 
@@ -77,7 +90,9 @@ def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
             return self if place == "module" else self.net
 
         def on_train_epoch_start(self):
-            state = torch.full((1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device)
+            state = torch.full(
+                (1, 3), 0.5 + self.current_epoch, dtype=torch.float64, device=self.device
+            )
             self.owner.state = put(state)
 
         def on_train_batch_start(self, batch, batch_idx):
@@ -167,7 +182,9 @@ def test_buffers_that_a_step_updates(assert_parity, base):
             self.register_buffer("num_steps", torch.tensor(0))
             self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float64))
             self.register_buffer("nothing", None, persistent=False)
-            self.register_buffer("mask", torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(4, 3))
+            self.register_buffer(
+                "mask", torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(4, 3)
+            )
 
         def loss(self, batch):
             self.num_steps += 1
@@ -191,7 +208,9 @@ def sets_a_weight(self, X):
         self.net[0].bias.data.fill_(X.mean())
 
 
-@pytest.mark.parametrize(("edit", "said"), [(moves_a_centre, "centre of Module"), (sets_a_weight, "bias of Linear")])
+@pytest.mark.parametrize(
+    ("edit", "said"), [(moves_a_centre, "centre of Module"), (sets_a_weight, "bias of Linear")]
+)
 def test_what_follows_its_shard(train, edit, said):
     """Nobody knows whether its values are means, sums or samples."""
 

@@ -14,7 +14,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_mgpu.strategies.split_batch import split_batch
 
-pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
+pytestmark = pytest.mark.parametrize(
+    "engine", [MANUAL], indirect=True
+)  # what both strategies share
 
 
 class Named(UserDict):
@@ -31,7 +33,15 @@ class Attributes(dict):
 
 def with_leaves(X, y):
     names = [f"{x:.3f}" for x in y[:, 0].tolist()]
-    return {"names": names, "X": X, "y": y, "none": None, "scalar": torch.tensor(3.0), "array": y.numpy(), "n": 5}
+    return {
+        "names": names,
+        "X": X,
+        "y": y,
+        "none": None,
+        "scalar": torch.tensor(3.0),
+        "array": y.numpy(),
+        "n": 5,
+    }
 
 
 def checked(batch):
@@ -43,7 +53,9 @@ def checked(batch):
 
 def images(X, y):
     """Lists of images of different sizes, and of their targets, as in detection."""
-    return [torch.cat([x, x[:n]]) for n, x in enumerate(X)], [{"y": v, "boxes": v.repeat(2)} for v in y]
+    return [torch.cat([x, x[:n]]) for n, x in enumerate(X)], [
+        {"y": v, "boxes": v.repeat(2)} for v in y
+    ]
 
 
 class Labelled(torch.Tensor):
@@ -68,11 +80,17 @@ BATCHES = {  # how a batch is made of X and y, and how the step finds them
     "namedtuple": (Pair, lambda b: (b.X, b.y)),
     "dataclass": (Sample, lambda b: (b.X, b.y)),
     "mapping of one's own": (lambda X, y: Named({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
-    "mapping around a dict": (lambda X, y: MappingProxyType({"X": X, "y": y}), lambda b: (b["X"], b["y"])),
+    "mapping around a dict": (
+        lambda X, y: MappingProxyType({"X": X, "y": y}),
+        lambda b: (b["X"], b["y"]),
+    ),
     "items as attributes": (lambda X, y: Attributes({"X": X, "y": y}), lambda b: (b.X, b["y"])),
     "names, arrays and numbers": (with_leaves, checked),
     "two views": (lambda X, y: [[X, X + 1], y], lambda b: (b[0][0] + b[0][1], b[1])),
-    "two dicts": (lambda X, y: ({"X": X}, {"y": y, "names": [*map(str, X)]}), lambda b: (b[0]["X"], b[1]["y"])),
+    "two dicts": (
+        lambda X, y: ({"X": X}, {"y": y, "names": [*map(str, X)]}),
+        lambda b: (b[0]["X"], b[1]["y"]),
+    ),
 }
 
 
@@ -103,7 +121,9 @@ def test_as_many_samples_as_parts(assert_parity, name):
     assert_parity(unpacking(unpack), (2,), loader=lambda: collated(make, 2, 8))
 
 
-@pytest.mark.parametrize("shards", [[3, 3, 2], [3, 2, 2], [2, 1, 1], [1, 1, 1], [1, 1], [1]], ids=str)
+@pytest.mark.parametrize(
+    "shards", [[3, 3, 2], [3, 2, 2], [2, 1, 1], [1, 1, 1], [1, 1], [1]], ids=str
+)
 def test_shards_are_even(trainer_on, shards):
     class Sizes(Regression):
         def predict_step(self, batch, batch_idx):
@@ -125,7 +145,10 @@ UNSPLITTABLE = {
     "a graph and a tensor": (lambda X, y: (Graph(X, y), y), lambda b: (b[0].X, b[1])),
     "images of many sizes": (
         images,
-        lambda b: (torch.stack([x[:6] for x in b[0]]), torch.stack([target["y"] for target in b[1]])),
+        lambda b: (
+            torch.stack([x[:6] for x in b[0]]),
+            torch.stack([target["y"] for target in b[1]]),
+        ),
     ),
     "a box for each sample": (
         lambda X, y: (X, [{"y": value[None]} for value in y]),
@@ -133,22 +156,37 @@ UNSPLITTABLE = {
     ),
     "images in one list": (
         lambda X, y: {"images": [x.expand(3, 2, 6) for x in X]},
-        lambda b: (torch.stack([x[0, 0] for x in b["images"]]), torch.stack([x[0, 0, :3] for x in b["images"]])),
+        lambda b: (
+            torch.stack([x[0, 0] for x in b["images"]]),
+            torch.stack([x[0, 0, :3] for x in b["images"]]),
+        ),
     ),
     "a list of samples": (
         lambda X, y: [{"X": x, "label": v[0]} for x, v in zip(X, y)],
-        lambda b: (torch.stack([sample["X"] for sample in b]), torch.stack([sample["X"][:3] for sample in b])),
+        lambda b: (
+            torch.stack([sample["X"] for sample in b]),
+            torch.stack([sample["X"][:3] for sample in b]),
+        ),
     ),
     "gray images, and as many boxes each": (
         lambda X, y: ([x.reshape(1, 2, 3) for x in X], [{"boxes": v.repeat(2, 1)} for v in y]),
-        lambda b: (torch.stack([x.flatten() for x in b[0]]), torch.stack([target["boxes"][0] for target in b[1]])),
+        lambda b: (
+            torch.stack([x.flatten() for x in b[0]]),
+            torch.stack([target["boxes"][0] for target in b[1]]),
+        ),
     ),
-    "an object that holds tensors": (lambda X, y: (X, SimpleNamespace(y=y)), lambda b: (b[0], b[1].y)),
+    "an object that holds tensors": (
+        lambda X, y: (X, SimpleNamespace(y=y)),
+        lambda b: (b[0], b[1].y),
+    ),
     "a packed sequence": (
         lambda X, y: (pack_padded_sequence(X, [6] * len(X), batch_first=True), y),
         lambda b: (pad_packed_sequence(b[0], batch_first=True)[0], b[1]),
     ),
-    "different lengths": (lambda X, y: {"X": X, "y": y, "edges": torch.zeros(2, 9)}, lambda b: (b["X"], b["y"])),
+    "different lengths": (
+        lambda X, y: {"X": X, "y": y, "edges": torch.zeros(2, 9)},
+        lambda b: (b["X"], b["y"]),
+    ),
 }
 
 
@@ -166,11 +204,17 @@ def test_what_cannot_be_split(assert_parity, name, kind):
 @pytest.mark.parametrize("mode", ["max_size", "min_size"])
 def test_combined_loaders(assert_parity, mode, batch_sizes):
     def unpack(batch):
-        parts = [part for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch]
+        parts = (
+            [part for part in batch.values() if part is not None]
+            if isinstance(batch, dict)
+            else [batch]
+        )
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def loader():
-        return CombinedLoader({"a": a_loader(batch_sizes[0], 11), "b": a_loader(batch_sizes[1], 6)}, mode)
+        return CombinedLoader(
+            {"a": a_loader(batch_sizes[0], 11), "b": a_loader(batch_sizes[1], 6)}, mode
+        )
 
     assert_parity(unpacking(unpack), loader=loader)
 

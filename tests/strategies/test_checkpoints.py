@@ -3,7 +3,17 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_runs import DP, MANUAL, Manual, Regression, a_loader, assert_close, make_strategy, one_cycle, same_bits
+from tiny_runs import (
+    DP,
+    MANUAL,
+    Manual,
+    Regression,
+    a_loader,
+    assert_close,
+    make_strategy,
+    one_cycle,
+    same_bits,
+)
 from torch import optim
 
 from lightning_mgpu.data import batch_loader
@@ -25,7 +35,13 @@ def run(train, tmp_path):
     """Three epochs of four batches, which leave a checkpoint of every step, or the rest of them."""
 
     def run(make, k, resume=None, **kwargs):
-        saving = [] if resume else [ModelCheckpoint(tmp_path / str(k), "{step}", every_n_train_steps=1, save_top_k=-1)]
+        saving = (
+            []
+            if resume
+            else [
+                ModelCheckpoint(tmp_path / str(k), "{step}", every_n_train_steps=1, save_top_k=-1)
+            ]
+        )
         kwargs = {"loader": shuffled, "max_epochs": 3, "enable_checkpointing": not resume, **kwargs}
         path = resume and tmp_path / resume
         return train(make, k, callbacks=lambda: saving, ckpt_path=path, **kwargs)
@@ -50,7 +66,9 @@ def test_resumed(run, make, own_updates, before, after):
 def test_resumed_under_another_strategy(run, engine):
     whole = run(lambda: Regression(optimizer=adamw), 2)
     other = make_strategy(DP if engine == MANUAL else MANUAL)
-    resumed = run(lambda: Regression(optimizer=adamw), 3, "2/step=6.ckpt", strategy=other, check=False)
+    resumed = run(
+        lambda: Regression(optimizer=adamw), 3, "2/step=6.ckpt", strategy=other, check=False
+    )
     assert_close(resumed.state_dict(), whole.state_dict())
 
 
@@ -62,7 +80,12 @@ def test_contents(run, tmp_path):
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert_close(two[part], one[part])
     modules[2].trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert_close(torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"], modules[2].state_dict(), 0, 0)
+    assert_close(
+        torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"],
+        modules[2].state_dict(),
+        0,
+        0,
+    )
 
 
 class HalfLater(ManualAllreduceStrategy):

@@ -23,7 +23,9 @@ def test_copies_go_when_training_ends(trainer_on, base):
 
     def look(trainer, *_):
         copies = [copy for _, *others in trainer.strategy.replicas.parameters for copy in others]
-        held[:] = [weakref.ref(each) for copy in copies for each in (copy, copy.grad) if each is not None]
+        held[:] = [
+            weakref.ref(each) for copy in copies for each in (copy, copy.grad) if each is not None
+        ]
 
     trainer = trainer_on(2, callbacks=[LambdaCallback(on_train_batch_end=look)])
     gc.collect()
@@ -43,8 +45,12 @@ class Looks(Regression):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize(("make", "hook", "copies"), [(Regression, True, 0), (Manual, False, 0), (Looks, True, 12)])
-def test_optimizer_states_are_copied_for_steps_that_look_at_them(train, monkeypatch, make, hook, copies):
+@pytest.mark.parametrize(
+    ("make", "hook", "copies"), [(Regression, True, 0), (Manual, False, 0), (Looks, True, 12)]
+)
+def test_optimizer_states_are_copied_for_steps_that_look_at_them(
+    train, monkeypatch, make, hook, copies
+):
     """In twelve steps of two replicas, with a hook of the user's: the first replica's update is copied."""
     asked, copy_of_state = [], Updates._copy_of_state
 
@@ -55,5 +61,10 @@ def test_optimizer_states_are_copied_for_steps_that_look_at_them(train, monkeypa
     monkeypatch.setattr(Updates, "_copy_of_state", counted)
     callback = LambdaCallback(on_train_batch_end=lambda *_: None)
     callbacks = [callback] if hook else []
-    train(lambda: make(optimizer=adamw), 2, callbacks=lambda: callbacks, loader=lambda: a_loader(8, 48))
+    train(
+        lambda: make(optimizer=adamw),
+        2,
+        callbacks=lambda: callbacks,
+        loader=lambda: a_loader(8, 48),
+    )
     assert len(asked) == copies

@@ -44,7 +44,9 @@ def test_apples_device_is_waited_for(apple):
     assert apple == ["mps", "mps"]
 
 
-@pytest.mark.parametrize(("home", "device"), [(CPU, MPS), (MPS, CPU), (CPU, torch.device("cuda", 0))])
+@pytest.mark.parametrize(
+    ("home", "device"), [(CPU, MPS), (MPS, CPU), (CPU, torch.device("cuda", 0))]
+)
 def test_copies_that_must_not_race(monkeypatch, home, device):
     """As Lightning: a copy to the CPU or to Apple's GPU is done when the call returns."""
     asked = []
@@ -55,4 +57,9 @@ def test_copies_that_must_not_race(monkeypatch, home, device):
 
 
 def test_a_gpu_starts_before_the_cpu_is_busy():
-    assert gpus_first(range(4), [CPU, torch.device("cuda", 0), CPU, torch.device("cuda", 1)]) == [1, 3, 0, 2]
+    assert gpus_first(range(4), [CPU, torch.device("cuda", 0), CPU, torch.device("cuda", 1)]) == [
+        1,
+        3,
+        0,
+        2,
+    ]

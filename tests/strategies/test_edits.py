@@ -30,7 +30,12 @@ def rebind_data(trainer, module, *_):
         parameter.data = parameter.data * 0.95
 
 
-AROUND_BATCHES = ["on_train_batch_start", "on_train_batch_end", "on_after_backward", "on_before_optimizer_step"]
+AROUND_BATCHES = [
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_after_backward",
+    "on_before_optimizer_step",
+]
 AROUND_EPOCHS = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"]
 
 
@@ -40,7 +45,11 @@ def test_edited_by_a_callback(assert_parity, hook, edit):
     assert_parity(Regression, callbacks=lambda: [LambdaCallback(**{hook: edit})])
 
 
-HOOKS = [(base, hook) for base in (Regression, Manual) for hook in ("on_train_batch_start", "on_before_backward")]
+HOOKS = [
+    (base, hook)
+    for base in (Regression, Manual)
+    for hook in ("on_train_batch_start", "on_before_backward")
+]
 
 
 @pytest.mark.parametrize(("base", "hook"), [*HOOKS, (Regression, "on_before_zero_grad")])
@@ -77,7 +86,10 @@ def scale(module, factor):
 EDITS = {
     "around the update": {"optimizer_step": around_the_update},
     "while saving": {"on_save_checkpoint": lambda self, checkpoint: clamp_data(None, self)},
-    "with the scheduler": {"lr_scheduler_step": with_the_scheduler, "configure_optimizers": scheduled},
+    "with the scheduler": {
+        "lr_scheduler_step": with_the_scheduler,
+        "configure_optimizers": scheduled,
+    },
     "in a hook decorated later": {"on_fit_start": decorated_on_the_instance},
     "for validation, and back": {
         "on_validation_start": lambda self: scale(self, 0.5),
@@ -90,7 +102,10 @@ EDITS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_edited_elsewhere(assert_parity, name):
     """What validation logs is compared, too."""
-    saving = {"enable_checkpointing": True, "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=2)]}
+    saving = {
+        "enable_checkpointing": True,
+        "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=2)],
+    }
     kwargs = saving if name == "while saving" else {"val": True, "val_check_interval": 2}
     assert_parity(type("Module", (Regression,), EDITS[name]), **kwargs, check=False)
 
@@ -136,20 +151,28 @@ AVERAGES = {
 @pytest.mark.parametrize("name", AVERAGES)
 def test_lightnings_averages(assert_parity, name):
     kwargs = {"max_epochs": 4, "val": True, "limit_train_batches": 3, "sync_batchnorm": True}
-    assert_parity(lambda: Regression(batch_norm_net()), callbacks=lambda: [AVERAGES[name]()], **kwargs)
+    assert_parity(
+        lambda: Regression(batch_norm_net()), callbacks=lambda: [AVERAGES[name]()], **kwargs
+    )
 
 
 def test_pruning(assert_parity):
     """A parameter becomes another one and a mask, then the mask changes."""
 
-    prune = {"callbacks": lambda: [ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)]}
+    prune = {
+        "callbacks": lambda: [
+            ModelPruning("l1_unstructured", parameter_names=["weight", "bias"], amount=0.2)
+        ]
+    }
     make = lambda: Regression(optimizer=lambda m: optim.Adam(m.parameters(), 0.01))  # noqa: E731
     modules = assert_parity(make, max_epochs=3, val=True, **prune)
     assert all((module.net[0].weight == 0).any() for module in modules)
 
 
 @pytest.mark.parametrize("make", [Regression, Manual])
-@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 5), ("on_validation_start", 4)])
+@pytest.mark.parametrize(
+    ("hook", "step"), [("on_train_batch_start", 5), ("on_validation_start", 4)]
+)
 def test_layers_replaced_on_the_way(assert_parity, make, hook, step):
     def replace(trainer, module, *_):
         if trainer.global_step == step:
@@ -157,4 +180,6 @@ def test_layers_replaced_on_the_way(assert_parity, make, hook, step):
             module.net[2] = nn.Linear(8, 3).double().to(module.device)
             trainer.optimizers[0].add_param_group({"params": list(module.net[2].parameters())})
 
-    assert_parity(make, callbacks=lambda: [LambdaCallback(**{hook: replace})], val=True, max_epochs=3)
+    assert_parity(
+        make, callbacks=lambda: [LambdaCallback(**{hook: replace})], val=True, max_epochs=3
+    )

@@ -13,14 +13,20 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 WRONG_OPTIONS = [  # given for two devices; what the one line says
-    *(({"split": split}, "one positive share a device (2)") for split in ([1.0], [1.0, 0.0], "even")),
+    *(
+        ({"split": split}, "one positive share a device (2)")
+        for split in ([1.0], [1.0, 0.0], "even")
+    ),
     *(({"split": [1.0, share]}, "one positive share") for share in (float("nan"), float("inf"))),
     ({"replicas": 3}, "replicas=3: choose a multiple of the 2 device"),
     ({"replicas": 0}, "replicas=0: choose a multiple"),
     ({"replicas": 4, "split": "auto"}, "leave `split` out"),
     ({"allreduce": "nonsense"}, "allreduce=nonsense: give a function"),
     ({"parallel_devices": ["cpu"] * 99}, "99 devices are too many"),
-    *(({"parallel_devices": ["cpu", name]}, f"{name!r} is no device; 'cpu'") for name in ("gpu:0", "cuda:x")),
+    *(
+        ({"parallel_devices": ["cpu", name]}, f"{name!r} is no device; 'cpu'")
+        for name in ("gpu:0", "cuda:x")
+    ),
 ]
 
 
@@ -33,12 +39,19 @@ def test_options_that_do_not_fit(trainer_on, options, said):
 def test_cuda_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
-    assert strategy.devices == [torch.device("cuda:0")] * 3  # torch takes none without a number for the current one
+    assert (
+        strategy.devices == [torch.device("cuda:0")] * 3
+    )  # torch takes none without a number for the current one
     with refused("no 'cuda:1'; torch sees 1 CUDA device(s)"):
         ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
 
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "GROUP_RANK": "0"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+    "GROUP_RANK": "0",
+}
 SLURM = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SLURM |= {"SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "1"}
 LAUNCHERS = [({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE"), (SLURM, "SLURM_NTASKS")]
@@ -55,11 +68,21 @@ def test_launchers(trainer_on, variables, world_size, monkeypatch):
     monkeypatch.setenv(world_size, "1")
     trainer = trainer_on(3)
     trainer.fit(Regression(), a_loader())
-    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
-    assert trainer.is_global_zero and trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (
+        1,
+        0,
+        0,
+        0,
+    )
+    assert trainer.is_global_zero and trainer.distributed_sampler_kwargs == {
+        "num_replicas": 1,
+        "rank": 0,
+    }
 
 
-@pytest.mark.parametrize("environment", [SLURMEnvironment(auto_requeue=False), TorchElasticEnvironment()])
+@pytest.mark.parametrize(
+    "environment", [SLURMEnvironment(auto_requeue=False), TorchElasticEnvironment()]
+)
 def test_a_launcher_that_is_not_there_has_started_no_processes(trainer_on, environment):
     trainer_on(plugins=[environment]).fit(Regression(), a_loader())
 
@@ -141,7 +164,13 @@ def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, 
     """An exception is its own. If it leaves replicas with different sums, the next epoch's first step says so."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
     with pytest.raises(LookupError if error else ValueError) as raised:
-        train(base, 2, strategy=ManualAllreduceStrategy(stops_after(10, error)), check=False, max_epochs=8)
+        train(
+            base,
+            2,
+            strategy=ManualAllreduceStrategy(stops_after(10, error)),
+            check=False,
+            max_epochs=8,
+        )
     said = "cable" if error else "left replica 1 ("
     assert said in str(raised.value)
     assert_clean_and_usable(trainer_on)
@@ -151,7 +180,11 @@ class Stepper:
     """What Lightning takes for an optimizer."""
 
     def __init__(self, module):
-        self.param_groups, self.state, self.defaults = [{"params": [*module.parameters()], "lr": 0.1}], {}, {}
+        self.param_groups, self.state, self.defaults = (
+            [{"params": [*module.parameters()], "lr": 0.1}],
+            {},
+            {},
+        )
 
     def step(self, closure=None):
         return closure()
@@ -165,11 +198,15 @@ class Stepper:
 class Wrapper(optim.SGD):
     """Keeps its state in another optimizer."""
 
-    state = property(lambda self: self.__dict__["own"], lambda self, own: self.__dict__.setdefault("own", own))
+    state = property(
+        lambda self: self.__dict__["own"], lambda self, own: self.__dict__.setdefault("own", own)
+    )
 
 
 REFUSED = {  # what is said of modules that several devices would train wrongly
-    "(max_norm=...) edits its weights": lambda: Regression(nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))),
+    "(max_norm=...) edits its weights": lambda: Regression(
+        nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))
+    ),
     "Stepper is no torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
     "Wrapper is no torch.optim.Optimizer with a state": lambda: Regression(
         optimizer=lambda module: Wrapper(module.parameters(), 0.1)

@@ -8,7 +8,9 @@ ACCUMULATE = pytest.mark.parametrize("accumulate", [1, 3])
 
 
 @ACCUMULATE
-@pytest.mark.parametrize("hooks", [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"]])
+@pytest.mark.parametrize(
+    "hooks", [["on_after_backward", "on_before_optimizer_step"], ["on_train_batch_end"]]
+)
 def test_callbacks_see_the_reduced_gradient(assert_parity, hooks, accumulate):
     """In every batch of an accumulation window, too."""
     seen = []
@@ -29,7 +31,10 @@ class LooksAtTheLast(Regression):
     """At the gradient of the step before."""
 
     def training_step(self, batch, batch_idx):
-        norms = [0 if parameter.grad is None else parameter.grad.norm() for parameter in self.parameters()]
+        norms = [
+            0 if parameter.grad is None else parameter.grad.norm()
+            for parameter in self.parameters()
+        ]
         self.log("norm", sum(norms))
         return self.loss(batch) * (1 + sum(norms))
 

@@ -8,9 +8,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tiny_runs import MANUAL, Regression
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
+pytestmark = pytest.mark.parametrize(
+    "engine", [MANUAL], indirect=True
+)  # what both strategies share
 
-WHEN = [{"on_step": True, "on_epoch": False}, {"on_step": False, "on_epoch": True}, {"on_step": True, "on_epoch": True}]
+WHEN = [
+    {"on_step": True, "on_epoch": False},
+    {"on_step": False, "on_epoch": True},
+    {"on_step": True, "on_epoch": True},
+]
 
 
 @pytest.mark.parametrize("when", WHEN, ids=str)
@@ -84,7 +90,9 @@ def test_where_lightning_logs_nothing(trainer_on):
 
     class Module(Regression):
         def predict_step(self, batch, batch_idx):
-            with pytest.raises(MisconfigurationException, match="result collection is not registered"):
+            with pytest.raises(
+                MisconfigurationException, match="result collection is not registered"
+            ):
                 self.log("x", 1.0)
             return batch[0]
 

@@ -157,7 +157,9 @@ def for_some_parameters(self, batch, batch_idx):
 
 REFUSED = {
     "must call self.manual_backward": by_hand(backward_by_hand),
-    "configure_optimizers has not returned it": by_hand(step_of_its_own, configure_optimizers=makes_its_own),
+    "configure_optimizers has not returned it": by_hand(
+        step_of_its_own, configure_optimizers=makes_its_own
+    ),
     "without inputs=": by_hand(for_some_parameters),
     "evaluates its closure several times": partial(
         by_hand(with_closure), optimizer=lambda m: optim.LBFGS(m.parameters(), 0.1)
@@ -277,7 +279,11 @@ def test_replicas_that_part_ways_end_in_an_error(train, case):
             if not (case == "no step" and odd):
                 (critic if case == "other optimizer" and odd else generator).step()
 
-    with refused("what the user's code says" if case == "raises" else "every replica must call manual_backward"):
+    with refused(
+        "what the user's code says"
+        if case == "raises"
+        else "every replica must call manual_backward"
+    ):
         train(Module, 2, loader=ordered_loader)
 
 

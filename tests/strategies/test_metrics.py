@@ -6,12 +6,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from tiny_runs import HOME, MANUAL, NUM_CLASSES, Manual, Regression, a_loader, make_strategy, refused
+from tiny_runs import (
+    HOME,
+    MANUAL,
+    NUM_CLASSES,
+    Manual,
+    Regression,
+    a_loader,
+    make_strategy,
+    refused,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import classification as tc
 
-pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
+pytestmark = pytest.mark.parametrize(
+    "engine", [MANUAL], indirect=True
+)  # what both strategies share
 
 
 def for_stages(make):
@@ -72,21 +83,33 @@ def test_a_returned_value_is_the_shards(assert_logs_alike):
     """What is computed with it is exact where the metric is a mean over samples."""
 
     def step(module, stage, X, y, batch_idx):
-        module.log(f"{stage}_percent", 100 * module.metric(module.probabilities(X), y), on_step=True, on_epoch=True)
+        module.log(
+            f"{stage}_percent",
+            100 * module.metric(module.probabilities(X), y),
+            on_step=True,
+            on_epoch=True,
+        )
 
     assert_logs_alike(step, METRICS["accuracy"])
 
 
-SMALL = {"r2": tm.R2Score, "extremes": lambda: tm.MinMaxMetric(tm.MeanSquaredError())}  # the latter's are three
+SMALL = {
+    "r2": tm.R2Score,
+    "extremes": lambda: tm.MinMaxMetric(tm.MeanSquaredError()),
+}  # the latter's are three
 
 
-@pytest.mark.parametrize("make", [SMALL["r2"], lambda: tm.MetricCollection({name: SMALL[name]() for name in SMALL})])
+@pytest.mark.parametrize(
+    "make", [SMALL["r2"], lambda: tm.MetricCollection({name: SMALL[name]() for name in SMALL})]
+)
 def test_a_metric_that_needs_more_samples_than_a_shard_has(assert_logs_alike, make):
     """The last batch has two samples, of which three devices get one or none."""
 
     def step(module, stage, X, y, batch_idx):
         values = module.metric(X[:, 0], X[:, 1])
-        module.log("r2", values["r2"] if isinstance(values, dict) else values, on_step=True, on_epoch=False)
+        module.log(
+            "r2", values["r2"] if isinstance(values, dict) else values, on_step=True, on_epoch=False
+        )
 
     assert_logs_alike(step, make)
 
@@ -105,7 +128,9 @@ def test_a_metric_that_holds_a_graph(assert_parity):
             self.mean(loss)
             return loss
 
-    assert_parity(Module, loader=lambda: DataLoader(a_loader().dataset, batch_sampler=[[0], [1, 2, 3, 4]]))
+    assert_parity(
+        Module, loader=lambda: DataLoader(a_loader().dataset, batch_sampler=[[0], [1, 2, 3, 4]])
+    )
 
 
 class Ratio(tm.Metric):
@@ -140,14 +165,26 @@ class WeightedError(Ratio):
 
 Target = namedtuple("Target", "values weights")
 OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
-    "squeezed": (tm.MeanSquaredError, lambda X, y: (X[:, 0].squeeze(), X[:, 1].squeeze())),  # of one sample: 0-d
+    "squeezed": (
+        tm.MeanSquaredError,
+        lambda X, y: (X[:, 0].squeeze(), X[:, 1].squeeze()),
+    ),  # of one sample: 0-d
     "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
     "tokens": (lambda: tc.MulticlassAccuracy(5), lambda X, y: (X.repeat(5, 1), y.repeat(5) % 5)),
-    "texts": (tm.text.WordErrorRate, lambda X, y: ([f"a {label}" for label in y.tolist()], ["a 1"] * len(y))),
-    "retrieval": (tm.RetrievalMAP, lambda X, y: {"preds": X[:, 0], "target": X[:, 1] > 0, "indexes": y}),
+    "texts": (
+        tm.text.WordErrorRate,
+        lambda X, y: ([f"a {label}" for label in y.tolist()], ["a 1"] * len(y)),
+    ),
+    "retrieval": (
+        tm.RetrievalMAP,
+        lambda X, y: {"preds": X[:, 0], "target": X[:, 1] > 0, "indexes": y},
+    ),
     "a part of the batch": (METRICS["accuracy"], lambda X, y: (X[y > 0, :NUM_CLASSES], y[y > 0])),
     "sums": (Ratio, lambda X, y: (X, len(X))),
-    "weights": (WeightedColumns, lambda X, y: (X[:, :3], torch.tensor([1.0, 2.0, 3.0], device=X.device))),
+    "weights": (
+        WeightedColumns,
+        lambda X, y: (X[:, :3], torch.tensor([1.0, 2.0, 3.0], device=X.device)),
+    ),
     "nested": (WeightedError, lambda X, y: (X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))),
     "named": (WeightedError, lambda X, y: (X[:, 0], Target([X[:, 1]], None))),
 }
@@ -155,7 +192,10 @@ AGGREGATORS = {  # a float is the shard's mean, an integer a count: the metric i
     "mean": (tm.MeanMetric, lambda x, _: (x.mean(),)),
     "mean of a number": (tm.MeanMetric, lambda x, _: (x.mean().item(),)),
     "mean with samples as weight": (tm.MeanMetric, lambda x, _: (x.mean(), len(x))),
-    "mean of some with their number as weight": (tm.MeanMetric, lambda x, _: (x[x > -1].mean(), (x > -1).sum())),
+    "mean of some with their number as weight": (
+        tm.MeanMetric,
+        lambda x, _: (x[x > -1].mean(), (x > -1).sum()),
+    ),
     "mean of rows": (tm.MeanMetric, lambda x, _: (x,)),
     "sum of rows": (tm.SumMetric, lambda x, _: (x,)),
     "count": (tm.SumMetric, lambda x, _: (len(x),)),
@@ -177,19 +217,27 @@ def test_ways_to_log_a_metric(assert_logs_alike, way, table):
     """Its arguments are the net's outputs and classes, samples and classes, or one value a sample."""
 
     def step(module, stage, X, y, batch_idx):
-        X = {"classification": module.probabilities(X), "other shapes": X, "aggregators": X[:, 0].float()}[table]
+        X = {
+            "classification": module.probabilities(X),
+            "other shapes": X,
+            "aggregators": X[:, 0].float(),
+        }[table]
         for n, (_, arguments) in enumerate(TABLES[table].values()):
             given, metric = arguments(X, y), module.metric[f"on_{stage}"][n]
             args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
             way(module, f"{stage}_{n}", metric, *args, **kwargs)
 
-    assert_logs_alike(step, for_stages(lambda: nn.ModuleList(make() for make, _ in TABLES[table].values())))
+    assert_logs_alike(
+        step, for_stages(lambda: nn.ModuleList(make() for make, _ in TABLES[table].values()))
+    )
 
 
 def collection(**kwargs):
     """Top-1 and top-3 accuracy begin with equal states: compute groups must not take them for one."""
     metrics = {f"top{k}": tc.MulticlassAccuracy(NUM_CLASSES, top_k=k) for k in (1, 3)}
-    return tm.MetricCollection({**metrics, "f1": METRICS["f1"](), "auroc": METRICS["auroc"]()}, **kwargs)
+    return tm.MetricCollection(
+        {**metrics, "f1": METRICS["f1"](), "auroc": METRICS["auroc"]()}, **kwargs
+    )
 
 
 @pytest.mark.parametrize("compute_groups", [True, False])
@@ -208,13 +256,19 @@ def test_what_wrappers_return(assert_logs_alike):
     """One tensor under two names, and dicts of dicts."""
 
     def make():
-        return nn.ModuleList([tm.MinMaxMetric(METRICS["f1"]()), tm.MultitaskWrapper({"task": collection()})])
+        return nn.ModuleList(
+            [tm.MinMaxMetric(METRICS["f1"]()), tm.MultitaskWrapper({"task": collection()})]
+        )
 
     def step(module, stage, X, y, batch_idx):
         extremes, tasks = module.metric[f"on_{stage}"]
         args = module.probabilities(X), y
         values = {**extremes(*args), **tasks({"task": args[0]}, {"task": args[1]})["task"]}
-        module.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
+        module.log_dict(
+            {f"{stage}_{name}": value for name, value in values.items()},
+            on_step=True,
+            on_epoch=True,
+        )
 
     assert_logs_alike(step, for_stages(make))
 
@@ -238,7 +292,10 @@ def test_metrics_in_plain_containers(assert_logs_alike):
     """One for all stages; nobody logs it before the epoch ends. Nobody moves it to a device, either."""
 
     def make():
-        return {"means": [tm.MeanMetric().to(HOME)], "kept": SimpleNamespace(f1=METRICS["f1"]().to(HOME))}
+        return {
+            "means": [tm.MeanMetric().to(HOME)],
+            "kept": SimpleNamespace(f1=METRICS["f1"]().to(HOME)),
+        }
 
     def step(module, stage, X, y, batch_idx):
         module.metric["means"][0].update(X[:, 0].mean())

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tiny_runs import Manual, Regression, a_loader, assert_close, batch_norm_net, make_strategy, same_bits
+from tiny_runs import (
+    Manual,
+    Regression,
+    a_loader,
+    assert_close,
+    batch_norm_net,
+    make_strategy,
+    same_bits,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -11,11 +19,19 @@ from torchmetrics import MeanMetric
 
 
 def net2d(norm=nn.BatchNorm2d, **options):
-    return nn.Sequential(nn.Conv2d(2, 4, 2), norm(4, **options), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 2), norm(4, **options), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    )
 
 
 IMAGES = {"loader": lambda: a_loader(shape=(2, 3, 2)), "sync_batchnorm": True}
-OPTIONS = [{}, {"momentum": None}, {"momentum": 0.5, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}]
+OPTIONS = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.5, "eps": 0.1},
+    {"affine": False},
+    {"track_running_stats": False},
+]
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
@@ -23,7 +39,9 @@ OPTIONS = [{}, {"momentum": None}, {"momentum": 0.5, "eps": 0.1}, {"affine": Fal
 def test_synchronised(assert_parity, options, base):
     """Running statistics and validation, too. In 2d a batch of one sample can be normalised, also by fewer replicas."""
     no_single = {"limit_train_batches": 3, "limit_val_batches": 3}
-    assert_parity(lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single)
+    assert_parity(
+        lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single
+    )
     assert_parity(lambda: base(net2d(**options)), (2,), val=True, **IMAGES)
 
 
@@ -38,7 +56,9 @@ class Activated(nn.BatchNorm2d):
 
 def test_a_layer_of_ones_own_synchronised(assert_parity):
     """In accumulation windows, too."""
-    assert_parity(lambda: Regression(net2d(Activated)), val=True, accumulate_grad_batches=2, **IMAGES)
+    assert_parity(
+        lambda: Regression(net2d(Activated)), val=True, accumulate_grad_batches=2, **IMAGES
+    )
 
 
 def test_a_layer_that_a_metric_holds_too(assert_parity):
@@ -57,7 +77,9 @@ def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
     """Where autograd has a thread a device, what replicas give back to each other comes in any order."""
 
     def make():
-        return Regression(nn.Sequential(batch_norm_net(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+        return Regression(
+            nn.Sequential(batch_norm_net(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        )
 
     first, *others = (train(make, 3, sync_batchnorm=True, limit_train_batches=3) for _ in range(3))
     assert all(same_bits(first, other) for other in others)
@@ -92,7 +114,10 @@ def test_what_synchronisation_refuses(train):
 
     for make, said in (
         (lambda: Regression(batch_norm_net()), "more than 1 value per channel"),
-        (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),  # of GPUs, torch
+        (
+            lambda: Checkpointed(batch_norm_net()),
+            "activation checkpointing|on the same device",
+        ),  # of GPUs, torch
         (compiled, "compiled layers"),
     ):
         with pytest.raises(Exception, match=said):
@@ -137,9 +162,13 @@ def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
     looks = [Looks(tmp_path / f"{k}.ckpt") for k in (1, 2)]
     strategies = (None, make_strategy(engine, split=split))
     runs = zip((1, 2), strategies, looks)
-    one, two = (train(base, k, strategy, lambda look=look: [look], **kwargs) for k, strategy, look in runs)
+    one, two = (
+        train(base, k, strategy, lambda look=look: [look], **kwargs) for k, strategy, look in runs
+    )
     assert_close(looks[1].means, looks[0].means)
-    assert all((own != expected).all() for own, expected in zip(looks[1].variances, looks[0].variances))
+    assert all(
+        (own != expected).all() for own, expected in zip(looks[1].variances, looks[0].variances)
+    )
     assert torch.equal(two.net.num_batches_tracked.cpu(), one.net.num_batches_tracked.cpu())
 
 
@@ -148,5 +177,8 @@ def test_a_shard_of_one_sample(train):
     loader = lambda: a_loader(2, 6)  # noqa: E731
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         train(lambda: Regression(batch_norm_net()), 2, loader=loader)
-    one, two = (train(lambda: Regression(batch_norm_net()), k, loader=loader, sync_batchnorm=True) for k in (1, 2))
+    one, two = (
+        train(lambda: Regression(batch_norm_net()), k, loader=loader, sync_batchnorm=True)
+        for k in (1, 2)
+    )
     assert_close(two.state_dict(), one.state_dict(), 1e-7, 1e-9)

@@ -29,12 +29,16 @@ def gets(self, state):
 
 
 def sets_a_default(self, state):
-    return sum(state.setdefault(p, {"scale": 3.0}).get("scale", 1) * p.sum() for p in self.parameters())
+    return sum(
+        state.setdefault(p, {"scale": 3.0}).get("scale", 1) * p.sum() for p in self.parameters()
+    )
 
 
 def counts(self, state):
     assert isinstance(copy.copy(state), dict) and len(state) == len(state.keys())
-    return self.net[0].weight.sum() * sum("momentum_buffer" in of_param for of_param in state.values())
+    return self.net[0].weight.sum() * sum(
+        "momentum_buffer" in of_param for of_param in state.values()
+    )
 
 
 @BASES
@@ -61,7 +65,10 @@ def test_a_copy_of_an_optimizer_looks_ahead(assert_parity):
             optimizer.zero_grad()
             F.mse_loss(net(torch.ones_like(batch[0][:1])), torch.ones_like(batch[1][:1])).backward()
             optimizer.step()
-            ahead = sum((p - q.detach()).square().sum() for p, q in zip(self.net.parameters(), net.parameters()))
+            ahead = sum(
+                (p - q.detach()).square().sum()
+                for p, q in zip(self.net.parameters(), net.parameters())
+            )
             return self.loss(batch) + ahead
 
     assert_parity(Module)
@@ -72,7 +79,11 @@ def test_a_state_after_an_update_in_the_step(assert_parity):
         def training_step(self, batch, batch_idx):
             for _ in range(2):
                 state = self.optimizers().optimizer.state
-                momenta = [state[p]["momentum_buffer"] for p in self.parameters() if "momentum_buffer" in state[p]]
+                momenta = [
+                    state[p]["momentum_buffer"]
+                    for p in self.parameters()
+                    if "momentum_buffer" in state[p]
+                ]
                 pull = sum((p * momentum).sum() for p, momentum in zip(self.parameters(), momenta))
                 self.update(self.loss(batch) + 0.1 * pull)
 

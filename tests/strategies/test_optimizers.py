@@ -27,19 +27,33 @@ class SharpnessAware(optim.SGD):
 
 
 def two_groups(m):
-    return optim.SGD([{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1)
+    return optim.SGD(
+        [{"params": m.net[0].parameters(), "lr": 0.2}, {"params": m.net[2].weight}], 0.1
+    )
 
 
 OPTIMIZERS = {  # what configures them, and whether each replica makes its own update
     "sgd": (lambda m: optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-3), True),
-    "amsgrad, foreach": (lambda m: optim.Adam(m.parameters(), 0.01, amsgrad=True, foreach=True), True),
+    "amsgrad, foreach": (
+        lambda m: optim.Adam(m.parameters(), 0.01, amsgrad=True, foreach=True),
+        True,
+    ),
     "fused": (lambda m: optim.AdamW(m.parameters(), 0.01, fused=True), None),
-    "rate in a tensor": (lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)), True),
+    "rate in a tensor": (
+        lambda m: optim.Adam(m.parameters(), torch.tensor(0.01, dtype=torch.float64)),
+        True,
+    ),
     "adagrad": (lambda m: optim.Adagrad(m.parameters(), 0.1), True),
     "muon": (lambda m: optim.Muon([p for p in m.parameters() if p.ndim == 2], 0.02), True),
     "two groups": (two_groups, True),
-    "named parameters": (lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True), True),
-    "lbfgs": (lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"), False),
+    "named parameters": (
+        lambda m: optim.RMSprop(m.named_parameters(), 0.01, momentum=0.5, centered=True),
+        True,
+    ),
+    "lbfgs": (
+        lambda m: optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe"),
+        False,
+    ),
     "sharpness-aware": (lambda m: SharpnessAware(m.parameters(), 0.1, momentum=0.9), False),
     "wrapped by the module": (lambda m: LightningOptimizer(sgd(m)), None),
 }
@@ -49,11 +63,15 @@ OPTIMIZERS = {  # what configures them, and whether each replica makes its own u
 def test_optimizers(assert_parity, name):
     configure, own_updates = OPTIMIZERS[name]
     tolerance = 1e-9 if name == "lbfgs" else 1e-10
-    assert_parity(lambda: Regression(optimizer=configure), tolerance=tolerance, own_updates=own_updates)
+    assert_parity(
+        lambda: Regression(optimizer=configure), tolerance=tolerance, own_updates=own_updates
+    )
 
 
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_optimizer_step", "on_after_backward"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_before_optimizer_step", "on_after_backward"]
+)
 def test_users_hooks_end_own_updates(assert_parity, hook):
     """They may edit weights or gradients, of the first replica alone: the result is copied."""
     edits = type("Edits", (Callback,), {hook: lambda self, *args: None})
@@ -91,7 +109,9 @@ def test_hooks_on_optimizers(assert_parity, when):
 
 def plateau(module):
     optimizer = optim.SGD(module.parameters(), 0.1)
-    scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.1)
+    scheduler = optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=10.0, factor=0.1
+    )
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
@@ -133,7 +153,9 @@ def test_rates_and_states_in_steps(assert_parity, make):
 
 STATES = {
     "cleared": lambda optimizer: optimizer.state.clear(),
-    "edited without a mark": lambda optimizer: [s["momentum_buffer"].data.zero_() for s in optimizer.state.values()],
+    "edited without a mark": lambda optimizer: [
+        s["momentum_buffer"].data.zero_() for s in optimizer.state.values()
+    ],
 }
 
 
@@ -156,7 +178,9 @@ def test_a_layer_that_is_not_registered(train, assert_parity):
 
     class Module(Regression):
         def __init__(self):
-            super().__init__(optimizer=lambda m: optim.Adam([*m.parameters(), *m.loose[0].parameters()], 0.01))
+            super().__init__(
+                optimizer=lambda m: optim.Adam([*m.parameters(), *m.loose[0].parameters()], 0.01)
+            )
             self.loose = [nn.Linear(6, 6).double()]
             self.register_buffer("found", torch.zeros(6, dtype=torch.float64))
 

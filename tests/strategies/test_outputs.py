@@ -11,7 +11,9 @@ from tiny_runs import MANUAL, Pair, Regression, Sample, a_loader, assert_close
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)  # what both strategies share
+pytestmark = pytest.mark.parametrize(
+    "engine", [MANUAL], indirect=True
+)  # what both strategies share
 
 PREDICTIONS = {
     "tensor": lambda Z, names: Z,
@@ -29,7 +31,9 @@ PREDICTIONS = {
     "nothing inside": lambda Z, names: {"Z": Z, "found": (), "meta": {}},
     "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
     "tokens": lambda Z, names: Z.reshape(-1),
-    "samples second": lambda Z, names: Z[None].repeat(2, 1, 1),  # as the hidden states of a recurrent layer
+    "samples second": lambda Z, names: Z[None].repeat(
+        2, 1, 1
+    ),  # as the hidden states of a recurrent layer
 }
 
 
@@ -40,7 +44,9 @@ def test_predictions(trainer_on, kind):
 
     class Predicts(Regression):
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
-            return PREDICTIONS[kind](self.net(batch[0]), [f"{x:.2f}" for x in batch[1][:, 0].tolist()])
+            return PREDICTIONS[kind](
+                self.net(batch[0]), [f"{x:.2f}" for x in batch[1][:, 0].tolist()]
+            )
 
     def predicted(k):
         torch.manual_seed(1)
@@ -122,5 +128,7 @@ def test_lightning_refuses_what_a_step_returns(trainer_on, output, num_samples):
         def training_step(self, batch, batch_idx):
             return output
 
-    with pytest.raises(MisconfigurationException, match=r"`training_step` (must return|returns a dict)"):
+    with pytest.raises(
+        MisconfigurationException, match=r"`training_step` (must return|returns a dict)"
+    ):
         trainer_on().fit(Returns(), a_loader(num_samples, num_samples))

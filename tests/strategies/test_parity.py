@@ -37,7 +37,9 @@ class Sometimes(Regression):
 
     def __init__(self):
         super().__init__(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01, weight_decay=0.5))
-        self.unused, self.sometimes = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        self.unused, self.sometimes = (
+            nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)
+        )
         self.net[0].bias.requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
@@ -66,7 +68,9 @@ class AddedUp(Regression):
 
 class SparselyEmbedded(Regression):
     def __init__(self):
-        super().__init__(nn.Embedding(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05))
+        super().__init__(
+            nn.Embedding(12, 3, sparse=True), lambda m: optim.SparseAdam(m.parameters(), 0.05)
+        )
 
     def loss(self, batch):
         X, y = batch
@@ -117,7 +121,9 @@ MODELS = {
     "tied": tied,
     "gradients in one place": AddedUp,
     "spectral norm": net(lambda: spectral_norm(nn.Linear(6, 8)), lambda: nn.Linear(8, 3)),
-    "instance norm": net(lambda: nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten, lambda: nn.Linear(6, 3)),
+    "instance norm": net(
+        lambda: nn.Unflatten(1, (2, 3)), instance_norm, nn.Flatten, lambda: nn.Linear(6, 3)
+    ),
     "sparse embedding": SparselyEmbedded,
     "lstm": Recurrent,
     "another LightningModule inside": lambda: Regression(Inner()),
@@ -153,7 +159,9 @@ def clamps_weights(self, batch, batch_idx):
 
 
 STEPS = {
-    "no loss in batch 2": step(lambda self, batch, batch_idx: None if batch_idx == 2 else self.loss(batch)),
+    "no loss in batch 2": step(
+        lambda self, batch, batch_idx: None if batch_idx == 2 else self.loss(batch)
+    ),
     "second-order gradients": step(second_order),
     "looks at the trainer": step(looks_at_the_trainer),
     "clamps weights": step(clamps_weights),
@@ -181,7 +189,9 @@ SETTINGS = [
 
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_settings(assert_parity, kwargs):
-    assert_parity(lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), **kwargs)
+    assert_parity(
+        lambda: Regression(optimizer=lambda m: optim.AdamW(m.parameters(), 0.01)), **kwargs
+    )
 
 
 @pytest.mark.parametrize("kind", [Regression, Manual])

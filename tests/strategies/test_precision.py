@@ -38,7 +38,9 @@ def test_precisions(assert_parity, precision, tolerance, base):
     class Module(in_single(base)):
         def loss(self, batch):
             assert torch.is_autocast_enabled(self.device.type) == (precision == "bf16-mixed")
-            assert (torch.get_default_dtype() == torch.float64) == (precision == "64-true")  # wherever a replica runs
+            assert (torch.get_default_dtype() == torch.float64) == (
+                precision == "64-true"
+            )  # wherever a replica runs
             return super().loss(batch)
 
     assert_parity(Module, precision=precision, tolerance=tolerance)
@@ -95,7 +97,9 @@ def test_a_skipped_step_changes_nothing(train):
             return self.loss(batch) * float("inf" if is_second_shard(batch) else 1)
 
     kwargs = {"plugins": lambda: [Scaled()], "loader": ordered_loader, "max_epochs": 1}
-    module, start = (train(lambda: Module(optimizer=sgd), k, **kwargs, max_steps=n) for k, n in ((2, -1), (1, 0)))
+    module, start = (
+        train(lambda: Module(optimizer=sgd), k, **kwargs, max_steps=n) for k, n in ((2, -1), (1, 0))
+    )
     assert module.trainer.precision_plugin.scaler.get_scale() == 2.0**6
     torch.testing.assert_close(module.state_dict(), start.state_dict(), rtol=0, atol=0)
     assert not any(optimizer.state for optimizer in module.trainer.optimizers)

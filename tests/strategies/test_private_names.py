@@ -65,15 +65,27 @@ def test_names_of_a_trainer(train):
 def test_all_of_them_are_named_here():
     """And none that nobody uses."""
     own, used = set(), set()
-    for node in (node for path in FOLDER.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+    for node in (
+        node for path in FOLDER.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.Attribute):
-            is_own = isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            is_own = (
+                isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            )
             (own if is_own else used).add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             used |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+        ):
             used.add(node.value)
-    private = {name for name in used - own - WORDS if name.startswith("_") and not name.startswith("__")}
+    private = {
+        name for name in used - own - WORDS if name.startswith("_") and not name.startswith("__")
+    }
     assert private == {*NAMES, *(name.split(".")[-1] for name in IN_A_RUN)} - own

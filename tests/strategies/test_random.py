@@ -13,18 +13,24 @@ from lightning_mgpu.strategies import split_batch
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
-@pytest.mark.parametrize("kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}], ids=["", "sync"])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}], ids=["", "sync"]
+)
 def test_masks_can_be_repeated_and_differ(train, kwargs, base):
     """Of all steps and replicas. The first replica draws what one device does."""
 
     class Module(base):
         def __init__(self):
             layers = [nn.BatchNorm1d(32)] if kwargs else []
-            super().__init__(nn.Sequential(nn.Linear(6, 32), *layers, nn.Dropout(0.5), nn.Linear(32, 3)))
+            super().__init__(
+                nn.Sequential(nn.Linear(6, 32), *layers, nn.Dropout(0.5), nn.Linear(32, 3))
+            )
             self.masks = []
 
         def loss(self, batch):
-            self.masks.append(self.net[-2](torch.ones(4, 32, device=self.device)).ne(0).flatten().tolist())
+            self.masks.append(
+                self.net[-2](torch.ones(4, 32, device=self.device)).ne(0).flatten().tolist()
+            )
             return super().loss(batch)
 
     one, *runs = (train(Module, k, **kwargs) for k in (1, 3, 3))
@@ -65,7 +71,9 @@ def test_activation_checkpointing_replays_the_masks(train, use_reentrant, base):
             return F.mse_loss(checkpoint(self.net, X, use_reentrant=use_reentrant), batch[1])
 
     plain, checkpointed = (train(make, 3) for make in (Plain, Checkpointed))
-    torch.testing.assert_close(checkpointed.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        checkpointed.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
@@ -84,8 +92,14 @@ def test_the_faster_device_gets_more(train, engine, monkeypatch):
 
     class Timed(Regression):
         def training_step(self, batch, batch_idx):
-            i = self.trainer.strategy.replicas.current if hasattr(self.trainer.strategy, "replicas") else 0
-            clock.seconds += len(batch[0]) * (4 if i else 1) * (1000 if batch_idx == 0 and i == 0 else 1)
+            i = (
+                self.trainer.strategy.replicas.current
+                if hasattr(self.trainer.strategy, "replicas")
+                else 0
+            )
+            clock.seconds += (
+                len(batch[0]) * (4 if i else 1) * (1000 if batch_idx == 0 and i == 0 else 1)
+            )
             sizes.append(len(batch[0]))
             return self.loss(batch)
 

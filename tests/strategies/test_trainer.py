@@ -34,7 +34,9 @@ def test_several_runs_on_one_trainer(trainer_on):
         trainer.fit(module, loader, loader)
         trainer.fit_loop.max_epochs = 4
         trainer.fit(other, loader)
-        losses = [trainer.validate(each, loader, verbose=False)[0]["val_loss"] for each in (module, other)]
+        losses = [
+            trainer.validate(each, loader, verbose=False)[0]["val_loss"] for each in (module, other)
+        ]
         results.append([*module.parameters(), *other.parameters(), losses])
     assert_close(results[1], results[0])
 
@@ -52,7 +54,10 @@ def test_after_a_run(train, tmp_path):
     gc.collect()
     assert [each() for each in kept] == [None]
     assert not any(parameter._backward_hooks for parameter in module.parameters())
-    weight, batch = module.net[0].weight.detach().clone(), [part.to(module.device) for part in next(iter(a_loader()))]
+    weight, batch = (
+        module.net[0].weight.detach().clone(),
+        [part.to(module.device) for part in next(iter(a_loader()))],
+    )
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     outputs = loop.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
     assert outputs["loss"] > 0 and not torch.equal(weight, module.net[0].weight)
@@ -66,7 +71,9 @@ def test_after_a_run(train, tmp_path):
 @pytest.mark.parametrize("base", [Regression, Manual])
 def test_lockstep_changes_nothing(train, engine, base):
     """The option: the same bits as in turns, and logged values."""
-    turns, locked = (train(base, 3, make_strategy(engine, lockstep=option)) for option in (False, True))
+    turns, locked = (
+        train(base, 3, make_strategy(engine, lockstep=option)) for option in (False, True)
+    )
     assert same_bits(turns, locked)
 
 
@@ -125,6 +132,9 @@ def test_a_gpu_that_starts_first_is_not_the_first_replica(train, engine, places)
             self.seen.update(dict.fromkeys(batch[1][:, 0].tolist()))
 
     kwargs = {"val": True, "max_epochs": 1, "loader": lambda: a_loader(8, 24)}
-    one, two = train(Module, **kwargs), train(Module, 1, make_strategy(engine, parallel_devices=places), **kwargs)
+    one, two = (
+        train(Module, **kwargs),
+        train(Module, 1, make_strategy(engine, parallel_devices=places), **kwargs),
+    )
     assert relative_error(two, one) < 1e-10
     assert len(two.seen) == len(one.seen) == 24

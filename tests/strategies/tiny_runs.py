@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_mgpu  # noqa: F401  registers the strategies
 
 MANUAL, DP = ENGINES = ("manual_allreduce", "dp")
-IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"  # devices that differ: see tests/simulated
+IS_SIMULATED = (
+    torch._C._get_privateuse1_backend_name() == "sim"
+)  # devices that differ: see tests/simulated
 HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first device
 
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
@@ -43,7 +45,10 @@ def make_strategy(engine: str, **options: Any) -> Any:
 
 
 def a_loader(
-    batch_size: int = BATCH_SIZE, num_samples: int = NUM_SAMPLES, shape: tuple[int, ...] = (6,), **kwargs: Any
+    batch_size: int = BATCH_SIZE,
+    num_samples: int = NUM_SAMPLES,
+    shape: tuple[int, ...] = (6,),
+    **kwargs: Any,
 ) -> DataLoader:
     """X (N, *shape) and y (N, 3), a smooth function of X."""
     generator = torch.Generator().manual_seed(7)
@@ -54,7 +59,9 @@ def a_loader(
 
 def collated(make: Callable[[Tensor, Tensor], Any], *args: Any, **kwargs: Any) -> DataLoader:
     """A loader whose batches are `make(X, y)`."""
-    return a_loader(*args, collate_fn=lambda samples: make(*map(torch.stack, zip(*samples))), **kwargs)
+    return a_loader(
+        *args, collate_fn=lambda samples: make(*map(torch.stack, zip(*samples))), **kwargs
+    )
 
 
 def ordered_loader() -> DataLoader:
@@ -150,7 +157,9 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1
     """Nested values of the same types and shapes, numbers equal up to the order of sums, on whatever device."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
-        torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(
+            found.detach().cpu(), expected.detach().cpu(), rtol=rtol, atol=atol, equal_nan=True
+        )
     elif isinstance(expected, dict):
         assert_close(list(found.items()), list(expected.items()), rtol, atol)
     elif isinstance(expected, (list, tuple)):
@@ -173,7 +182,10 @@ def relative_error(module: nn.Module, expected: nn.Module) -> float:
     state, expected_state = module.state_dict(), expected.state_dict()
     assert state.keys() == expected_state.keys()
     return max(
-        float((state[key].cpu().double() - value.double()).norm() / value.double().norm().clamp(min=1e-30))
+        float(
+            (state[key].cpu().double() - value.double()).norm()
+            / value.double().norm().clamp(min=1e-30)
+        )
         for key, value in ((key, value.cpu()) for key, value in expected_state.items())
     )
 
@@ -210,7 +222,9 @@ def labelled(num_samples: int = 23, batch_size: int = 7, seed: int = 1) -> DataL
     """X (N, 5) and classes (N,), in batches of 7, 7, 7 and 2: uneven shards, and fewer samples than three devices."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
-    y = (X[:, :NUM_CLASSES].argmax(1) + torch.randint(0, 2, (num_samples,), generator=generator)) % NUM_CLASSES
+    y = (
+        X[:, :NUM_CLASSES].argmax(1) + torch.randint(0, 2, (num_samples,), generator=generator)
+    ) % NUM_CLASSES
     return DataLoader(TensorDataset(X, y), batch_size)
 
 

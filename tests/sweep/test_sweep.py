@@ -31,20 +31,39 @@ LR = "model.optimizer.lr"
 
 def write(path: Path, **changes: Any) -> None:
     """A sweep that needs no `command`."""
-    sweep = {"method": "grid", "metric": {"name": "val_loss"}, "parameters": {LR: {"values": [0.1, 1e38, "oops"]}}}
+    sweep = {
+        "method": "grid",
+        "metric": {"name": "val_loss"},
+        "parameters": {LR: {"values": [0.1, 1e38, "oops"]}},
+    }
     path.write_text(yaml.safe_dump({**sweep, **changes}))
 
 
 def table(sweep_dir: Path) -> list[dict[str, str]]:
-    head, _, *rows = (line[2:-2].split(" | ") for line in (sweep_dir / "sweep.md").read_text().splitlines())
+    head, _, *rows = (
+        line[2:-2].split(" | ") for line in (sweep_dir / "sweep.md").read_text().splitlines()
+    )
     return [dict(zip(head, row)) for row in rows]
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(command: Any, tmp_path: Path) -> None:
+def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(
+    command: Any, tmp_path: Path
+) -> None:
     write(tmp_path / "rates.yaml")
-    short = ("--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=3")
-    args = ("sweep", "--config=rates.yaml", *short, "--trainer.limit_train_batches=40", "--trainer.limit_val_batches=1")
+    short = (
+        "--data.source=synthetic",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.max_epochs=3",
+    )
+    args = (
+        "sweep",
+        "--config=rates.yaml",
+        *short,
+        "--trainer.limit_train_batches=40",
+        "--trainer.limit_val_batches=1",
+    )
     sweep_dir = tmp_path / "sweeps" / "rates"
     first = command.start(*args)
     while not (sweep_dir / "trial_000/checkpoints/last.ckpt").exists():
@@ -62,15 +81,21 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(command: Any,
     code, out, err = command(*args, timeout=200)
     assert code == 0, err
     log_text = (sweep_dir / "trial_000.log").read_text()
-    assert log_text.count("run:      sweeps/rates/trial_000") == 2 and log_text.count("epoch 3/3") == 1  # resumed
+    assert (
+        log_text.count("run:      sweeps/rates/trial_000") == 2 and log_text.count("epoch 3/3") == 1
+    )  # resumed
     assert "trial_001: failed: diverged: val_loss is nan" in out
     assert f"trial_002: failed: status 2: error: --{LR}=oops" in out
     rows = table(sweep_dir)
-    assert [bool(row["val_loss"]) for row in rows] == [True, False, False] and rows[0]["trial"] == "trial_000"
+    assert [bool(row["val_loss"]) for row in rows] == [True, False, False] and rows[0][
+        "trial"
+    ] == "trial_000"
     assert (sweep_dir / "sweep.md").read_text() in out and (sweep_dir / "sweep.png").exists()
     with (sweep_dir / "trial_000/metrics.csv").open() as file:
         values = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert len(values) == 3 and json.loads((sweep_dir / "trial_000.json").read_text())["value"] == min(values)
+    assert len(values) == 3 and json.loads((sweep_dir / "trial_000.json").read_text())[
+        "value"
+    ] == min(values)
 
 
 class Fits:
@@ -79,7 +104,9 @@ class Fits:
     def __init__(self) -> None:
         self.given: list[list[str]] = []
         self.rates: list[str] = []
-        self.before: Callable[[], Any] = lambda: None  # called in every trial, before it has a result
+        self.before: Callable[[], Any] = lambda: (
+            None
+        )  # called in every trial, before it has a result
 
     def __call__(self, command: list[str], log: IO[str]) -> int:
         self.given.append(command[4:])
@@ -109,7 +136,9 @@ def sweep(main: Callable[..., int], tmp_path: Path) -> Callable[..., int]:
     return lambda *args: main("sweep", "--config=rates.yaml", *args)
 
 
-def test_two_terminals_share_the_trials(fits: Fits, sweep: Callable[..., int], tmp_path: Path) -> None:
+def test_two_terminals_share_the_trials(
+    fits: Fits, sweep: Callable[..., int], tmp_path: Path
+) -> None:
     drawn = {LR: {"min": 0.001, "max": 0.1, "distribution": "log_uniform_values"}}
     write(tmp_path / "rates.yaml", method="bayes", run_cap=14, parameters=drawn)
 
@@ -122,7 +151,9 @@ def test_two_terminals_share_the_trials(fits: Fits, sweep: Callable[..., int], t
     assert len(set(fits.rates)) == 14 == len(table(tmp_path / "sweeps/rates"))
 
 
-def test_ctrl_c_more_trials_and_failures(fits: Fits, sweep: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+def test_ctrl_c_more_trials_and_failures(
+    fits: Fits, sweep: Callable[..., int], tmp_path: Path, capsys: Any
+) -> None:
     most = {"name": "val_loss", "goal": "maximize"}
     write(tmp_path / "rates.yaml", metric=most, parameters={LR: {"values": [0.1, 0.2, 0.3, 0.7]}})
 
@@ -139,16 +170,36 @@ def test_ctrl_c_more_trials_and_failures(fits: Fits, sweep: Callable[..., int], 
     assert "trial_001: failed: status 1: RuntimeError: https://host is away" in out
     assert "trial_003: failed: metric: name: val_loss: no such metric is logged" in out
     rows = [(row["trial"], row["val_loss"]) for row in table(tmp_path / "sweeps/rates")]
-    assert rows == [("trial_002", "1.3"), ("trial_000", "1.1"), ("trial_003", ""), ("trial_001", "")]
+    assert rows == [
+        ("trial_002", "1.3"),
+        ("trial_000", "1.1"),
+        ("trial_003", ""),
+        ("trial_001", ""),
+    ]
     assert sweep("--trainer.max_epochs=1") == 2
-    assert "error: sweeps/rates holds another sweep, that of its sweep.json: repeat" in capsys.readouterr().err
+    assert (
+        "error: sweeps/rates holds another sweep, that of its sweep.json: repeat"
+        in capsys.readouterr().err
+    )
 
 
-def test_arguments_of_a_trial(fits: Fits, sweep: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
-    fixed = {"trainer.detect_anomaly": {"value": True}, "x": {"values": [None]}, "data.x": {"value": 8}}
+def test_arguments_of_a_trial(
+    fits: Fits, sweep: Callable[..., int], tmp_path: Path, capsys: Any
+) -> None:
+    fixed = {
+        "trainer.detect_anomaly": {"value": True},
+        "x": {"values": [None]},
+        "data.x": {"value": 8},
+    }
     command = ["${env}", "python", "-m", "lightning_mgpu", "fit", "--a=1", TRIAL, "${args}"]
     early = {"type": "hyperband", "min_iter": 1}
-    write(tmp_path / "rates.yaml", parameters=fixed, project="fashion", command=command, early_terminate=early)
+    write(
+        tmp_path / "rates.yaml",
+        parameters=fixed,
+        project="fashion",
+        command=command,
+        early_terminate=early,
+    )
     assert sweep("--config", "b.yaml", "--c=d", "--sweep_dir=my") == 0
     assert "not read here, but by W&B: early_terminate, project" in capsys.readouterr().out
     assert os.environ["WANDB_RUN_GROUP"] == "my"
@@ -163,15 +214,32 @@ def test_arguments_of_a_trial(fits: Fits, sweep: Callable[..., int], tmp_path: P
     ("args", "changes", "words"),
     [
         (["--config=model/lenet.yaml"], {}, "it has no method and no metric and no parameters"),
-        (["--config=my.yaml"], {"method": "bayes"}, "needs a number of trials: --count=20 here, or run_cap"),
+        (
+            ["--config=my.yaml"],
+            {"method": "bayes"},
+            "needs a number of trials: --count=20 here, or run_cap",
+        ),
         (["--config=my.yaml", f"--{LR}=3"], {}, f"--{LR}: the sweep sets it"),
-        (["--config=my.yaml", "--sweep_dir=my.yaml"], {}, "--sweep_dir=my.yaml cannot be made: File exists"),
+        (
+            ["--config=my.yaml", "--sweep_dir=my.yaml"],
+            {},
+            "--sweep_dir=my.yaml cannot be made: File exists",
+        ),
         (["--config=my.yaml"], {"method": "gird"}, "method: gird, goal: minimize: choose grid"),
-        (["--config=my.yaml"], {"parameters": {"x": {"min": 0.1, "max": 1.0}}}, "a grid needs values"),
+        (
+            ["--config=my.yaml"],
+            {"parameters": {"x": {"min": 0.1, "max": 1.0}}},
+            "a grid needs values",
+        ),
     ],
 )
 def test_mistake_ends_in_one_line(
-    args: list[str], changes: dict[str, Any], words: str, main: Callable[..., int], tmp_path: Path, capsys: Any
+    args: list[str],
+    changes: dict[str, Any],
+    words: str,
+    main: Callable[..., int],
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     write(tmp_path / "my.yaml", **changes)
     assert main("sweep", *args) == 2
@@ -180,7 +248,9 @@ def test_mistake_ends_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_without_optuna(main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_without_optuna(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.delitem(sys.modules, "lightning_mgpu.sweep.cli", raising=False)
     monkeypatch.setitem(sys.modules, "optuna.distributions", None)
     assert main("sweep", "--config=my.yaml") == 2
@@ -195,24 +265,45 @@ def test_a_trial_does_not_tune_on_the_test_set(make_data: Callable, make_trainer
 @pytest.mark.slow
 def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
     root = Path(__file__).parents[2]
-    text = "\n".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
-    for line in dict.fromkeys(re.findall("^python -m lightning_mgpu sweep (.*)$", text, flags=re.MULTILINE)):
+    text = "\n".join(
+        path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))
+    )
+    for line in dict.fromkeys(
+        re.findall("^python -m lightning_mgpu sweep (.*)$", text, flags=re.MULTILINE)
+    ):
         assert read_sweep(shlex.split(line)), line
         args, fit = parser().parse_known_args(shlex.split(line))
-        assert main("fit", *fit, *(f"--config={config}" for config in args.config[1:]), "--print_config") == 0, line
+        assert (
+            main(
+                "fit", *fit, *(f"--config={config}" for config in args.config[1:]), "--print_config"
+            )
+            == 0
+        ), line
 
 
-SHORT = {"data.source": "synthetic", "trainer.max_epochs": 1, "trainer.accelerator": "cpu", "trainer.devices": 1}
+SHORT = {
+    "data.source": "synthetic",
+    "trainer.max_epochs": 1,
+    "trainer.accelerator": "cpu",
+    "trainer.devices": 1,
+}
 SHORT |= {f"trainer.limit_{part}_batches": 1 for part in ("train", "val", "test")}
 ARGS = {"model.optimizer.lr": 0.0625, "run_dir": "run", "wandb.mode": "offline", **SHORT}
 
 
 @pytest.mark.filterwarnings("ignore:data.source=synthetic")
-def test_what_wandbs_agent_starts(main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wandbs_agent_starts(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shipped sweep trains by the command line that the agent's own functions make."""
     given = {name: {"value": value} for name, value in ARGS.items()}
     save_config_file_from_dict("wandb/given.yaml", given)
-    agents = {"SWEEP_ID": "abcd1234", "RUN_ID": "run45678", "SWEEP_PARAM_PATH": "wandb/given.yaml", "API_KEY": "0" * 40}
+    agents = {
+        "SWEEP_ID": "abcd1234",
+        "RUN_ID": "run45678",
+        "SWEEP_PARAM_PATH": "wandb/given.yaml",
+        "API_KEY": "0" * 40,
+    }
     monkeypatch.delenv("WANDB_MODE")
     for name, value in agents.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -223,9 +314,15 @@ def test_what_wandbs_agent_starts(main: Callable[..., int], tmp_path: Path, monk
     assert main(*start[3:], *create_sweep_command_args({"args": given})["args"]) == 0
     wandb.teardown()  # all is written
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == ARGS["model.optimizer.lr"]
+    assert (
+        config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == ARGS["model.optimizer.lr"]
+    )
     logged = (tmp_path / "run" / "metrics.csv").read_text()
-    assert "val_acc" in logged and "test_acc" not in logged and not list((tmp_path / "run").glob("*.png"))  # a trial
+    assert (
+        "val_acc" in logged
+        and "test_acc" not in logged
+        and not list((tmp_path / "run").glob("*.png"))
+    )  # a trial
     # the run is the one the agent named, and knows its sweep
     [recorded] = (tmp_path / "run" / "wandb").glob("offline-run-*-run45678/*.wandb")
     assert b"abcd1234" in recorded.read_bytes()

@@ -26,7 +26,14 @@ def test_a_sample_of_the_promises_under_ddp() -> None:
     assert wrong == dict.fromkeys(promises, "")
 
 
-WEEKLY = [("auto", 1), ("ddp", 2), ("dp", 2), ("dp", 3), ("manual_allreduce", 2), *((name, 3) for name in ALGORITHMS)]
+WEEKLY = [
+    ("auto", 1),
+    ("ddp", 2),
+    ("dp", 2),
+    ("dp", 3),
+    ("manual_allreduce", 2),
+    *((name, 3) for name in ALGORITHMS),
+]
 
 
 @pytest.mark.slow
@@ -36,7 +43,9 @@ WEEKLY = [("auto", 1), ("ddp", 2), ("dp", 2), ("dp", 3), ("manual_allreduce", 2)
 )
 def test_all_promises(strategy: str, devices: int) -> None:
     for result in check_strategy(strategy, devices):
-        assert result.is_kept != bool(result.reason), f"{result.name}: {result.wrong or 'kept: take the reason away'}"
+        assert result.is_kept != bool(result.reason), (
+            f"{result.name}: {result.wrong or 'kept: take the reason away'}"
+        )
 
 
 @pytest.mark.gpu
@@ -44,7 +53,9 @@ def test_all_promises(strategy: str, devices: int) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])  # manual_allreduce: tests/test_gpu.py
 def test_promises_on_gpus(strategy: str) -> None:
     results = check_strategy(strategy, torch.cuda.device_count(), "gpu")
-    assert not {result.name: result.wrong for result in results if result.wrong and not result.reason}
+    assert not {
+        result.name: result.wrong for result in results if result.wrong and not result.reason
+    }
 
 
 STRATEGIES = """
@@ -92,7 +103,9 @@ STRATEGIES = """
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
     """Run the command in a directory with a third party's strategies; returns its status and what it printed."""
     (tmp_path / "my_strategies.py").write_text(textwrap.dedent(STRATEGIES))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -125,16 +138,23 @@ def test_a_broken_strategy_is_found_out(run: Callable) -> None:
 @pytest.mark.slow
 @pytest.mark.weekly
 def test_a_process_that_ends_without_a_word_or_never_is_found_out(run: Callable) -> None:
-    first, second = check_strategy("my_strategies.Crashes", 1, promises=["predictions", "parameters"])
+    first, second = check_strategy(
+        "my_strategies.Crashes", 1, promises=["predictions", "parameters"]
+    )
     assert first.is_kept and second.wrong == "ended with status 0: lost it"
     [last] = check_strategy("my_strategies.LeavesAProcess", 1, promises=["predictions"], timeout=20)
     assert last.wrong == "hangs, or leaves processes behind: not done after 20 s"
 
 
 def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
-    seen = {name: PROMISES[name].case(Kind(), tmp_path) for name in ("gradients", "logging", "metrics", "bf16")}
+    seen = {
+        name: PROMISES[name].case(Kind(), tmp_path)
+        for name in ("gradients", "logging", "metrics", "bf16")
+    }
     assert len(seen["gradients"]) == 8 * 4  # steps, parameters
-    assert [len(row) for row in seen["logging"]] == [1] * 4 + [2] * 6  # of a step; of the last epoch, too
+    assert [len(row) for row in seen["logging"]] == [1] * 4 + [
+        2
+    ] * 6  # of a step; of the last epoch, too
     assert len(seen["metrics"]) == 6 and seen["bf16"]["in_bf16"] == [1.0] * 10
     states = [{"weight": torch.ones(2)}, {"weight": torch.ones(2) + 1e-7}]
     assert _same_bits(states[:1] * 2) == "" and _same_bits(states) == "the runs differ"
@@ -156,37 +176,70 @@ def test_a_third_partys_strategy(run: Callable) -> None:
     page = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
     [(name, code)] = re.findall(r"```python\n# (my_strategy\.py)\n(.*?)```", page, flags=re.DOTALL)
     Path(name).write_text(code)
-    [line] = re.findall(r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", page, flags=re.MULTILINE)
+    [line] = re.findall(
+        r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", page, flags=re.MULTILINE
+    )
     status, output = run(*shlex.split(line))
-    assert status == 0 and "BROKEN" not in output and output.count("kept") >= 2 * (len(PROMISES) - 2)
+    assert (
+        status == 0 and "BROKEN" not in output and output.count("kept") >= 2 * (len(PROMISES) - 2)
+    )
 
 
 def test_mistake_is_told_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = run("--strategy=my_strategies.Missing")
-    assert status == 2 and "strategy 'my_strategies.Missing': give the dotted path of a Strategy" in output
+    assert (
+        status == 2
+        and "strategy 'my_strategies.Missing': give the dotted path of a Strategy" in output
+    )
     if not torch.cuda.is_available():
         status, output = run("--strategy=dp", "--accelerator=gpu")
-        assert status == 2 and "error: No supported gpu backend found!" in output and "BROKEN" not in output
+        assert (
+            status == 2
+            and "error: No supported gpu backend found!" in output
+            and "BROKEN" not in output
+        )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     status, output = run("--strategy=dp", "--accelerator=gpu")
-    assert status == 2 and "error: You requested gpu: [0, 1, 2]" in output and "only has: [0]" in output
+    assert (
+        status == 2
+        and "error: You requested gpu: [0, 1, 2]" in output
+        and "only has: [0]" in output
+    )
     status, output = run("--table=my_strategies.py")
     assert status == 2 and "my_strategies.py has no lines <!-- promises: begin -->" in output
 
 
 def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is broken on any number of devices is broken; a reason comes before what was wrong."""
-    wrong = {("ddp", 3, "uneven"): ("off by 1", "by nature"), ("dp", 2, "metrics"): ("off by 2", "")}
+    wrong = {
+        ("ddp", 3, "uneven"): ("off by 1", "by nature"),
+        ("dp", 2, "metrics"): ("off by 2", ""),
+    }
 
     def check(strategy: str, devices: int, accelerator: str) -> list[Result]:
-        return [Result(name, PROMISES[name], *wrong.get((strategy, devices, name), ("", ""))) for name in PROMISES]
+        return [
+            Result(name, PROMISES[name], *wrong.get((strategy, devices, name), ("", "")))
+            for name in PROMISES
+        ]
 
     monkeypatch.setattr(suite, "check_strategy", check)
     Path("page.md").write_text(f"before {suite.BEGIN}\n| all columns |\n{suite.END} after")
     status, output = run("--table=page.md")
     lines = Path("page.md").read_text().splitlines()
-    assert status == 1 and "BROKEN torchmetrics objects have the value of one device: off by 2" in output
+    assert (
+        status == 1
+        and "BROKEN torchmetrics objects have the value of one device: off by 2" in output
+    )
     assert lines[0] == f"before {suite.BEGIN}" and lines[-1] == f"{suite.END} after"
-    assert "| ... with batches that do not divide evenly | yes | no (1) | yes | yes | yes | yes | yes |" in lines
-    assert "| torchmetrics objects have the value of one device | yes | yes | no (2) | yes | yes | yes | yes |" in lines
-    assert [line for line in lines if line.startswith("(")] == ["(1) By nature.  ", "(2) Off by 2.  "]
+    assert (
+        "| ... with batches that do not divide evenly | yes | no (1) | yes | yes | yes | yes | yes |"
+        in lines
+    )
+    assert (
+        "| torchmetrics objects have the value of one device | yes | yes | no (2) | yes | yes | yes | yes |"
+        in lines
+    )
+    assert [line for line in lines if line.startswith("(")] == [
+        "(1) By nature.  ",
+        "(2) Off by 2.  ",
+    ]
