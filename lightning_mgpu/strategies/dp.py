@@ -35,4 +35,5 @@ class DataParallelStrategy(TrainBatchStrategy):
 
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
-        self.replicas.copy_parameters()
+        self.replicas.distrust()
+        self.replicas.push_weights()

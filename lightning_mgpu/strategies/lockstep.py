@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_mgpu.strategies.one_process import current_device
 
@@ -34,10 +35,14 @@ class Lockstep:
     ) -> None:
         self.devices, self.turn = devices, turn
         self.active: Sequence[int] = ()  # the replicas of the step
+        self.is_one_graph = False  # tensors with graphs have been exchanged in this step
         self.running: _Replica | None = None  # whose thread it is
 
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
-        """Call `function(i)` for every active replica, and return the results. Whatever is raised ends all of them."""
+        """Call `function(i)` for every active replica, and return the results.
+
+        Whatever is raised ends all of them.
+        """
         self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
         replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in active}
         answer = None
@@ -74,6 +79,23 @@ class Lockstep:
         """
         assert self.running is not None
         return self.running.stop(Stop(where, value, action))
+
+    def exchange(self, name: str, tensors: Sequence[Tensor], *others: Any) -> list[tuple[Any, ...]]:
+        """Give tensors, and other things, to all replicas, and get what they give, in their order.
+
+        Gradients flow back to the replicas that have given the tensors. From then on their graphs
+        are one.
+        """
+        assert self.running is not None
+        mine = list(self.active).index(self.running.index)
+        shares = [Share.apply(tensor, len(self.active)) for tensor in tensors]
+        self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)
+        given = self.meet((name, len(tensors)), (shares, others), dict)
+        device = self.devices[self.running.index]
+        return [
+            (*(share[mine].to(device) for share in shares), *others)
+            for shares, others in given.values()
+        ]
 
 
 def _agreed(stops: dict[int, Stop]) -> Callable[[dict[int, Any]], Any] | None:
@@ -119,6 +141,22 @@ class _Replica:
             self.stops.put(Stop(("the end of its training_step", None), value))
         except BaseException as error:
             self.stops.put(error)
+
+
+class Share(torch.autograd.Function):
+    """One copy of a tensor for each of k replicas.
+
+    Their gradients come back in any order where autograd has a thread per device. They are added in
+    the order of the replicas.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, k: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for _ in range(k))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.stack(grads).sum(0), None
 
 
 class _End(BaseException):

@@ -71,8 +71,10 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
         """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
-        self.own_updates = self.updates.repeat(
-            optimizer, self.gradients.copy_changed
-        )  # by clipping
-        if not self.own_updates:
-            self.replicas.copy_parameters()
+        self.own_updates = self.updates.repeat(optimizer, self.gradients.push)
+        if self.own_updates:
+            if self.is_check_due and not self._is_first_step:  # else `repeat` has compared them
+                self.updates.check_equality()
+        else:
+            self.replicas.distrust()
+            self.replicas.push_weights()

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_mgpu.strategies.recording import attributes
-from lightning_mgpu.strategies.split_batch import gather
+from lightning_mgpu.strategies.combining import gather
+from lightning_mgpu.strategies.records import attributes
 
 Strategy = Any  # a TrainBatchStrategy, which imports this file
 
@@ -24,7 +24,7 @@ Strategy = Any  # a TrainBatchStrategy, which imports this file
 def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside the block replicas meet where they step an optimizer, Lightning's wrapper of it, or a scheduler."""
     steps = [
-        (optimizer, partial(strategy.step_all, optimizer, optimizer.step))
+        (optimizer, partial(strategy.step_and_follow, optimizer, optimizer.step))
         for optimizer in optimizers
     ]
     steps += [
@@ -46,7 +46,7 @@ def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
     def check(optimizer: Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
         if strategy.replicas.current and any(
-            id(param) in strategy.replicas.copies_of for param in params
+            id(param) in strategy.replicas.set_of for param in params
         ):
             own = type(optimizer).__name__
             raise RuntimeError(
@@ -61,7 +61,7 @@ def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
 
 
 def _met_step(
-    strategy: Strategy, optimizer: Any, step_all: Callable[..., Any]
+    strategy: Strategy, optimizer: Any, step_and_follow: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The `step` of an optimizer for replicas. Each evaluates its closure; the whole batch's loss is returned."""
     step = optimizer.step
@@ -87,7 +87,7 @@ def _met_step(
                 )
             return whole.pop()
 
-        return step_all(evaluated, **kwargs)
+        return step_and_follow(evaluated, **kwargs)
 
     return met_step
 

@@ -73,9 +73,7 @@ class OneProcess:
     num_nodes = 1  # the Trainer sets what it was asked for
     parallel_devices: list[torch.device] | None
     cluster_environment: Any
-    global_rank = local_rank = node_rank = 0
-    world_size = 1
-    is_global_zero = True
+    node_rank = 0
     is_distributed = False
     distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012 - the whole batch comes from here
 
@@ -100,18 +98,6 @@ class OneProcess:
             raise MisconfigurationException(
                 f"{count} devices are too many: {self.name} takes up to {MAX_DEVICES}."
             )
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
 
     def state_dict(self) -> dict[str, Any]:
         """What a strategy of one's own keeps from step to step: tensors and plain values. Checkpoints have it."""

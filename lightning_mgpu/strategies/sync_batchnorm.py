@@ -1,7 +1,8 @@
-"""BatchNorm over the whole batch: replicas exchange mean and variance, as `sync_batchnorm=True` promises.
+"""BatchNorm over the whole batch: replicas exchange mean and variance (`sync_batchnorm=True`).
 
-Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1, with the batch spread over devices). What
-was exchanged stays in the autograd graph, so one backward pass over all losses gives the whole gradient.
+Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1, with the batch spread
+over devices). What was exchanged stays in the autograd graph, so one backward pass over all losses
+gives the whole gradient.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ own_batch_norm = F.batch_norm
 
 @contextmanager
 def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
-    """Let `F.batch_norm`, which every BatchNorm layer calls, take the whole batch's statistics inside the block."""
+    """Inside the block BatchNorm layers, by `F.batch_norm`, take the whole batch's statistics."""
 
     def batch_norm(
         X: Tensor,
@@ -32,12 +33,6 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if (
-            training and torch._C._current_graph_task_id() != -1
-        ):  # private: whether a backward pass runs
-            raise RuntimeError(
-                "sync_batchnorm=True needs its layers outside of activation checkpointing."
-            )
         if not training or lockstep.running is None:
             return own_batch_norm(
                 X, running_mean, running_var, weight, bias, training, momentum, eps
@@ -46,13 +41,8 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
         own_mean = Z.mean(dims)  # (C,)
         own_squares = (Z - own_mean.view(shape)).square().sum(dims)  # two passes: no cancellation
-        shares = [_Share.apply(moment, len(lockstep.active)) for moment in (own_mean, own_squares)]
-        offered = lockstep.meet(("BatchNorm", None), (X.numel() // X.size(1), *shares), dict)
-        mine = list(offered).index(lockstep.running.index)
-        counts = [count for count, *_ in offered.values()]
-        means, squares = (
-            [moments[n][mine].to(X.device) for moments in offered.values()] for n in (1, 2)
-        )
+        offered = lockstep.exchange("BatchNorm", (own_mean, own_squares), X.numel() // X.size(1))
+        means, squares, counts = zip(*offered)
         total = sum(counts)
         mean = torch.stack([own * (n / total) for own, n in zip(means, counts)]).sum(0)
         between = [n * (own - mean).square() for own, n in zip(means, counts)]
@@ -67,18 +57,3 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
 
     with patch.object(F, "batch_norm", batch_norm):
         yield
-
-
-class _Share(torch.autograd.Function):
-    """One copy of a replica's moment for each of k replicas.
-
-    Their gradients come back in any order where autograd has a thread a device. They are added in that of the replicas.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, k: int) -> tuple[Tensor, ...]:
-        return tuple(part.clone() for _ in range(k))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return torch.stack(grads).sum(0), None

@@ -1,12 +1,13 @@
 """`train_batch` of the book as a Lightning Strategy: k replicas, k shards, k losses, one gradient.
 
-The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas take turns in the
-caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where replicas must wait for each
-other in the middle of a step (manual optimization, synchronised BatchNorm), `lockstep.py` runs them.
+The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas take
+turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where
+replicas must wait for each other in the middle of a step (manual optimization, synchronised
+BatchNorm, `lockstep=True`), `lockstep.py` runs them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mgpu.strategies.auto_split import AutoSplit
+from lightning_mgpu.strategies.collectives import Collectives
+from lightning_mgpu.strategies.combining import average_statistics, gather
 from lightning_mgpu.strategies.gradients import Gradients
+from lightning_mgpu.strategies.hooks import may_edit_before_checks, unknown_code
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import (
@@ -27,44 +32,40 @@ from lightning_mgpu.strategies.one_process import (
     find_device,
     gpus_first,
 )
-from lightning_mgpu.strategies.recording import Recorder, attributes
+from lightning_mgpu.strategies.reads import on_read
+from lightning_mgpu.strategies.records import Record, Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
-from lightning_mgpu.strategies.split_batch import (
-    AutoSplit,
-    gather,
-    leaves,
-    send,
-    share_out,
-    split_batch,
-)
+from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates
 
+CHECK_EVERY = 50  # updates: replicas that make their own are compared so often
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def _evaluation(name: str, context: str) -> Any:
-    """The strategy's `validation_step`, say, inside a context of its precision plugin."""
+    """A step of the strategy that does not train, in a context of its precision plugin."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_split:
             return getattr(ParallelStrategy, name)(self, *args, **kwargs)
         with getattr(self.precision_plugin, context)():
             outputs = self._run(name, *args, **kwargs)
-        return gather(outputs, list(self.sizes.values()), self.devices[0])
+        return self._gather(name, outputs)
 
     return step
 
 
-class TrainBatchStrategy(OneProcess, ParallelStrategy):
-    """Trains k replicas of a module, each on its shard of the batch; for the options see `ManualAllreduceStrategy`.
+class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
+    """Trains k replicas of a module, each on its shard of the batch.
 
-    Subclasses say in `reduce_gradients` how gradients meet, and in `update_replicas` who makes the update.
+    For the options see `ManualAllreduceStrategy`. Subclasses say in `reduce_gradients` how gradients
+    meet, and in `update_replicas` who makes the update.
     """
 
     replicas: Replicas
     sums_everywhere: (
-        bool  # whether `reduce_gradients` leaves the sum in every replica, or in the first alone
+        bool  # whether `reduce_gradients` leaves the sum in every replica, or the first
     )
 
     def __init__(
@@ -80,7 +81,9 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
         self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
-        self.loaded: set[int] = set()  # the loaders' batch sizes
+        self.loader_batch_sizes: set[int] = set()
+        self.batch_graph: list[tuple[Tensor, Tensor]] = []  # see `cut_graph`
+        self._is_first_step = True  # since somebody may have edited weights
         self._is_set_up = False
 
     # Devices
@@ -91,11 +94,10 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     @property
     def devices(self) -> list[torch.device]:
-        """One a replica."""
+        """One per replica."""
         own = self.own_devices
-        return [
-            device for device in own for _ in range((self.num_replicas or len(own)) // len(own))
-        ]
+        count = (self.num_replicas or len(own)) // len(own)
+        return [device for device in own for _ in range(count)]
 
     @property
     @override
@@ -105,28 +107,25 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     @property
     def is_split(self) -> bool:
-        """Whether there are replicas to split a step over. A single one steps aside: Lightning does it all."""
+        """Whether there are replicas to split a step over. With a single one Lightning does it all."""
         return self._is_set_up and len(self.replicas.devices) > 1
 
     @override
     def setup_environment(self) -> None:
         self.check_launch()
         own, split, count = self.own_devices, self.split, self.num_replicas
-        if count is not None and (
-            count < 1 or count % len(own) or split is not None or len({d.type for d in own}) > 1
+        are_mixed = len({device.type for device in own}) > 1
+        if count is not None and (count < 1 or count % len(own) or split or are_mixed):
+            raise MisconfigurationException(
+                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of "
+                "one kind, and leave `split` out."
+            )
+        is_shares = isinstance(split, list) and len(split) == len(own)
+        if split not in (None, "auto") and not (
+            is_shares and all(0 < share < float("inf") for share in split)
         ):
             raise MisconfigurationException(
-                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of one kind, and "
-                "leave `split` out."
-            )
-        is_shares = (
-            isinstance(split, list)
-            and len(split) == len(own)
-            and all(0 < s < float("inf") for s in split)
-        )
-        if split not in (None, "auto") and not is_shares:
-            raise MisconfigurationException(
-                f"split={split!r}: give 'auto', or one positive share a device ({len(own)})."
+                f"split={split!r}: give 'auto', or one positive share per device ({len(own)})."
             )
         super().setup_environment()
 
@@ -147,7 +146,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self.recorder = Recorder(self.replicas, self.lockstep)
         self._is_set_up = True
         if self.is_split:
-            self._start_anew()
+            self._distrust_replicas()
         super().setup(trainer)
 
     @override
@@ -167,7 +166,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     # What subclasses differ in
 
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """For every parameter, by its name, leave the sum of its k gradients in each of them, or in the first."""
+        """For every parameter, by its name: leave the sum of k gradients in each, or in the first."""
         raise NotImplementedError
 
     def update_replicas(self, optimizer: Optimizer) -> None:
@@ -179,7 +178,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
-        self.loaded |= {size} if isinstance(size, int) else set()
+        self.loader_batch_sizes |= {size} if isinstance(size, int) else set()
         return dataloader
 
     @override
@@ -188,7 +187,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
             return super().training_step(batch, *args, **kwargs)
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
-        whole = gather(outputs, list(self.sizes.values()), self.devices[0])
+        whole = self._gather("training_step", outputs)
         losses: dict[int, Tensor] = {}
         for i, output in zip(self.sizes, outputs) if self._is_automatic else ():
             if output is not None:
@@ -198,7 +197,7 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
                 losses[i] = loss
         if not losses:
             return whole
-        loss = self.gradients.join(losses, self.sizes, self._is_one_graph)
+        loss = self._join(losses)
         return {**whole, "loss": loss} if isinstance(whole, Mapping) else loss
 
     validation_step = _evaluation("validation_step", "val_step_context")
@@ -209,78 +208,114 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
     def _is_automatic(self) -> bool:
         return self.replicas.module.automatic_optimization
 
+    def _gather(self, name: str, outputs: list[Any]) -> Any:
+        sizes, notes = list(self.sizes.values()), self.replicas.notes
+        return gather(outputs, sizes, self.devices[0], notes, f"the output of {name}")
+
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
-        module, replicas, trains = self.replicas.module, self.replicas, name == STEPS[0]
-        all_sizes = share_out(batch, self.shares, self.devices[0], self.loaded)
-        self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
-        is_alone = len(self.sizes) == 1  # it has the whole batch
-        shards = [batch] if is_alone else split_batch(batch, all_sizes)
-        is_manual = trains and not self._is_automatic
-        meet = not is_alone and (self.is_locked or is_manual or self._layer_sync is not None)
-        has_graph = any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in leaves(batch))
-        self._is_one_graph = self._layer_sync is not None or has_graph
-        numbers = [
-            arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)
-        ]  # of the batch, and its loader
+        shards = self._split(batch)
+        trains = name == STEPS[0]
+        records = {i: Record(size) for i, size in self.sizes.items()}
+        with ExitStack() as stack:
+            if self._are_several:  # puts attributes on the module: `begin` follows
+                stack.enter_context(self.recorder.recording(records))
+            stack.enter_context(only_known_optimizers(self))
+            self._begin(name, trains, *args, *kwargs.values())
+            self._run_replicas(name, shards, records, trains, *args, **kwargs)
+            self._combine(records, trains)
+        return [record.output for record in records.values()]
 
-        home, order = self.devices[0], gpus_first(self.sizes, self.devices)
-        # all are sent before the first replica runs: a copy from a GPU waits for what was asked of it before
-        sent = {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
+    def _split(self, batch: Any) -> dict[int, Any]:
+        """The shards of the replicas that get samples, on their devices."""
+        home = self.devices[0]
+        all_sizes = share_out(batch, self.shares, home, self.loader_batch_sizes)
+        self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
+        self._are_several = len(self.sizes) > 1
+        self.batch_graph = []
+        if not self._are_several:
+            return {i: send(batch, home, self.devices[i]) for i in self.sizes}
+        batch, self.batch_graph = cut_graph(batch)
+        shards = split_batch(batch, all_sizes)
+        # before the first replica runs: a copy from a GPU waits for what was asked of it before
+        return {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
+
+    def _begin(self, name: str, trains: bool, *args: Any) -> None:
+        optimizers = self.optimizers if trains else []
+        is_manual = trains and not self._is_automatic
+        self._meet = self._are_several and (
+            self.is_locked or is_manual or self._layer_sync is not None
+        )
+        self.replicas.unknown_code = unknown_code(self.replicas.module, optimizers)
+        numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self.replicas.begin(
+            STEPS.index(name),
+            self.replicas.module.current_epoch,
+            *numbers,
+            shared=schedulers if self._meet else (),
+            others=() if self._meet else schedulers,
+        )
+        self.updates.begin(optimizers)
+        if is_manual:
+            self.gradients.push()
+
+    def _run_replicas(
+        self,
+        name: str,
+        shards: dict[int, Any],
+        records: dict[int, Record],
+        trains: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Each in its turn, or together where they meet. Every record gets the output."""
 
         def step(i: int) -> Any:
-            with autocast_like(home, self.devices[i]):
-                return getattr(module, name)(sent.pop(i), *args, **kwargs)
+            with autocast_like(self.devices[0], self.devices[i]):
+                return getattr(self.replicas.module, name)(shards.pop(i), *args, **kwargs)
 
-        optimizers = self.optimizers if trains else []
-        replicas.hooks = self.updates.find_hooks(name, optimizers)
-        recording = nullcontext() if is_alone else self.recorder.recording(self.sizes)
-        with (
-            recording,
-            only_known_optimizers(self),
-        ):  # the former puts attributes on the module: `begin` follows
-            is_in_order = not meet and order == list(self.sizes)
-            replicas.begin(
-                STEPS.index(name),
-                module.current_epoch,
-                *numbers,
-                meet=meet,
-                is_in_order=is_in_order,
-            )
-            self.updates.begin(optimizers)
-            if is_manual:
-                self.gradients.copy_changed()
-            looking = (
-                self.gradients.copied_on_demand() if trains and not is_manual else nullcontext()
-            )
-            with looking:
-                if meet:
-                    with meetings(self, self.updates.optimizers), self._synchronized():
-                        outputs = self.lockstep.run(step, list(self.sizes))
-                else:
-                    done = {i: self._in_turn(i, step) for i in order}
-                    outputs = [done[i] for i in self.sizes]
-            if self._layer_sync is None:
-                replicas.average_statistics(self.sizes)
-            replicas.end([i for i in self.sizes if i])
-            if trains:  # the step may have edited the parameters of the replicas that ran
-                replicas.is_stale |= is_manual or len(self.sizes) < len(all_sizes)
-                replicas.copy_edited()
-                self.shares = self.auto_split.end_step(self.shares)
-        return outputs
+        self.lockstep.is_one_graph = False
+        with ExitStack() as stack:
+            stack.enter_context(on_read("data", self.replicas.note_data_read))
+            if trains and self._is_automatic:
+                stack.enter_context(on_read("grad", self.gradients.push_when_read))
+            if self._meet:
+                stack.enter_context(meetings(self, self.updates.optimizers))
+                stack.enter_context(self._synchronized())
+                for record, output in zip(records.values(), self.lockstep.run(step, list(shards))):
+                    record.output = output
+                return
+            for i in gpus_first(records, self.devices):
+                with self.turn(i):
+                    self.in_plain_step = self._are_several
+                    try:
+                        records[i].output = step(i)
+                    finally:
+                        self.in_plain_step = False
 
-    def _in_turn(self, i: int, step: Callable[[int], Any]) -> Any:
-        with self.turn(i):
-            return step(i)
+    def _combine(self, records: dict[int, Record], trains: bool) -> None:
+        """k records become one step: see the tables in state.py, combining.py, metric_calls.py."""
+        replicas = self.replicas
+        if self._are_several:
+            self.recorder.combine_calls()
+        if self._layer_sync is None and (trains or replicas.module.training):
+            statistics = {i: replicas.statistics(i) for i in records}
+            average_statistics(statistics, self.sizes)
+        replicas.state.combine(self.sizes)
+        replicas.compare_edited(list(self.sizes))
+        if trains:  # the step may have edited the parameters of the replicas that ran
+            if not self._is_automatic or len(self.sizes) < len(replicas.devices):
+                replicas.distrust()
+            replicas.push_weights()
+            self.shares = self.auto_split.end_step(self.shares)
 
     @contextmanager
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
+        timed = self.auto_split.timed(i, self.devices[i])
+        updates = self.updates.turn(i, self.updates.optimizers)
         try:
-            timed, updates = (
-                self.auto_split.timed(i, self.devices[i]),
-                self.updates.turn(i, self.updates.optimizers),
-            )
             with timed, self.replicas.turn(i), updates:
                 yield
         except Exception as error:
@@ -292,47 +327,52 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
 
     # From losses to updates
 
+    def _join(self, losses: dict[int, Tensor]) -> Tensor:
+        is_one_graph = self.lockstep.is_one_graph
+        return self.gradients.join(losses, self.sizes, is_one_graph, self.batch_graph)
+
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Compute and reduce the gradients of all shards, before any hook or callback looks at them."""
+        """Compute and reduce the gradients of all shards, before any hook looks at them."""
         if not self.is_split:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._is_automatic:
             return self._backward(closure_loss, optimizer, *args, **kwargs)
 
         def together(losses: dict[int, Tensor]) -> Tensor:
-            whole = self.gradients.join(losses, self.sizes, self._is_one_graph)
-            return self._backward(whole, optimizer, *args, **kwargs)
+            return self._backward(self._join(losses), optimizer, *args, **kwargs)
 
         if self.lockstep.running:
-            return self.lockstep.meet(("manual_backward", None), closure_loss, together)  # type: ignore[no-any-return]
+            loss: Tensor = self.lockstep.meet(("manual_backward", None), closure_loss, together)
+            return loss
         return together({0: closure_loss})  # one replica has the whole batch
 
     def _backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.gradients.are_reduced = False
+        self.gradients.is_check_due = self.is_check_due
         passes, itself = [], torch.autograd.backward
 
         def watched(*args: Any, **kwargs: Any) -> None:
             passes.append(True)
             itself(*args, **kwargs)
 
-        with self._synchronized(), attributes([(torch.autograd, "backward", watched)]):
+        with attributes([(torch.autograd, "backward", watched)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
-        if (
-            passes and not self.gradients.are_reduced
-        ):  # a `backward` of the user's own may leave a batch out
+        if passes and not self.gradients.are_reduced:
+            # a `backward` of the user's own may leave a batch out
             raise RuntimeError(
-                "backward must be for all parameters, without inputs=: nothing reduced the gradients."
+                "backward must be for all parameters, without inputs=: nothing reduced the "
+                "gradients."
             )
         if not self._is_automatic:
-            self.gradients.copy_changed()  # by the module's own `backward`
+            self.gradients.push()  # those that the module's own `backward` has changed
             # hooks may have stepped an optimizer, and the step's next forward pass is to come
-            self.replicas.copy_edited(self.replicas.hooks)
-        self.replicas.is_stale = True  # before its update an optimizer may try other weights
+            self.replicas.push_weights()
+        self.replicas.distrust()  # before its update an optimizer may try other weights
         return loss
 
     @override
@@ -340,52 +380,63 @@ class TrainBatchStrategy(OneProcess, ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return self.step_all(optimizer, step, closure) if self.is_split else step(closure=closure)
+        if not self.is_split:
+            return step(closure=closure)
+        return self.step_and_follow(optimizer, step, closure)
 
-    def step_all(
+    def step_and_follow(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Any, **kwargs: Any
     ) -> Any:
-        """Step the user's optimizer, which has the first replica's parameters, and see to the other replicas."""
+        """Step the user's optimizer on the first replica, and let the others follow."""
         result = step(closure=closure, **kwargs)
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if self.scaler is not None:
             self.gradients.forget()  # unscaling edits them, and torch does not count it
         self.update_replicas(optimizer)
         if not self._is_automatic:
-            self.gradients.copy_changed()  # by the optimizer, or by unscaling
+            self.gradients.push()  # by the optimizer, or by unscaling
             self.updates.offer_state(optimizer)  # as it is after the update
+        self._is_first_step = False
         return result
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
 
     # Around steps, where somebody may edit weights and the optimizers' states
 
-    def _start_anew(self) -> None:
-        if self.is_split:
-            self.replicas.warn_of_edited_buffers()
-            self.replicas.is_stale = self.replicas.is_watched = True
-            self.gradients.is_checked = self.gradients.is_compared = False
-            self.gradients.forget()
-            self.recorder.forget_rows()
-            self.updates.start_anew()
-            check_layers(self.replicas.module, sync_batchnorm=self._layer_sync is not None)
+    @property
+    def is_check_due(self) -> bool:
+        """Whether replicas are compared after this update: an epoch's first and last, every 50th."""
+        trainer, step = self.replicas.module.trainer, self.replicas.module.global_step + 1
+        is_last = trainer.is_last_batch or step == trainer.max_steps
+        return self._is_first_step or is_last or step % CHECK_EVERY == 0
+
+    def _distrust_replicas(self) -> None:
+        if not self.is_split:
+            return
+        module = self.replicas.module
+        if self.own_updates and self.replicas.are_as_marked and not may_edit_before_checks(module):
+            self.updates.check_equality()
+        self.replicas.notes.flush()
+        self.replicas.distrust()
+        self._is_first_step = self.gradients.is_manual_check_due = True
+        self.gradients.forget()
+        self.updates.start_anew()
+        check_layers(module, sync_batchnorm=self._layer_sync is not None)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._start_anew()
+            self._distrust_replicas()
 
     @override
     def on_validation_start(self) -> None:
-        self._start_anew()
+        self._distrust_replicas()
 
     on_validation_end = on_test_start = on_predict_start = on_validation_start
-
-    @override
-    def on_train_end(self) -> None:
-        if self.is_split:
-            self.replicas.warn_of_edited_buffers()
-
-    on_test_end = on_predict_end = on_train_end
+    on_train_end = on_test_end = on_predict_end = on_validation_start
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._start_anew()  # `on_save_checkpoint` may edit
+        self._distrust_replicas()  # `on_save_checkpoint` may edit
         return super().lightning_module_state_dict()

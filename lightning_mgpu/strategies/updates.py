@@ -1,7 +1,7 @@
 """Every replica makes its own update, as in the book, where nothing else has a hand in it.
 
-In its turn a replica finds its own parameters in the optimizers. For its update the user's optimizer steps again in its
-turn, with a state of the replica's own.
+In its turn a replica finds its own parameters in the optimizers. For its update the user's
+optimizer steps again in its turn, with a state of the replica's own.
 """
 
 import copy
@@ -12,35 +12,14 @@ from functools import cache, partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mgpu.strategies.equality import EqualityCheck
+from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, has_hooks
 from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.replicas import BEFORE_BACKWARD, Replicas, differ, to_bools
-
-OURS = ("lightning.", "lightning_mgpu.")
-STEP_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)  # private; the former precede the closure
-MAY_EDIT = {
-    "training_step": (
-        *BEFORE_BACKWARD,
-        *(
-            "on_after_backward",
-            "on_before_optimizer_step",
-            "configure_gradient_clipping",
-            "clip_gradients",
-        ),
-        *("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end"),
-    ),
-    "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
-    "test_step": ("on_test_batch_start", "on_test_batch_end"),
-    "predict_step": ("on_predict_batch_start", "on_predict_batch_end"),
-}
+from lightning_mgpu.strategies.replicas import Replicas
 
 
 class Updates:
@@ -49,71 +28,61 @@ class Updates:
     def __init__(self, replicas: Replicas, replicas_update: bool) -> None:
         self.replicas, self.replicas_update = replicas, replicas_update
         self.optimizers: Sequence[Optimizer] = ()  # of the training step that runs
-        self._settings: list[
-            dict[str, Any]
-        ] = []  # of the optimizers' groups, when the first replica's turn began
+        # of the optimizers' groups, when the first replica's turn began
+        self._settings: list[dict[str, Any]] = []
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
+        self.check = EqualityCheck()  # of the replicas' weights after their own updates
         self._are_equal: dict[
             Optimizer, bool
-        ] = {}  # the replicas, after the first such step of an epoch
-
-    def find_hooks(self, step: str, optimizers: Sequence[Optimizer]) -> set[str]:
-        """The names of the user's hooks around a step: they may edit weights and gradients unseen."""
-        module = self.replicas.module
-        owners = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
-        of_optimizers = {
-            name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)
-        }
-        return of_optimizers | {
-            hook for hook in MAY_EDIT[step] if any(_is_users(hook, owner) for owner in owners)
-        }
+        ] = {}  # the replicas, after its first step of an epoch
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """A step begins, which trains with these optimizers. A replica that looks at a state gets a copy of it."""
+        """A step begins, which trains with these optimizers.
+
+        A replica that looks at a state gets a copy of it.
+        """
         self.optimizers = optimizers
         self._settings = [
             dict(group) for optimizer in optimizers for group in optimizer.param_groups
         ]
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer) or hasattr(
-                type(optimizer), "state"
-            ):  # Lightning takes others, too
-                own = type(optimizer).__name__
+            is_known = isinstance(optimizer, Optimizer) and not hasattr(type(optimizer), "state")
+            if not is_known:  # Lightning takes others, too
                 raise MisconfigurationException(
-                    f"{own} is no torch.optim.Optimizer with a state: derive it from that."
+                    f"{type(optimizer).__name__} is no torch.optim.Optimizer with a state: derive it "
+                    "from that."
                 )
             if optimizer not in self._repeated:
                 self.offer_state(optimizer)
                 if self.replicas_update and self._is_repeatable(optimizer):
                     self._repeated.add(optimizer)
-                    self._states[optimizer] = [
-                        state.load() for state in self._states[optimizer]
-                    ]  # before the update
+                    states = self._states[optimizer]
+                    self._states[optimizer] = [state.load() for state in states]  # as it is now
 
     def offer_state(self, optimizer: Optimizer) -> None:
         """Let replicas have copies of the optimizer's state as it is now, once they look at it."""
         load = partial(self._copy_of_state, optimizer.state)
-        self._states[optimizer] = [
-            CopyOnDemand(partial(load, i)) for i in range(len(self.replicas.devices))
-        ]
+        count = len(self.replicas.devices)
+        self._states[optimizer] = [CopyOnDemand(partial(load, i)) for i in range(count)]
 
     @contextmanager
     def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Let optimizers have replica i's parameters and states inside the block. Replicas begin with like settings."""
+        """Let optimizers have replica i's parameters and states inside the block.
+
+        Replicas begin with the same settings.
+        """
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if i == 0:
             self._settings = [dict(group) for group in groups]
             with self._watched_states(optimizers):
                 yield
             return
-        before, states = (
-            [dict(group) for group in groups],
-            [optimizer.state for optimizer in optimizers],
-        )
+        before = [dict(group) for group in groups]
+        states = [optimizer.state for optimizer in optimizers]
         for group, settings in zip(groups, self._settings):
             group.update(settings)
-            group["params"] = [self.replicas.copy_of(param, i) for param in settings["params"]]
+            group["params"] = [self.replicas.own_tensor(param, i) for param in settings["params"]]
         for optimizer in optimizers:
             optimizer.state = self._states[optimizer][i]
         try:
@@ -127,7 +96,10 @@ class Updates:
 
     @contextmanager
     def _watched_states(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Inside the block the first look at a state makes the other replicas' copies: the step may edit it next."""
+        """Inside the block the first look at a state makes the other replicas' copies.
+
+        The step may edit it next.
+        """
         watched = []
         for optimizer in optimizers:
             state, copies = optimizer.state, self._states[optimizer][1:]
@@ -141,34 +113,46 @@ class Updates:
                 if optimizer.state is put:  # the step may have assigned another
                     optimizer.state = state
 
-    def repeat(self, optimizer: Optimizer, give_gradients: Callable[[], None]) -> bool:
+    def repeat(self, optimizer: Optimizer, push_gradients: Callable[[], None]) -> bool:
         """Let the other replicas make the update that the first one has made, if they can.
 
         Args:
             optimizer: The user's, which has stepped.
-            give_gradients: Called before the others step: sees to it that they have the first one's gradients.
+            push_gradients: Called before the others step: gives them the first one's gradients, if
+                theirs may be others.
 
         Returns:
-            Whether they have made it, and hold the first one's bits. The first one in an epoch is compared.
+            Whether they have made it, and hold the first one's bits. The first one in an epoch is
+            compared.
+
+        Raises:
+            RuntimeError: If replicas were equal after such updates, and are not any more.
         """
         if optimizer not in self._repeated or not self._is_repeatable(optimizer):
             self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
-        give_gradients()
+        push_gradients()
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
             with self.turn(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
         if optimizer not in self._are_equal:
-            flags = (
-                differ(first, each)
-                for first, *others in self.replicas.parameters
-                for each in others
-            )
-            self._are_equal[optimizer] = not any(to_bools(flags))
+            step = self.replicas.module.global_step
+            self._are_equal[optimizer] = not self.check.find(self.replicas.parameter_sets, step)
         if self._are_equal[optimizer]:
-            self.replicas.remember()
+            self.replicas.mark_equal()
         return self._are_equal[optimizer]
+
+    def check_equality(self) -> None:
+        """Raise an error if replicas that make their own updates have drifted apart."""
+        step = self.replicas.module.global_step
+        if found := self.check.find(self.replicas.parameter_sets, step):
+            name, i, when = found
+            raise RuntimeError(
+                f"{name} of replica {i} ({self.replicas.devices[i]}) is not replica 0's ({when}): "
+                "gradients were not reduced to the same bits, or somebody has edited one replica's "
+                "weights unseen."
+            )
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare again."""
@@ -177,28 +161,32 @@ class Updates:
 
     def _is_repeatable(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this update themselves: an optimizer of torch's, as it is, on like devices."""
-        module, copies = (
+        module, sets = (
             self.replicas.module,
-            self.replicas.copies_of,
+            self.replicas.set_of,
         )  # not of scripted layers' parameters
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
-            and not self.replicas.hooks
-            and getattr(module.trainer.precision_plugin, "scaler", None)
-            is None  # which may skip an update
-            and type(optimizer).__module__.startswith("torch.optim")
+            and not self.replicas.unknown_code
+            and module.trainer.strategy.scaler is None  # which may skip an update
+            and type(optimizer) in TORCH_OPTIMIZERS
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
             and self._are_equal.get(optimizer, True)
             and all(
-                id(param) in copies for group in optimizer.param_groups for param in group["params"]
+                id(param) in sets and not has_hooks(param)
+                for group in optimizer.param_groups
+                for param in group["params"]
             )
             and len({device.type for device in self.replicas.devices}) == 1
         )
 
     def _copy_of_state(self, state: Mapping[Any, Any], i: int) -> defaultdict[Any, Any]:
-        """Replica i's copy of an optimizer's state, by its parameters. A counter on the CPU stays there."""
+        """Replica i's copy of an optimizer's state, by its parameters.
+
+        A counter on the CPU stays there.
+        """
         home, device = self.replicas.devices[0], self.replicas.devices[i]
         copied: defaultdict[Any, Any] = defaultdict(dict)
 
@@ -206,7 +194,7 @@ class Updates:
             return tensor.to(device if tensor.device == home else tensor.device, copy=True)
 
         for param, of_param in list(state.items()) if i else ():
-            copied[self.replicas.copy_of(param, i)] = apply_to_collection(of_param, Tensor, move)
+            copied[self.replicas.own_tensor(param, i)] = apply_to_collection(of_param, Tensor, move)
         return copied
 
 
@@ -218,9 +206,9 @@ def _load_all(state: Any, copies: Sequence[Any]) -> Any:
 
 
 class CopyOnDemand:
-    """A replica's copy of an optimizer's state, made when the replica first looks at it. Hardly any step does.
+    """A replica's copy of an optimizer's state, made when the replica first looks at it.
 
-    It passes every call on to the copy, which is a `defaultdict` like the state.
+    Hardly any step does. It passes every call on to the copy, a `defaultdict` like the state.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -243,29 +231,6 @@ def _ask_the_copy(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.load(), name)(*args)
 
 
-for _name in (
-    "getitem",
-    "setitem",
-    "delitem",
-    "contains",
-    "iter",
-    "len",
-    "eq",
-    "or",
-    "ior",
-    "repr",
-):
+for _name in "getitem setitem delitem contains iter len eq or ior repr".split():
     setattr(CopyOnDemand, f"__{_name}__", _ask_the_copy(f"__{_name}__"))  # found on the class only
 MutableMapping.register(CopyOnDemand)
-
-
-def _is_users(hook: str, owner: Any) -> bool:
-    """Whether a module or a callback has a hook of the user's own: not Lightning's, nor one of this package."""
-    base = LightningModule if isinstance(owner, LightningModule) else Callback
-    method = getattr(owner, hook, None)
-    if getattr(method, "__func__", method) is getattr(base, hook, None):
-        return False
-    if isinstance(owner, LambdaCallback):
-        return True
-    is_ours = isinstance(owner, Callback) and type(owner).__module__.startswith(OURS)
-    return not is_ours and not str(getattr(method, "__module__", "")).startswith(OURS)

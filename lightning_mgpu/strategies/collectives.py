@@ -1,0 +1,102 @@
+"""`all_gather`, `reduce` and `broadcast` in a step, between replicas that wait for each other.
+
+In such a step `self.global_rank` is the replica's number and `trainer.world_size` is how many there
+are, as under `ddp`. Elsewhere this is one process.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.split_batch import send
+
+
+class Collectives:
+    """The collectives of a strategy."""
+
+    lockstep: Lockstep | None = None
+    in_plain_step = False  # whether several replicas run a step one after the other
+
+    @property
+    def _running(self) -> Any:
+        return self.lockstep.running if self.lockstep else None
+
+    @property
+    def global_rank(self) -> int:
+        return self._running.index if self._running else 0
+
+    local_rank = global_rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.lockstep.active) if self.lockstep and self._running else 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The replicas' tensors of one shape, stacked: (k, ...). With gradients if `sync_grads`.
+
+        Raises:
+            RuntimeError: If replicas do not wait for each other, or if shapes differ.
+        """
+        if (lockstep := self._lockstep("all_gather")) is None:
+            return tensor
+        tensor = tensor if sync_grads else tensor.detach()
+        given = [each for (each,) in lockstep.exchange("all_gather", [tensor])]
+        if len(shapes := {tuple(each.shape) for each in given}) > 1:
+            raise RuntimeError(
+                f"all_gather stacks tensors of one shape, but the shards' differ: {sorted(shapes)}. "
+                "Use a batch size that the replicas can share evenly, and drop_last=True."
+            )
+        return torch.stack(given)
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any
+    ) -> Any:
+        """The mean, or the sum, of the replicas' tensors."""
+        if not isinstance(tensor, Tensor) or (lockstep := self._lockstep("reduce")) is None:
+            return tensor
+        given = torch.stack([each for (each,) in lockstep.exchange("reduce", [tensor.detach()])])
+        name = str(getattr(reduce_op, "name", reduce_op)).lower()
+        reductions: dict[str, Callable[..., Tensor]] = {
+            "mean": torch.mean,
+            "avg": torch.mean,
+            "sum": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+        }
+        if name not in reductions:
+            raise ValueError(f"reduce_op={reduce_op!r}: choose one of {', '.join(reductions)}.")
+        return reductions[name](given, 0)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all replicas, or any, have decided so."""
+        if (lockstep := self._lockstep("reduce_boolean_decision")) is None:
+            return decision
+        given = [each for (each,) in lockstep.exchange("reduce_boolean_decision", [], decision)]
+        return min(given) if all else max(given)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What replica `src` has."""
+        if (lockstep := self._lockstep("broadcast")) is None:
+            return obj
+        source = lockstep.devices[src]
+        given = lockstep.exchange("broadcast", [], obj)[src][0]
+        return send(given, source, lockstep.devices[self._running.index])
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing that is done once can overtake replicas."""
+
+    def _lockstep(self, name: str) -> Lockstep | None:
+        """What a replica exchanges by. None outside of steps."""
+        if self.in_plain_step:
+            raise RuntimeError(
+                f"{name}() in a step needs what all replicas have: set lockstep=True "
+                "(--trainer.strategy.lockstep=true)."
+            )
+        return self.lockstep if self._running else None

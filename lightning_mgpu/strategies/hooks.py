@@ -1,0 +1,112 @@
+"""Which code of the user's runs around steps. It may edit weights and gradients unseen.
+
+torch counts edits in place, but not those of `.data`. So after code that nobody here knows, the
+other replicas get copies of the first one's weights. What is known to edit nothing is listed here,
+and not what may edit: something forgotten in this list costs time, and no weights.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, callbacks
+from lightning.pytorch.plugins import precision
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler, optimizer
+
+EDITS_NOTHING = "edits_nothing"  # a class of callbacks says so of its own hooks
+READERS = {
+    LightningModule,
+    Callback,
+    callbacks.DeviceStatsMonitor,
+    callbacks.EarlyStopping,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelCheckpoint,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.RichProgressBar,
+    callbacks.TQDMProgressBar,
+    callbacks.SpikeDetection,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
+}
+# what a LightningModule has that no Trainer calls around a step, or that is the step
+OF_STEPS = """
+forward training_step validation_step test_step predict_step all_gather log log_dict print freeze
+unfreeze optimizers lr_schedulers manual_backward toggle_optimizer untoggle_optimizer
+toggled_optimizer save_hyperparameters load_from_checkpoint remove_ignored_hparams to_onnx
+to_tensorrt to_torchscript automatic_optimization current_epoch device device_mesh dtype
+example_input_array fabric global_rank global_step hparams hparams_initial local_rank logger loggers
+on_gpu strict_loading trainer
+""".split()
+# the strategy distrusts its replicas after these
+BETWEEN = """
+setup teardown prepare_data train_dataloader val_dataloader test_dataloader predict_dataloader
+configure_callbacks configure_model configure_optimizers configure_sharded_model state_dict
+load_state_dict state_key on_exception on_fit_start on_fit_end on_sanity_check_start
+on_sanity_check_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end
+on_validation_start on_validation_end on_validation_epoch_start on_validation_epoch_end
+on_validation_model_eval on_test_start on_test_end on_test_epoch_start on_test_epoch_end
+on_test_model_eval on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end
+on_predict_model_eval on_save_checkpoint on_load_checkpoint
+""".split()
+# of those, what may run between an update and the moment when replicas are compared
+BEFORE_CHECKS = """
+on_train_epoch_end on_train_end on_validation_start on_validation_model_eval on_test_start
+on_predict_start on_save_checkpoint state_dict
+""".split()
+# what does not run between a step and its backward pass
+NOT_BEFORE_BACKWARD = """
+on_train_batch_start on_train_batch_end on_after_backward on_before_optimizer_step optimizer_step
+configure_gradient_clipping clip_gradients lr_scheduler_step on_before_batch_transfer
+transfer_batch_to_device on_after_batch_transfer
+""".split()
+OF_MODULES = {name for name in dir(LightningModule) if name not in dir(nn.Module)}
+AROUND = {name for name in OF_MODULES | {*vars(Callback)} if not name.startswith("_")}
+AROUND -= {*OF_STEPS, *BETWEEN}
+TORCH_OPTIMIZERS = {each for each in vars(torch.optim).values() if isinstance(each, type)}
+TORCH_SCHEDULES = {each.step for each in vars(lr_scheduler).values() if hasattr(each, "step")}
+PRECISIONS = {each for each in vars(precision).values() if isinstance(each, type)}
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private
+GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # private
+
+
+def unknown_code(module: Any, optimizers: Sequence[Optimizer]) -> set[str]:
+    """The names of hooks and classes that run around steps and are not known to edit nothing."""
+    trainer = module.trainer
+    owners = [module, *trainer.callbacks]
+    found = {name for owner in owners for name in overridden(type(owner)) & AROUND}
+    found |= {name for owner in owners for name in vars(owner).keys() & AROUND}  # LambdaCallback
+    found |= {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
+    found |= {name for name in GLOBAL_HOOKS if getattr(optimizer, name)}
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    others = [each for each in schedulers if getattr(type(each), "step", 0) not in TORCH_SCHEDULES]
+    others += [trainer.precision_plugin] * (type(trainer.precision_plugin) not in PRECISIONS)
+    return found | {type(each).__name__ for each in others}
+
+
+def may_edit_before_checks(module: Any) -> bool:
+    """Whether hooks of the user's run between an update and the moment when it is compared."""
+    owners, names = [module, *module.trainer.callbacks], {*BEFORE_CHECKS}
+    return any(names & (overridden(type(owner)) | vars(owner).keys()) for owner in owners)
+
+
+@cache
+def overridden(cls: type) -> frozenset[str]:
+    """The hooks of a module's or callback's class that others wrote than those known to read."""
+    names = [name for name in {*AROUND, *BEFORE_CHECKS} if hasattr(cls, name)]
+    return frozenset(name for name in names if not _is_reader(_definer(cls, name)))
+
+
+def _definer(cls: type, name: str) -> type:
+    return next((each for each in cls.__mro__ if name in vars(each)), cls)
+
+
+def _is_reader(cls: type) -> bool:
+    return cls in READERS or issubclass(LightningModule, cls) or vars(cls).get(EDITS_NOTHING, False)
+
+
+def has_hooks(param: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a parameter."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # private

@@ -1,0 +1,271 @@
+"""One record per replica: what its step leaves behind. Combined, they are one device's step.
+
+While replicas run, `self.log` and the calls of torchmetrics objects are written down. Afterwards
+each is done once.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from numbers import Number
+from operator import getitem
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_mgpu.strategies.combining import reduce_logged
+from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.metric_calls import Call, call_once
+from lightning_mgpu.strategies.replicas import Replicas
+from lightning_mgpu.strategies.split_batch import leaves
+from lightning_mgpu.strategies.state import MISSING, OF_MODULES
+
+METRICS = (Metric, MetricCollection)
+METHODS = ("update", "forward", "compute", "reset")
+TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this
+Key = tuple[Any, str, int]  # a metric's id or a hook's name; a method or a name; how many before
+Path = tuple[Any, ...]  # to a tensor in what a metric has returned
+
+
+@dataclass
+class Record:
+    """What a replica's step leaves behind, besides the state of Python objects (`state.py`)."""
+
+    size: int  # samples of its shard
+    output: Any = None  # what it has returned
+    calls: dict[Key, Call] = field(default_factory=dict)  # of metrics and `self.log`, in order
+    statistics: list[Tensor] = field(default_factory=list)  # that BatchNorm layers have tracked
+
+
+class Recorder:
+    """Writes down what replicas log and give to metrics, and does it once when they are through."""
+
+    def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
+        self.replicas, self.lockstep = replicas, lockstep
+        self._blanks: dict[int, tuple[Any, Any]] = {}  # by id: a metric, and a copy without samples
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_recording = False
+        self.records: Mapping[int, Record] = {}
+        self._counts: dict[Any, int] = defaultdict(int)
+        # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned
+        self._sources: dict[int, tuple[Key, Path, Tensor]] = {}
+        self._values: dict[Key, Any] = {}  # what calls return for the whole batch
+
+    @contextmanager
+    def recording(self, records: Mapping[int, Record]) -> Iterator[None]:
+        """Write down instead of do, until `combine`."""
+        module = self.replicas.module
+        results: Any = module.trainer._results  # private: where `self.log` puts values, if anywhere
+        patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
+        self._names = find_metrics(module)
+        for metric in (metric for metric, _ in self._names.values()):
+            if id(metric) not in self._blanks:
+                self._blanks[id(metric)] = metric, _blank_copy(metric)
+            patches += [(metric, name, self._recorded(metric, name)) for name in METHODS]
+        if results is not None:
+            self._log = results.log
+            patches.append((results, "log", self._record_log))
+        self.records, self.is_recording = records, True
+        try:
+            with attributes(patches):
+                yield
+        finally:
+            self._forget()
+
+    # Written down
+
+    def _write(self, what: Any, name: str, call: Call) -> Key:
+        i = self.replicas.current
+        key = what, name, self._counts[i, what, name]
+        self._counts[i, what, name] += 1
+        self.records[i].calls[key] = call
+        return key
+
+    def _record_log(self, fx: str, name: str, value: Any, **kwargs: Any) -> None:
+        self._write(fx, name, Call(None, "log", (value, self._sources.get(id(value))), kwargs))
+
+    def _to_tensor(self, value: Any, name: str) -> Any:
+        if self.is_recording and not isinstance(value, Tensor):
+            return value  # a number: its way to the device is one copy for the whole batch
+        made: Tensor = getattr(LightningModule, TO_TENSOR)(self.replicas.module, value, name)
+        if (source := self._sources.get(id(value))) is not None:
+            self._sources[id(made)] = *source[:2], made
+        return made
+
+    def _recorded(self, metric: Any, method: str) -> Callable[..., Any]:
+        """What stands in for a method of a metric."""
+        itself = getattr(metric, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
+                return itself(*args, **kwargs)
+            if method == "compute":
+                return self._compute(metric)
+            given = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone())
+            key = self._write(id(metric), method, Call(metric, method, *given))
+            return self._for_the_shard(metric, key, args, kwargs) if method == "forward" else None
+
+        return call
+
+    def _for_the_shard(self, metric: Any, key: Key, args: Any, kwargs: Any) -> Any:
+        """What `forward` answers a replica. NaN where the shard has too few samples."""
+        value: Any = None
+        with suppress(Exception):
+            value = self._blank(metric)(*args, **kwargs)
+        if value is None:
+            names = metric.keys() if isinstance(metric, MetricCollection) else ()
+            value = {name: torch.tensor(torch.nan) for name in names} or torch.tensor(torch.nan)
+        value = apply_to_collection(value, Tensor, Tensor.clone)  # one may stand under two names
+        self._sources |= {id(part): (key, path, part) for path, part in _paths(value)}
+        return value
+
+    def _blank(self, metric: Any) -> Any:
+        """A copy without samples, on the replica's device. On the CPU if the user has put it there."""
+        blank = self._blanks[id(metric)][1]
+        blank.reset()
+        types = {part.device.type for part in metric.modules() if isinstance(part, Metric)}
+        is_home = self.replicas.devices[0].type in types
+        return blank.to(self.replicas.module.device) if is_home else blank
+
+    def _compute(self, metric: Any) -> Any:
+        """Replicas meet for it: all of them must have updated the metric."""
+        if self.lockstep.running is None:
+            raise RuntimeError(
+                f"{type(metric).__name__}.compute() in a step needs what all replicas have seen: "
+                "set lockstep=True (--trainer.strategy.lockstep=true), or compute it when the "
+                "epoch ends."
+            )
+
+        def compute(_: Any) -> Any:
+            self.combine_calls()
+            with self._doing():
+                return metric.compute()
+
+        value = self.lockstep.meet(("compute()", id(metric)), None, compute)
+        return move_data_to_device(value, self.replicas.module.device)
+
+    # Done
+
+    @contextmanager
+    def _doing(self) -> Iterator[None]:
+        self.is_recording = False
+        try:
+            yield
+        finally:
+            self.is_recording = True
+
+    def combine_calls(self) -> None:
+        """Do once what all records have of metrics and `self.log`.
+
+        Metrics go first: a replica that has not called one may have logged before another has.
+        """
+        records, notes = self.records, self.replicas.notes
+        keys = dict.fromkeys(key for record in records.values() for key in record.calls)
+        with self._doing():
+            for key in sorted(keys, key=lambda key: isinstance(key[0], str)):
+                by_replica = {
+                    i: each.calls[key] for i, each in records.items() if key in each.calls
+                }
+                calls, sizes = list(by_replica.values()), [records[i].size for i in by_replica]
+                is_log = calls[0].method == "log"
+                if len(calls) < len(records):
+                    name = key[1] if is_log else f"{self._names[key[0]][1]}.{key[1]}()"
+                    notes.warn(
+                        f"{name} was called by {len(calls)} of {len(records)} replicas: it has not "
+                        "seen the samples of the others. A step must not decide by its shard."
+                    )
+                if is_log:
+                    self._log_once(*key[:2], calls, sizes)
+                else:
+                    blank = partial(self._blank, calls[0].metric)
+                    home = self.replicas.devices[0]
+                    self._values[key] = call_once(calls, sizes, home, blank)
+        for record in records.values():
+            record.calls.clear()
+
+    def _log_once(self, fx: str, name: str, calls: list[Call], sizes: list[int]) -> None:
+        """`batch_size` is a count of the shard's: it adds up."""
+        (value, source), kwargs = calls[0][2:]
+        home = self.replicas.devices[0]
+        if kwargs.get("batch_size") is not None:
+            given = [call.kwargs["batch_size"] for call in calls]
+            kwargs = {**kwargs, "batch_size": sum(given)}
+            sizes = given if len({*given}) > 1 else sizes
+        if source is not None:
+            key, path, _ = source
+            value = reduce(getitem, path, self._values[key])
+        elif isinstance(value, (Tensor, Number)):
+            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # as Lightning
+            values = [call.args[0] for call in calls]
+            if all(isinstance(value, Tensor) for value in values):
+                values = [value.to(home) for value in values]
+            else:
+                values = [torch.as_tensor(value, dtype=dtype, device="cpu") for value in values]
+            value = reduce_logged(values, sizes, kwargs.get("reduce_fx", "mean")).to(home)
+        self._log(fx, name, value, **kwargs)
+
+
+def find_metrics(module: nn.Module) -> dict[int, tuple[Any, str]]:
+    """Every metric and collection with a name, by its id; those in lists, dicts and objects, too."""
+    found: dict[int, tuple[Any, str]] = {}
+    for prefix, owner in module.named_modules():
+        if isinstance(owner, METRICS):
+            found.setdefault(id(owner), (owner, prefix))
+        for name, value in vars(owner).items() if not isinstance(owner, METRICS) else ():
+            if name not in OF_MODULES and not isinstance(value, (Tensor, Number, str)):
+                found |= {id(each): (each, name) for each in _metrics_in(value)}
+    return found
+
+
+def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        yield from (part for part in value.modules() if isinstance(part, METRICS))
+    elif depth:
+        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        items = value if isinstance(value, (list, tuple)) else mapping.values()
+        for item in list(items)[:100]:
+            yield from _metrics_in(item, depth - 1)
+
+
+def _paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in a metric's answer, and the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(part, (*path, key))
+
+
+def _blank_copy(metric: Any) -> Any:
+    states = [leaf for part in metric.modules() for leaf in leaves(dict(vars(part)))]
+    memo = {id(each): each.detach().clone() for each in states if isinstance(each, Tensor)}
+    copied = copy.deepcopy(metric, memo)  # without a graph, which nobody can copy
+    if isinstance(copied, MetricCollection):
+        # private: two may be equal for a shard, but not for the batch
+        copied._enable_compute_groups = False
+    return copied
+
+
+@contextmanager
+def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give objects attributes of their own inside the block."""
+    before = [(vars(owner), name, vars(owner).get(name, MISSING)) for owner, name, _ in new]
+    for owner, name, value in new:
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        for namespace, name, value in before:
+            namespace.pop(name, None)
+            if value is not MISSING:
+                namespace[name] = value

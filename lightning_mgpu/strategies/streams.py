@@ -1,0 +1,47 @@
+"""Random numbers of k replicas."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.strategies.one_process import device_module
+
+
+class Streams:
+    """A stream of random numbers for each of k replicas, seeded by the run's seed and the step.
+
+    The first replica draws from the global generators, as one device does, unless `all_own`.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], all_own: bool) -> None:
+        self.devices, self.all_own = devices, all_own
+        self.begin()
+
+    def begin(self, *number: int) -> None:
+        """A step begins. The numbers name it: which step, epoch and batch."""
+        self._number = number
+        self._states: dict[int, list[Tensor]] = {}  # of generators, by replica
+
+    @contextmanager
+    def of(self, i: int) -> Iterator[None]:
+        """Draw replica i's numbers inside the block; a step may enter it several times."""
+        if i == 0 and not self.all_own:
+            yield
+            return
+        device, module = self.devices[i], device_module(self.devices[i])
+        sources = [torch] if module is None else [torch, module]  # a step draws on the CPU, too
+        indices = [] if module is None else [device.index]
+        with torch.random.fork_rng(indices, device_type=device.type):
+            if i not in self._states:
+                # of integers: the same in every process
+                seed = hash((torch.initial_seed(), *self._number, i)) % 2**63
+                places = [torch.device("cpu"), device][: len(sources)]
+                self._states[i] = [
+                    torch.Generator(place).manual_seed(seed).get_state() for place in places
+                ]
+            for source, state in zip(sources, self._states[i]):
+                source.set_rng_state(state)
+            yield
+            self._states[i] = [source.get_rng_state() for source in sources]
