@@ -1,4 +1,4 @@
-"""Training on several devices in PyTorch Lightning, opened up so that it can be read, swapped and measured.
+"""Training on several devices in PyTorch Lightning, opened up to be read, swapped and measured.
 
 Read in this order:
 
@@ -10,7 +10,8 @@ Read in this order:
 6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
 7. `cli/`         the LightningCLI that puts them together
 
-Nothing of these imports the other rooms: any of those can go. Each says in its docstring what it does.
+Nothing of these imports the other rooms: any of those can go. Each says in its docstring what it
+does.
 """
 
 import gc

@@ -1,11 +1,12 @@
-"""The chapter 'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
+"""'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
 python -m lightning_mgpu.book --devices 1       # takes the same steps up to rounding; the rounding errors grow
 
-The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch. The new edition in the
-making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step on one and two devices (tests/test_book.py)
-and the time of a step on k devices: t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch.
+The new edition in the making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step
+on one and two devices (tests/test_book.py) and the time of a step on k devices: t(k) =
+t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
 """
 
 import argparse
@@ -51,14 +52,14 @@ def lenet(X: Tensor, params: Params) -> Tensor:
 
 
 def get_params(params: Params, device: torch.device) -> Params:
-    """A replica on a device. The chapter's has no `clone`: two replicas on one device are the same tensors there."""
+    """A replica on a device. The chapter has no `clone`: two on one device are the same tensors."""
     return [param.to(device).clone().requires_grad_() for param in params]
 
 
 def split_batch(
     X: Tensor, y: Tensor, devices: list[torch.device]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One shard on every device. In the chapter 4 devices share 5 samples as 2, 2 and 1: the last one gets nothing."""
+    """One shard a device. In the chapter 4 devices share 5 samples as 2, 2, 1 and none."""
     X_shards, y_shards = (
         [
             shard.to(device, non_blocking=True)
@@ -72,7 +73,7 @@ def split_batch(
 def train_batch(
     X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
 ) -> None:
-    """A step on a global batch: k shards, k losses, k gradients, one sum of them, k equal updates."""
+    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates."""
     X_shards, y_shards = split_batch(X, y, devices)
     losses = [  # sums, not means: a large shard counts for more than a small one
         F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
@@ -92,7 +93,7 @@ def train_batch(
 def evaluate_accuracy(
     batches: Iterable, device_params: list[Params], devices: list[torch.device]
 ) -> float:
-    """The share of all samples that LeNet gets right. All devices work; in the chapter the first one does."""
+    """The share of samples that LeNet gets right. All devices work; in the chapter, the first."""
     shards = (
         shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params)
     )
@@ -103,7 +104,7 @@ def evaluate_accuracy(
 def train(
     num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png"
 ) -> list[Params]:
-    """Train on Fashion-MNIST in global batches, draw the test accuracy, and return the parameters on every device."""
+    """Train on Fashion-MNIST, draw the test accuracy, and return the parameters on every device."""
     if min(num_devices, num_epochs) < 1:
         raise ValueError(
             f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both."

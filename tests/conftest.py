@@ -1,4 +1,4 @@
-"""A tiny dataset in the real file format, one thread a process, and the two ways to run the command line."""
+"""A tiny dataset in the real file format, one thread a process, and two ways to run commands."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ def write_idx(path: Path, values: Tensor) -> IdxFile:
 
 
 def run_devices(num: int) -> list[torch.device]:
-    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` makes others of them."""
+    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` has others."""
     is_simulated = torch._C._get_privateuse1_backend_name() == "sim"
     return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
@@ -207,7 +207,7 @@ def group_lives(group: int) -> bool:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its group; first it may end children that have groups of their own, as torchrun's have."""
+    """Kill a process and its group; first it may end children with groups of their own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()
         process.wait(timeout=40)

@@ -1,4 +1,4 @@
-"""The chapter from scratch: one step is the same on any number of devices, and the Trainer finds the same weights."""
+"""The chapter: a step is the same on any number of devices; the Trainer finds the same weights."""
 
 import re
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_the_trainer_finds_the_same_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`manual_allreduce` is the chapter: the same images in the same order, three epochs, a last batch of 55."""
+    """`manual_allreduce` is the chapter: the same images, in order, 3 epochs, a last batch of 55."""
     model = LeNet(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)).double()
     for parameter, value in zip(model.net.parameters(), params()):
         parameter.data.copy_(

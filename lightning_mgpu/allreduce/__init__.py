@@ -1,8 +1,8 @@
-"""Allreduce, written by hand: `allreduce(tensors)` leaves the sum of k tensors, one a device, in every one of them.
+"""Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one a device, in each.
 
-An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by itself;
-`check_allreduce` holds yours to the same contract. What each costs for k devices and tensors of n bytes (a round is the
-time in which every device can send one message and receive one):
+An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by
+itself; `check_allreduce` holds yours to the same contract. What each costs for k devices and
+tensors of n bytes (a round is the time in which every device can send one message and receive one):
 
 | file         | messages  | rounds           | worst device sends, and receives | the idea                           |
 | ------------ | --------- | ---------------- | -------------------------------- | ---------------------------------- |
@@ -11,11 +11,12 @@ time in which every device can send one message and receive one):
 | `sharded`    | 2k(k-1)   | 2(k-1), each n/k | 2(k-1)/k n, the lower bound      | every device sums one slice        |
 | `ring`       | 2k(k-1)   | 2(k-1), each n/k | 2(k-1)/k n, the lower bound      | the same, talking to neighbours    |
 
-Few large messages win when each message has a high fixed cost, small even ones when bandwidth is what limits.
+Few large messages win when each message has a high fixed cost, small even ones when bandwidth is
+what limits.
 
-Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and what counts is how
-often memory is passed over, and the calls that Python makes for a model of P parameters. To the bit, all three do the
-textbook's sums in its order:
+Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and
+what counts is how often memory is passed over, and the calls that Python makes for a model of P
+parameters. To the bit, all three do the textbook's sums in its order:
 
 | file         | reads + writes, by n    | Python's calls     | the idea                                 |
 | ------------ | ----------------------- | ------------------ | ---------------------------------------- |

@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 Allreduce = Callable[[list[Tensor]], None]
-"""k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every device and at every
-call, for any shape (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
-tensors too; one's own need not, it gets views of one element."""
+"""k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every
+device and at every call, for any shape (empty, not divisible by k), any strides and any floating
+dtype. Those of this package take 0-d tensors too; one's own need not, it gets views of one
+element."""
 
 
 AllreduceMany = Callable[[list[list[Tensor]]], None]
-"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at once, for every
-parameter its k. Does to each list what an `Allreduce` does to one; they may differ in shape, layout and dtype."""
+"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at
+once, for every parameter its k. Does to each list what an `Allreduce` does to one; they may differ
+in shape, layout and dtype."""
 
 
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
-    """Call `allreduce` on a few small tensors, one for each of `devices`, and hold the result to the contract.
+    """Call `allreduce` on small tensors, one for each of `devices`, and hold it to the contract.
 
     If it has a `many`, that is held to the same, on all of those tensors in one call.
 
@@ -59,7 +61,7 @@ def _check(
 
 
 def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
-    """The inputs of one call after the other, on the CPU; the first ones make the most readable message."""
+    """The inputs of one call after the other, on the CPU; the first make the clearest message."""
     k = len(devices)
     generator = torch.Generator().manual_seed(
         0
@@ -80,7 +82,7 @@ def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
 def _call(
     many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
-    """What `many` makes of copies of the cases' inputs on `devices`, once they are known to be sums; on the CPU."""
+    """What `many` makes of copies of the inputs on `devices`, once known to be sums; on the CPU."""
     copies = [
         [x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)]
         for inputs in cases
@@ -159,7 +161,7 @@ def _hint(x: Tensor) -> str:
 
 
 def _show(values: Tensor, wrong: Tensor) -> str:
-    """All of a small tensor, else the first few wrong values, with the digits that tell two floats apart."""
+    """All of a small tensor, else the first wrong values, with digits that tell floats apart."""
     values = values if values.numel() <= 4 else values[wrong][:4]
     digits = 17 if values.dtype == torch.float64 else 9
     return str([float(f"{v:.{digits}g}") for v in values.flatten().tolist()])

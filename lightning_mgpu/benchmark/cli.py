@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu benchmark`: which strategy is fastest here, and what does each part of a step cost?
+"""`python -m lightning_mgpu benchmark`: which strategy is fastest, and what do a step's parts cost?
 
 python -m lightning_mgpu benchmark --quick
 python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet ResNet18 --devices 2

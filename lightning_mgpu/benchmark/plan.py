@@ -29,7 +29,7 @@ class Configuration:
 
 
 def configurations(args: argparse.Namespace) -> list[Configuration]:
-    """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
+    """Every model under every strategy, and loops to compare with; see the options of `cli.py`."""
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
     engines += [
         (engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)

@@ -26,7 +26,7 @@ HEAD = (
 
 
 def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
-    """The median of a value over the repeats that all of the results have; `None` if there is none."""
+    """The median of a value over the repeats that all results have; `None` if there is none."""
     found = [
         value(*each)
         for each in zip(*(r["repeats"] if r else () for r in results))
@@ -124,7 +124,7 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
-    """`parts_MODEL.png` for every model that was measured: a bar a configuration, made of the parts of a step."""
+    """`parts_MODEL.png` for every model measured: a bar a configuration, of the parts of a step."""
     for model, own in by_model([result for result in results if steps(result)]).items():
         figure = Figure(figsize=(9, 1.6 + 0.45 * len(own)), layout="constrained")
         axes = figure.add_subplot()

@@ -1,10 +1,10 @@
-"""Makes any model faster without its knowledge: memory format of weights and images, torch.compile, malloc.
+"""Makes any model faster without its knowledge: memory format, torch.compile, malloc.
 
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed --malloc=keep
     python -m lightning_mgpu fit --fast.compile=default
 
-The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics and the keys of
-checkpoints stay as they are.
+The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics
+and the keys of checkpoints stay as they are.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 
 
 class FastModel(Callback):
-    """Sets the memory format before replicas are made, and compiles the networks when training begins.
+    """Sets the memory format before replicas are made, and compiles networks when training begins.
 
     Args:
-        memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
-            with, in half precision above all.
+        memory_format: `channels_last` keeps weights and images in the order of bytes that
+            convolutions are fastest with, in half precision above all.
         compile: Mode of `torch.compile`. For each kind of device, and each of several GPUs, it
             makes three graphs: forward, backward and validation. Another shape of batch adds to
             them: choose a batch size that divides the data. What runs after `fit` is not compiled.
@@ -111,7 +111,7 @@ def networks(module: LightningModule) -> list[nn.Module]:
 
 
 def _call(network: nn.Module) -> Callable[..., Any]:
-    """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
+    """The call, a function: `Module.compile` leaves torch's classes, as `nn.Sequential`, alone."""
     return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
@@ -132,7 +132,8 @@ def _to_channels_last(X: Tensor) -> Tensor:
 def keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next one: memory grows to its peak and stays there.
 
-    By default freed activations go back to the kernel, which zeroes them anew: a page fault for every 4 KiB.
+    By default freed activations go back to the kernel, which zeroes them anew: a page fault for
+    every 4 KiB.
 
     Raises:
         OSError: If the C library is not glibc.

@@ -19,10 +19,10 @@ from lightning_mgpu.runs.files import replacing
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` in dataset order: the sample's index, and all that `predict_step` returned of it.
+    """Writes `predictions.csv` in dataset order: sample's index, and what `predict_step` returned.
 
-    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns are not written, with
-    a warning. A sample that several processes have predicted has one row.
+    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns
+    are not written, with a warning. A sample that several processes have predicted has one row.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor | None:
-    """All samples of a process, (N, 1 + C) of float64, the index first; `None` of what is no table."""
+    """A process's samples, (N, 1 + C) of float64, the index first; `None` of what is no table."""
     try:
         rows = [
             torch.column_stack(
@@ -88,7 +88,7 @@ def columns(batch: dict[str, Tensor], trainer: Trainer) -> dict[str, str]:
 
 
 def sample_indices(trainer: Trainer) -> list[list[int]]:
-    """The dataset's indices of the samples in every batch of this process; empty if the loader does not tell them."""
+    """The dataset's indices of this process's samples, by batch; empty if the loader tells none."""
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
         return [indices.tolist() for _, indices in sampler]

@@ -1,4 +1,4 @@
-"""Lightning's searches for a learning rate and for the largest batch, which say what they found and end the run."""
+"""Searches for a learning rate and the largest batch, which say what they found and end the run."""
 
 import math
 from itertools import pairwise, takewhile
@@ -22,7 +22,7 @@ SANE = 1.5  # times the first loss; beyond, the loss explodes
 
 
 class LearningRateSearch(LearningRateFinder):
-    """The learning-rate range test (Smith, 2015): the rate grows with every batch; `lr_find.png` has the losses.
+    """A range test (Smith, 2015): the learning rate grows by batch; `lr_find.png` has the losses.
 
     Nothing is trained: the weights are put back and the run ends.
 
@@ -59,7 +59,7 @@ class LearningRateSearch(LearningRateFinder):
 
 
 def smoothed(averages: list[float]) -> list[float]:
-    """Losses averaged over the steps around each. Lightning's average is over 50 steps before: it falls too late."""
+    """Losses averaged over the steps around each. Lightning's, over 50 before, falls too late."""
     sums = [0.0, *(average * (1 - BETA ** (step + 2)) for step, average in enumerate(averages))]
     losses = [(now - BETA * before) / (1 - BETA) for before, now in pairwise(sums)]
     half = max(1, len(losses) // 40)
@@ -67,7 +67,7 @@ def smoothed(averages: list[float]) -> list[float]:
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
-    """The rate where the loss falls fastest on a log axis; `None` where it hardly falls before it explodes."""
+    """Where the loss falls fastest on a log axis; `None` if it hardly falls before it explodes."""
     sane = list(takewhile(lambda loss: loss < SANE * losses[0], losses))  # NaN is not less
     if len(sane) < 3 or min(sane) > FALLS * losses[0]:
         return None
@@ -90,7 +90,7 @@ def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
 
 
 class BatchSizeSearch(BatchSizeFinder):
-    """Doubles the *global* batch until a step runs out of memory, or `max_trials` sizes have fitted; then the run ends.
+    """Doubles the *global* batch until memory runs out or `max_trials` sizes fit, then ends the run.
 
     Args:
         init_val: The first global batch.

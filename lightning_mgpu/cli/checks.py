@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices, another run."""
+"""What is seen to be wrong before anything starts: secrets among options, devices, another run."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A mistake of the user's ends in a few lines that say what was given and what to do; `--traceback` shows more.
+"""A user's mistake ends in a few lines: what was given and what to do; `--traceback` shows more.
 
 Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever
 the user's own code raises later keeps its traceback, and so do errors from torch's C++ code, which
@@ -68,7 +68,7 @@ HOW = "a class is given by its name, or by its path: my_package.MyClass"
 
 @contextmanager
 def mistakes(*more: type[Exception]) -> Iterator[None]:
-    """Around constructors: a `ValueError` tells of a wrong argument, and so do a missing package and the types named.
+    """Around constructors: `ValueError`, a missing package and the types named are user's mistakes.
 
     Anything else is raised as the constructor raised it, without what jsonargparse wraps around it.
     """
@@ -85,7 +85,7 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(show_traceback: bool) -> Iterator[None]:
-    """End the process with a few lines and status 2 for a mistake of the user's, and as Python does for anything else.
+    """End with a few lines and status 2 for a user's mistake, and as Python does for anything else.
 
     Ctrl-C, where nothing has handled it, ends the process with status 130 and no line.
     """
@@ -129,7 +129,7 @@ def in_lines(error: BaseException) -> str:
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
-    """What was given, by name, what jsonargparse's message says of it, and what was probably meant."""
+    """What was given, by name, what jsonargparse's message says of it, what was probably meant."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][

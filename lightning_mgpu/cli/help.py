@@ -1,4 +1,4 @@
-"""The subcommands by name, and `--help`: the options people use first, on one screen. No parser is imported for it."""
+"""The subcommands, and `--help`: the options people use first, on one screen, without a parser."""
 
 from importlib.util import find_spec
 
@@ -56,7 +56,7 @@ def subcommands() -> tuple[str, ...]:
 
 
 def short_help(args: list[str]) -> str | None:
-    """The text for these arguments; `None` if they ask for no help, or for that of one class or of everything."""
+    """The text for these arguments; `None` if they ask for no help, or for a class's or all."""
     if args == ["--version"]:
         return f"{PROG} {__version__}\n"
     if not args or args[0] in ("-h", "--help"):

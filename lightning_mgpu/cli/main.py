@@ -1,4 +1,4 @@
-"""From arguments to a subcommand, without the messages of other packages that say nothing to a user."""
+"""From arguments to a subcommand, without other packages' messages that say nothing to a user."""
 
 import importlib
 import logging

@@ -2,11 +2,13 @@
 
     python -m lightning_mgpu new ../my_project --drop benchmark testing sweep book
 
-What belongs to a room: directories and files of its name (`NAME/`, `NAME.py`, `test_NAME.py`); lines that begin with
-its command; lines with the mark `room: NAME` in a comment; from a line with nothing but this mark, all lines to `/room`
-or to the file's end. Nothing else imports a room, so that it can go.
+What belongs to a room: directories and files of its name (`NAME/`, `NAME.py`, `test_NAME.py`);
+lines that begin with its command; lines with the mark `room: NAME` in a comment; from a line with
+nothing but this mark, all lines to `/room` or to the file's end. Nothing else imports a room, so
+that it can go.
 
-A name longer than the old one makes some lines too long for ruff. `ruff check .` in the copy shows them.
+A name longer than the old one makes some lines too long for ruff. `ruff check .` in the copy shows
+them.
 """
 
 import argparse
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def copy(path: PurePath, target: Path, name: str, rooms: Collection[str]) -> None:
-    """Write a file under its new name, without the rooms; a file that belongs to a room is left out."""
+    """Write a file under its new name, without the rooms; a room's own file is left out."""
     if any(part.removesuffix(".py").removeprefix("test_") in rooms for part in path.parts):
         return
     content = (CLONE / path).read_bytes()

@@ -18,8 +18,8 @@ register_type(torch.device, str, torch.device, fail_already_registered=False)
 class Parser(LightningArgumentParser):
     """Drops the arguments of a default class where another class is named.
 
-    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the learning rate of the
-    model's own SGD. What a file or a flag says is kept, too: it was said.
+    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the
+    learning rate of the model's own SGD. What a file or a flag says is kept, too: it was said.
     """
 
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
@@ -54,7 +54,7 @@ class Parser(LightningArgumentParser):
 
     @override
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> Any:
-        """A logger whose `save_dir` is left out writes to the run directory, which is filled in later."""
+        """A logger without a `save_dir` writes to the run directory, which is filled in later."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         if isinstance(theclass, type) and issubclass(theclass, Logger) and "save_dir" in added:
             self.set_defaults(save_dir="")

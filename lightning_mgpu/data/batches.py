@@ -1,10 +1,11 @@
-"""The batch contract: the same global batches in the same order, whatever the strategy and the number of devices.
+"""The batch contract: the same global batches in the same order, by any strategy on any devices.
 
-`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch alone. Every process
-of a multi-process strategy gets its slice of each one, a single process gets the whole batch (and a single-process
-strategy splits it over its replicas by the same rule, `torch.tensor_split`, unless its `split` says otherwise).
-`BatchLoader` is a `DataLoader` that fetches a whole batch in one indexing operation and can be resumed in the middle of
-an epoch. `batch_loader` puts the three together for any dataset:
+`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch
+alone. Every process of a multi-process strategy gets its slice of each one, a single process gets
+the whole batch (and a single-process strategy splits it over its replicas by the same rule,
+`torch.tensor_split`, unless its `split` says otherwise). `BatchLoader` is a `DataLoader` that
+fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch.
+`batch_loader` puts the three together for any dataset:
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -27,18 +28,21 @@ from torch.utils.data import (
 )
 
 Item = tuple[int, Tensor]
-"""What a sampler here yields and a dataset here is indexed with: the epoch, and a vector of sample indices."""
+"""What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""
 
 
 class GlobalBatches(DistributedSampler):
-    """Yields `(epoch, indices)` for every global batch: the share of process `rank` among `num_replicas`.
+    """Yields `(epoch, indices)` of every global batch: process `rank`'s share among `num_replicas`.
 
-    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`. It repeats no sample.
+    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`.
+    It repeats no sample.
 
-    `indices` are the samples to visit, a vector, on the device that batches are gathered on. `batch_size` is global.
+    `indices` are the samples to visit, a vector, on the device that batches are gathered on.
+    `batch_size` is global.
 
     Raises:
-        ValueError: If some global batch has fewer samples than there are processes, so that one would get none.
+        ValueError: If some global batch has fewer samples than there are processes, so that one
+            would get none.
     """
 
     def __init__(
@@ -93,9 +97,10 @@ class GlobalBatches(DistributedSampler):
 
 
 class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
-    """Global batches in dataset order, for evaluation: every sample once, batches of equal size up to one sample.
+    """Global batches in dataset order, for evaluation: every sample once, sizes equal up to one.
 
-    A `SequentialSampler` too, which is how Lightning tells that nothing is shuffled (`overfit_batches`).
+    A `SequentialSampler` too, which is how Lightning tells that nothing is shuffled
+    (`overfit_batches`).
     """
 
     def __init__(
@@ -114,8 +119,8 @@ class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
 class BatchLoader(DataLoader):
     """A `DataLoader` whose sampler yields whole batches, and which knows how far it is.
 
-    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run resumed from the
-    middle of an epoch goes on with the batch after the last one it trained on.
+    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run
+    resumed from the middle of an epoch goes on with the batch after the last one it trained on.
     """
 
     sampler: GlobalBatches
@@ -184,11 +189,12 @@ def batch_loader(
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's `default_collate`), or
-            `Batches`.
+        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's
+            `default_collate`), or `Batches`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
-        shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
+        shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset
+            order.
         seed: Of the order. Left out: `seed_everything`'s.
         indices: The samples to visit, a vector, on the device that batches are gathered on. Left
             out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.

@@ -1,9 +1,11 @@
-"""Where the four Fashion-MNIST files come from: found or fetched, checked, and put where they are read.
+"""Where the four Fashion-MNIST files come from: found or fetched, checked, put where they are read.
 
-    ensure_fashion_mnist("data")            # 'files under data/FashionMNIST/raw', or where else they came from
+    ensure_fashion_mnist("data")            # 'files under data/FashionMNIST/raw', or where else
+    they came from
 
-Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest is common to all:
-read, check size and MD5, write beside the target, rename. Nothing unchecked ever bears a name that is read.
+Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest
+is common to all: read, check size and MD5, write beside the target, rename. Nothing unchecked ever
+bears a name that is read.
 """
 
 import gzip
@@ -25,7 +27,7 @@ from torchvision.datasets.utils import download_url
 
 
 class IdxFile(NamedTuple):
-    """An IDX file, known by the size and MD5 of its uncompressed bytes (compressors differ, these do not)."""
+    """An IDX file, known by size and MD5 uncompressed (compressors differ, these do not)."""
 
     name: str
     num_bytes: int
@@ -65,11 +67,12 @@ def ensure_fashion_mnist(
     files: Sequence[IdxFile] = FILES,
     system_dir: Path = SYSTEM_DIR,
 ) -> str:
-    """Put the Fashion-MNIST files, checked, under `{root}/FashionMNIST/raw` and say in a phrase where they came from.
+    """Put the checked files under `{root}/FashionMNIST/raw`; say in a phrase where they came from.
 
-    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz` files beside them,
-    or the installed Debian package), `torchvision` (its mirror), `package` (the Debian archive through `apt-get`,
-    without root). Damaged files are replaced. Safe to call from several processes.
+    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz`
+    files beside them, or the installed Debian package), `torchvision` (its mirror), `package` (the
+    Debian archive through `apt-get`, without root). Damaged files are replaced. Safe to call from
+    several processes.
 
     Raises:
         DataSourceError: no source has the files, or `root` cannot be written.
@@ -120,7 +123,7 @@ def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path,
 
 
 def _checked(directory: Path, file: IdxFile) -> bytes:
-    """The uncompressed bytes of a file in `directory`, plain or gzipped; raises `_Unavailable` for any others."""
+    """The uncompressed bytes of a file in `directory`, plain or gzipped; else `_Unavailable`."""
     problem = f"{directory}: no {file.name}"
     for path in (directory / file.name, directory / f"{file.name}.gz"):
         if path.exists():
@@ -164,7 +167,7 @@ def _download(files: Sequence[IdxFile], work: Path) -> Path:
 
 
 def _unpack_package(work: Path) -> Path:
-    """Fetch the Debian package into `work` and unpack it there: needs neither root nor the system's package lists."""
+    """Fetch the Debian package into `work` and unpack it: needs no root and no package lists."""
     print(f"Fetching {PACKAGE} (31 MB) with apt-get", file=sys.stderr, flush=True)
     done = subprocess.run(
         ["sh", "-c", FETCH],

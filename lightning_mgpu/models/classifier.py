@@ -30,8 +30,8 @@ LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
 class MeanLoss(Metric):
     """Mean over samples of a loss that comes as means over batches.
 
-    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it drops the weights
-    (torchmetrics 1.9).
+    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it
+    drops the weights (torchmetrics 1.9).
     """
 
     total: Tensor
@@ -56,23 +56,24 @@ class MeanLoss(Metric):
 
 
 class Classifier(LightningModule):
-    """Trains `self.net`, a map from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
+    """Trains `self.net`, from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
 
-    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction) once an epoch, and the
-    minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them stay on the device until the epoch ends, so
-    a step never waits for the device.
+    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction)
+    once an epoch, and the minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them
+    stay on the device until the epoch ends, so a step never waits for the device.
 
     Args:
         optimizer: From the parameters to a torch optimizer.
-        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR` without `total_steps`
-            gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, `val_loss` if it names none.
-        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left out: `step` for
-            `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
+        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR`
+            without `total_steps` gets the length of the run. `ReduceLROnPlateau` watches its
+            `monitor`, `val_loss` if it names none.
+        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left
+            out: `step` for `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
         num_classes: Width of the logits.
-        label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
-            is the smoothed one, `val_loss` and `test_loss` are not.
-        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image (test-time
-            augmentation; evaluation takes twice as long).
+        label_smoothing: Share of every training label spread over all classes (Szegedy et al.,
+            2016); `train_loss` is the smoothed one, `val_loss` and `test_loss` are not.
+        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its
+            mirror image (test-time augmentation; evaluation takes twice as long).
     """
 
     net: nn.Module
@@ -191,7 +192,7 @@ class Classifier(LightningModule):
             self.log(name, getattr(self, name), prog_bar=stage == "val")
 
     def _run_length(self) -> dict[str, int]:
-        """The scheduler's missing `total_steps`: OneCycleLR needs to know how often it is stepped in the whole run.
+        """The missing `total_steps`: OneCycleLR needs to know how often it is stepped in the run.
 
         Raises:
             ValueError: If the run has no end.
@@ -215,7 +216,7 @@ class Classifier(LightningModule):
 
 
 def kaiming(module: nn.Module) -> None:
-    """He et al. (2015): N(0, 2 / fan_in) for layers followed by ReLU, so that activations keep their size; no bias."""
+    """He et al. (2015): N(0, 2 / fan_in) before a ReLU, so activations keep their size; no bias."""
     if isinstance(module, (nn.Conv2d, nn.Linear)):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint files are checked before they are used: a Trainer's, without code. They know their model."""
+"""Checkpoint files are checked before use: a Trainer's, without code. They know their model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +32,15 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
 
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
+    """A checkpoint's configuration of model, data and seed; empty if another program made it."""
     return dict(checkpoint.get(KEY, {}).get("config", {}))
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
     """A nested configuration under the names of the command line, one row of a table.
 
-    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}` -> `{"model": "LeNet", "model.lr": 0.1}`.
+    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}` -> `{"model": "LeNet",
+    "model.lr": 0.1}`.
 
     The items of a list of mappings are numbered.
     """

@@ -1,11 +1,11 @@
-"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, from which `--resume` goes on.
+"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, for `--resume`.
 
 --checkpoint.save_top_k=3                         # and whatever else Lightning's ModelCheckpoint takes
 --checkpoint.monitor=val_loss
 
-`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged, stepped and
-validated. Nothing of an epoch in progress is kept. Every epoch begins with random numbers from the seed and the epoch
-alone, so that there is no state of generators to keep.
+`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged,
+stepped and validated. Nothing of an epoch in progress is kept. Every epoch begins with random
+numbers from the seed and the epoch alone, so that there is no state of generators to keep.
 """
 
 import random
@@ -30,13 +30,13 @@ VAL_ACC = "val_acc"
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` in the run directory, which watches `val_acc` wherever it is logged.
+    """Lightning's `ModelCheckpoint` in the run directory; watches `val_acc` wherever it is logged.
 
     Args:
-        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on the test set, which
-            must not choose the model.
-        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left out: the largest of
-            an accuracy (`acc` is in its name), the least of anything else.
+        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on
+            the test set, which must not choose the model.
+        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left
+            out: the largest of an accuracy (`acc` is in its name), the least of anything else.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
@@ -64,7 +64,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def best(self) -> str | None:
-        """The best checkpoint, if there is one. A kill may have come before its file was replaced."""
+        """The best checkpoint, if any. A kill may have come before its file was replaced."""
         return self.best_model_path if Path(self.best_model_path).is_file() else None
 
     @override
@@ -82,7 +82,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the best of this run, wherever its directory was moved, and nothing of another run."""
+        """Take over this run's best, wherever its directory is, and nothing of another run."""
         here = Path(str(self.dirpath))
         if (here / LAST).exists():
             state = {**state_dict, "dirpath": self.dirpath}
@@ -96,7 +96,8 @@ class RunCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Callback):
     """Saves `last.ckpt` after every epoch, and goes on from it.
 
-    It stands before all other callbacks: what they do at the start of an epoch belongs to the next one.
+    It stands before all other callbacks: what they do at the start of an epoch belongs to the next
+    one.
     """
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
@@ -194,7 +195,7 @@ class LastCheckpoint(Callback):
             logger.go_on(checkpoint[KEY]["metrics"])
 
     def _save(self, trainer: Trainer) -> None:
-        """Save `last.ckpt` whole: a kill leaves the one before. All processes take part, and the first one writes."""
+        """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
         if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         last = Path(str(self.best.dirpath), LAST)

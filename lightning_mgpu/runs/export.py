@@ -3,8 +3,8 @@
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.onnx
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.pt2
 
-The file takes batches of any size. ONNX has the input `X` and the output `logits`; the other one is called by
-`torch.export.load("model.pt2").module()(X)`.
+The file takes batches of any size. ONNX has the input `X` and the output `logits`; the other one is
+called by `torch.export.load("model.pt2").module()(X)`.
 """
 
 import argparse

@@ -3,7 +3,8 @@
     python -m lightning_mgpu fit --resume=last
     python -m lightning_mgpu fit --resume=runs/NAME --trainer.max_epochs=20
 
-The run's `config.yaml` is the configuration. Only the options in `MAY_CHANGE` may have other values than there.
+The run's `config.yaml` is the configuration. Only the options in `MAY_CHANGE` may have other values
+than there.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest."""
+    """The run directory of this name; for `last` the one in `runs/` with the newest checkpoint."""
     if name != "last":
         if not Path(name, "config.yaml").is_file():
             raise UsageError(f"{FLAG}={name}: no run directory, which has a config.yaml")

@@ -4,8 +4,9 @@
     --wandb.mode=offline                 # record on disk; `wandb sync` later
     --no-wandb                           # or --wandb.mode=disabled
 
-`auto`, the default, goes online where somebody is logged in and the server answers, else offline. Whatever else W&B
-knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_NOTES`.
+`auto`, the default, goes online where somebody is logged in and the server answers, else offline.
+Whatever else W&B knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`,
+`WANDB_TAGS`, `WANDB_NOTES`.
 """
 
 import os
@@ -35,10 +36,12 @@ class Tracking:
     """What Weights & Biases is told about a run.
 
     Args:
-        mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE` goes before `auto`.
+        mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE`
+            goes before `auto`.
         project: The project; `WANDB_PROJECT` or `lightning-mgpu` if left out.
         name: Shown name of the run; the run directory's if left out.
-        log_model: Upload the checkpoints of the best and the last epoch as artifacts when training ends.
+        log_model: Upload the checkpoints of the best and the last epoch as artifacts when training
+            ends.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -50,7 +53,7 @@ class Tracking:
 def start_run(
     tracking: Tracking, run_dir: Path, config: dict[str, Any]
 ) -> tuple[WandbLogger | None, str]:
-    """Start the one W&B run of a job, in its first process, or continue the one that `run_dir` had before.
+    """Start the one W&B run of a job, in its first process, or continue the one `run_dir` had.
 
     Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """

@@ -4,9 +4,10 @@ python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.limit_train_batches=20
 python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second
 
-Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of `fit`.
-The same command again goes on where the sweep was stopped. In a second terminal it takes a share of the trials.
-The YAML is in W&B's format: https://docs.wandb.ai/guides/sweeps/sweep-config-keys
+Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of
+`fit`. The same command again goes on where the sweep was stopped. In a second terminal it takes a
+share of the trials. The YAML is in W&B's format:
+https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
 import math

@@ -33,9 +33,11 @@ class Promise:
     """A row of the table.
 
     Args:
-        case: Runs a Trainer, and returns what it has seen: a nesting of dicts and lists of tensors and numbers.
-        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The default is for
-            float64 and sums in another order. None: the case returns what is wrong, and nothing is compared.
+        case: Runs a Trainer, and returns what it has seen: a nesting of dicts and lists of tensors
+            and numbers.
+        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The
+            default is for float64 and sums in another order. None: the case returns what is wrong,
+            and nothing is compared.
         alone: What one device runs; left out, the same case.
         error: What the error says that the case must end with; left out, there must be none.
     """
@@ -291,4 +293,4 @@ CANNOT = {
     ): "Lightning's launcher watches its processes from a thread until the script ends",
     ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
 }
-"""By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""
+"""By strategy, `*` for all, and promise: why several devices break it. If kept, the suite fails."""

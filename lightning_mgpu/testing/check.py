@@ -1,7 +1,8 @@
 """Judge a strategy: run the cases under it and on one device, in a process of their own.
 
-That process is `main`, with the children that the strategy starts. It adds a line of JSON to a file for every case: its
-name and what was wrong. It ends at the first case that raises: processes that were in step no longer are.
+That process is `main`, with the children that the strategy starts. It adds a line of JSON to a file
+for every case: its name and what was wrong. It ends at the first case that raises: processes that
+were in step no longer are.
 """
 
 import json
@@ -48,9 +49,11 @@ def check_strategy(
     """Try out what a strategy promises; yields a `Result` for every promise.
 
     Args:
-        strategy: A name Lightning knows, or a dotted path to a Strategy class or a function that returns a Strategy.
+        strategy: A name Lightning knows, or a dotted path to a Strategy class or a function that
+            returns a Strategy.
         promises: Keys of `PROMISES`.
-        timeout: Seconds that the cases may take together before the one that runs counts as hanging.
+        timeout: Seconds that the cases may take together before the one that runs counts as
+            hanging.
     """
     left = list(promises)
     while left:

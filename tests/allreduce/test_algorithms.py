@@ -1,4 +1,4 @@
-"""Every algorithm against the sum computed in float64, over shapes, layouts, dtypes and numbers of devices."""
+"""Every algorithm against the sum in float64, over shapes, layouts, dtypes, numbers of devices."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 def filled(layout: str, k: int, dtype: torch.dtype) -> list[Tensor]:
-    """k tensors of the layout with small integers in them: their sums are exact in every dtype and order."""
+    """k tensors of the layout, of small integers: their sums are exact in every dtype and order."""
     shape, lay_out = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(k)
     return [
@@ -96,7 +96,7 @@ def test_on_parameters_and_in_inference_mode(allreduce: Allreduce) -> None:
 @pytest.mark.parametrize("allreduce", IN_THE_TEXTBOOKS_ORDER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
-    """As the textbook to the bit: a model of contiguous float32, one of everything, large ones, very many tensors."""
+    """As the textbook to the bit: contiguous float32, everything, large ones, very many tensors."""
 
     def tensors(shape: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape) for _ in range(k)]

@@ -1,4 +1,4 @@
-"""What the header, the lines and the progress bar show, of the usual run and of others; what an epoch's time counts."""
+"""What header, lines and progress bar show of runs of all kinds; what an epoch's time counts."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Memory format, compile, resident data, fused optimizers, precision: under every strategy, and equal to none."""
+"""Memory format, compile, resident data, fused optimizers, precision: all strategies, as without."""
 
 import contextlib
 import shutil

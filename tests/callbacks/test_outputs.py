@@ -1,4 +1,4 @@
-"""The curve, the matrix, the pictures, the table of predictions: of the usual run, and of models of other kinds."""
+"""Curve, matrix, pictures, table of predictions: of the usual run, and of models of other kinds."""
 
 import csv
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What was given becomes one configuration: files compose, classes have their own defaults, names are found."""
+"""What is given becomes a configuration: files compose, classes have defaults, names are found."""
 
 from collections.abc import Callable
 from pathlib import Path

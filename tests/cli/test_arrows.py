@@ -1,4 +1,4 @@
-"""Imports point one way: no file imports, over whatever others, one that imports it; parts know what they may know.
+"""Imports go one way: no file imports, over others, one that imports it; parts know what they may.
 
 Nothing imports a room that a project of one's own can leave out.
 """

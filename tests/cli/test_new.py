@@ -1,4 +1,4 @@
-"""`new` makes a copy with another name, without the rooms that can go, that trains and tests itself."""
+"""`new` makes a copy with another name, without rooms that can go, that trains and tests itself."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/ is one the command line takes; the files they name are there.
+"""Every command of README and docs/ is one the command line takes; files they name are there.
 
 The commands of a room that can be dropped are tried by the tests of that room.
 """

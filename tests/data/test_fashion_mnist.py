@@ -1,4 +1,4 @@
-"""The data module on a tiny dataset in the real format; whole batches are augmented as sample by sample."""
+"""The data module on a tiny dataset in the real format; batches are augmented as single samples."""
 
 from collections.abc import Callable
 from pathlib import Path

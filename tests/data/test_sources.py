@@ -1,4 +1,4 @@
-"""The files: found, fetched, checked; what is damaged, half written or altered is named, replaced and never used."""
+"""Files: found, fetched, checked; damaged, half written, altered ones are named and replaced."""
 
 import gzip
 import hashlib

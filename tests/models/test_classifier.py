@@ -1,4 +1,4 @@
-"""What is logged equals a computation by hand; schedulers step as they should; a checkpoint reloads in Python."""
+"""What is logged equals a computation by hand; schedulers step; a checkpoint reloads in Python."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -29,7 +29,7 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
 
 @pytest.fixture
 def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
-    """Trains without a learning rate, so that the model stays as it is, and tests; returns what was logged, too."""
+    """Trains without a learning rate, so the model stays, and tests; returns what was logged."""
 
     def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
 
 
 def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
-    """Of one epoch: the second one starts counting anew. Labels are smoothed in the training loss alone."""
+    """Of one epoch: the second counts anew. Labels are smoothed in the training loss alone."""
     model, data, _, logged = measured({"label_smoothing": 0.3}, max_epochs=2)
     X, y = data.train_set[0, data.train_indices]
     smoothed = F.cross_entropy(model(X), y, label_smoothing=0.3).item()

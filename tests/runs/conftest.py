@@ -1,4 +1,4 @@
-"""Runs of a small model with dropout, momentum and a scheduler; one that is stopped where a test says."""
+"""Runs of a small model with dropout, momentum, a scheduler; one is stopped where a test says."""
 
 import csv
 import shutil
@@ -121,7 +121,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fit(
     own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., int]:
-    """`fit` in this process, in the directory of `own_run.py`; `stop="epoch,batch"` is Ctrl-C there."""
+    """`fit` in this process, in `own_run.py`'s directory; `stop="epoch,batch"` is Ctrl-C there."""
 
     def fit(*args: str, stop: str = "") -> int:
         monkeypatch.setenv("STOP", stop)
@@ -138,7 +138,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(kept: Path, fit: Callable[..., int], own: Path, capfd: pytest.CaptureFixture) -> Path:
-    """A run of two epochs in the working directory; trained for the first test that asks for it, copied for others."""
+    """A run of two epochs in the working directory; trained for the first test, then copied."""
     if kept.exists():
         shutil.copytree(kept, own / "run")
     else:

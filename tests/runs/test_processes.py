@@ -1,4 +1,4 @@
-"""Several processes: launchers as Lightning knows them, loaders that share no batch, processes that end together."""
+"""Several processes: Lightning's launchers, loaders that share no batch, a common end."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ from tests.runs.conftest import OWN
 
 @pytest.mark.slow
 def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
-    """One process on each of two machines, which are one here; their data module shares no global batch."""
+    """A process on each of two machines, here one; their data module shares no global batch."""
     (tmp_path / "own_run.py").write_text(OWN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
 def test_what_wandb_gets(
     fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings under their names on the command line, metrics, the learning rate, the fingerprint."""
+    """Settings by their names on the command line, metrics, the learning rate, the fingerprint."""
     run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
     run.settings.sync_dir = str(tmp_path / "run" / "wandb" / "offline-run-1")
 

@@ -1,4 +1,4 @@
-"""A run that was stopped ends as one that never was: weights, optimizer, schedulers, metrics, files."""
+"""A stopped run ends as one that never was: weights, optimizer, schedulers, metrics, files."""
 
 import os
 import shutil

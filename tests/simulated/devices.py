@@ -71,7 +71,7 @@ PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
 
 
 def build() -> Path:
-    """Compile the devices, 20 s on a CPU core, into `build/`; once for a version of them and of torch."""
+    """Compile the devices, 20 s on a CPU core, into `build/`; once a version of them and torch."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = SOURCE.with_name("build") / f"{key}.so"
     if not library.exists():
@@ -148,7 +148,7 @@ class AfterLightning(MetaPathFinder):
 
 
 def autoload() -> None:
-    """Called by `import torch` where `PATHS` are on PYTHONPATH, through the entry point in `autoload/`."""
+    """Called by `import torch` with `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
     register()
     sys.meta_path.insert(0, AfterLightning())
 

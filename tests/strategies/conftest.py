@@ -74,7 +74,8 @@ def trainer_on(make_trainer: Callable[..., Trainer], engine: str) -> Callable[..
 def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., LightningModule]:
     """Build a module from the seed and fit it.
 
-    `val` validates after every epoch. `check` compares the replicas after every batch, which under `dp` are none.
+    `val` validates after every epoch. `check` compares the replicas after every batch, which under
+    `dp` are none.
     """
 
     def train(
@@ -115,7 +116,7 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
 
 @pytest.fixture
 def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[LightningModule]]:
-    """Training on several devices ends where training on one does, logged values too; returns the modules."""
+    """Training on several devices ends as on one, logged values too; returns the modules."""
 
     def check(
         make: Make,
@@ -143,7 +144,7 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
 
 @pytest.fixture
 def logged(trainer_on: Callable[..., Trainer]) -> Callable[..., list[Any]]:
-    """What a run of `Logs` on k devices writes: the logger's rows, `callback_metrics` after fit and after test."""
+    """What `Logs` on k devices writes: the logger's rows, `callback_metrics` after fit and test."""
 
     def logged(
         k: int,

@@ -1,4 +1,4 @@
-"""Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
+"""Batches of any shape and loader are split over the devices; others go whole to the first."""
 
 from collections import UserDict
 from types import MappingProxyType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""What `self.log` is given in a step: on several devices the values of one, in every step and epoch."""
+"""What `self.log` is given in a step: on several devices one's values, in every step and epoch."""
 
 from functools import partial
 

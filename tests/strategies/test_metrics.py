@@ -1,4 +1,4 @@
-"""torchmetrics objects in a step: on several devices they have the values of one, in every step and epoch."""
+"""torchmetrics objects in a step: on several devices the values of one, in every step and epoch."""
 
 from collections import namedtuple
 from types import SimpleNamespace
@@ -214,7 +214,7 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("way", [update, forward, returned])
 def test_ways_to_log_a_metric(assert_logs_alike, way, table):
-    """Its arguments are the net's outputs and classes, samples and classes, or one value a sample."""
+    """Arguments are the net's outputs and classes, samples and classes, or one value a sample."""
 
     def step(module, stage, X, y, batch_idx):
         X = {
@@ -233,7 +233,7 @@ def test_ways_to_log_a_metric(assert_logs_alike, way, table):
 
 
 def collection(**kwargs):
-    """Top-1 and top-3 accuracy begin with equal states: compute groups must not take them for one."""
+    """Top-1 and top-3 accuracy begin equal: compute groups must not take them for one."""
     metrics = {f"top{k}": tc.MulticlassAccuracy(NUM_CLASSES, top_k=k) for k in (1, 3)}
     return tm.MetricCollection(
         {**metrics, "f1": METRICS["f1"](), "auroc": METRICS["auroc"]()}, **kwargs
@@ -289,7 +289,7 @@ def test_computed_at_the_end_of_an_epoch(assert_logs_alike, make):
 
 
 def test_metrics_in_plain_containers(assert_logs_alike):
-    """One for all stages; nobody logs it before the epoch ends. Nobody moves it to a device, either."""
+    """One for all stages; nobody logs it before an epoch's end, or moves it to a device."""
 
     def make():
         return {

@@ -1,4 +1,4 @@
-"""What steps return is put together again; every sample is evaluated once; predictions come in the dataset's order."""
+"""What steps return is joined; samples are evaluated once; predictions come in dataset order."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The option `replicas`: the trained weights are the same bits on any number of devices of one kind."""
+"""The option `replicas`: trained weights are the same bits on any number of devices of one kind."""
 
 import pytest
 from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy, relative_error, same_bits
@@ -38,7 +38,7 @@ def everything(base):
 
 @pytest.fixture
 def replicated(train):
-    """Three epochs of four batches, each of two samples a replica but the last's, on any number of devices."""
+    """Three epochs of 4 batches, 2 samples a replica but the last's, on any number of devices."""
 
     def replicated(make, k, replicas=REPLICAS, **kwargs):
         kwargs = {"loader": lambda: a_loader(16, 58), "max_epochs": 3, "check": False, **kwargs}

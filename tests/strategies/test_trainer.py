@@ -42,7 +42,7 @@ def test_several_runs_on_one_trainer(trainer_on):
 
 
 def test_after_a_run(train, tmp_path):
-    """A Trainer is pickled and copied; a step after the run is the module's alone; nothing of the replicas is left."""
+    """A Trainer is pickled and copied; a step after the run is the module's; no replica is left."""
     kept = []
 
     class Module(Regression):

@@ -1,4 +1,4 @@
-"""A small module in float64, its data, and how two trained modules are compared. The fixtures of conftest.py use it."""
+"""A small float64 module, its data, how two trained ones compare; for conftest.py's fixtures."""
 
 import math
 import re
@@ -154,7 +154,7 @@ class EqualReplicas(Callback):
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:
-    """Nested values of the same types and shapes, numbers equal up to the order of sums, on whatever device."""
+    """Nested values of the same types and shapes, numbers up to sums' order, on any device."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(
@@ -219,7 +219,7 @@ NUM_CLASSES = 4
 
 
 def labelled(num_samples: int = 23, batch_size: int = 7, seed: int = 1) -> DataLoader:
-    """X (N, 5) and classes (N,), in batches of 7, 7, 7 and 2: uneven shards, and fewer samples than three devices."""
+    """X (N, 5), classes (N,) in batches of 7, 7, 7, 2: uneven shards, a batch of few samples."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
     y = (
@@ -229,7 +229,7 @@ def labelled(num_samples: int = 23, batch_size: int = 7, seed: int = 1) -> DataL
 
 
 class Logs(LightningModule):
-    """Calls `step(self, stage, X, y, batch_idx)` in every step, and `at_end(self, stage)` when an epoch ends."""
+    """Calls `step(self, stage, X, y, batch_idx)` in steps, `at_end(self, stage)` after epochs."""
 
     def __init__(self, step: Callable[..., Any], make: Callable[[], Any], at_end: Any) -> None:
         super().__init__()

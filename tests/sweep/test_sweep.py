@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu sweep`: interrupted and killed, in two terminals, with trials that fail, and mistakes."""
+"""`python -m lightning_mgpu sweep`: interrupted, killed, in two terminals, failing, mistaken."""
 
 import csv
 import fcntl

@@ -101,7 +101,7 @@ STRATEGIES = """
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
-    """Run the command in a directory with a third party's strategies; returns its status and what it printed."""
+    """Run the command beside a third party's strategies; returns its status and what it printed."""
     (tmp_path / "my_strategies.py").write_text(textwrap.dedent(STRATEGIES))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
