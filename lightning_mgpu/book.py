@@ -1,12 +1,12 @@
 """'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
-python -m lightning_mgpu.book --devices 1       # takes the same steps up to rounding; the rounding errors grow
+python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
 
 The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch.
 The new edition in the making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step
-on one and two devices (tests/test_book.py) and the time of a step on k devices: t(k) =
-t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+on one and two devices (tests/test_book.py) and the time of a step on k devices:
+t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
 """
 
 import argparse
@@ -44,9 +44,8 @@ def lenet(X: Tensor, params: Params) -> Tensor:
     """Logits (B, 10) of images (B, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (B, 20, 26, 26), pooled to (B, 20, 13, 13)
-    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(
-        1
-    )  # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(1)
     h3 = F.relu(h2 @ W3 + b3)  # (B, 128)
     return h3 @ W4 + b4  # (B, 10)
 
@@ -109,15 +108,13 @@ def train(
         raise ValueError(
             f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both."
         )
-    data = FashionMNIST(
-        batch_size, val_size=0
-    )  # the seed and the epoch decide the order, not the devices
+    # the seed and the epoch decide the order, not the devices
+    data = FashionMNIST(batch_size, val_size=0)
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[
-        :num_devices
-    ]  # repeated where there are too few
+    # repeated where there are too few
+    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[:num_devices]
     params = init_params()
     device_params = [get_params(params, device) for device in devices]
     seconds, test_accs = 0.0, []

@@ -29,9 +29,8 @@ from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
 from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job; the processes tested would, too
+# a shell's background job; the processes tested would, too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven

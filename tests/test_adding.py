@@ -85,9 +85,8 @@ def test_a_model_trains_and_is_found_by_its_checkpoint(
     out = shell(" ".join([line, *SHORT, *LIMITS]))
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     assert "model:    MLP, 50,890 parameters" in out
-    (path,) = project.glob(
-        "runs/*/checkpoints/last.ckpt"
-    )  # the checkpoint alone says which model it is
+    # the checkpoint alone says which model it is
+    (path,) = project.glob("runs/*/checkpoints/last.ckpt")
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 

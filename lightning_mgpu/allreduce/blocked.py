@@ -6,9 +6,8 @@ from torch import Tensor
 from lightning_mgpu.allreduce.flat import flattened
 from lightning_mgpu.allreduce.textbook import textbook_allreduce
 
-BLOCK_BYTES = (
-    512 * 1024
-)  # smaller ones spend their time in Python, larger ones leave a core's cache
+# smaller ones spend their time in Python, larger ones leave a core's cache
+BLOCK_BYTES = 512 * 1024
 
 
 @torch.no_grad()
@@ -33,9 +32,8 @@ def blocked_allreduce(tensors: list[Tensor]) -> None:
         textbook_allreduce(tensors)
         return
     with flattened(tensors) as flat:
-        for block in zip(
-            *(f.split(BLOCK_BYTES // f.element_size()) for f in flat)
-        ):  # k views of one block
+        # k views of one block
+        for block in zip(*(f.split(BLOCK_BYTES // f.element_size()) for f in flat)):
             total, *others = block
             for other in others:
                 total.add_(other)

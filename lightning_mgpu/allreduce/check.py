@@ -63,12 +63,10 @@ def _check(
 def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
     """The inputs of one call after the other, on the CPU; the first make the clearest message."""
     k = len(devices)
-    generator = torch.Generator().manual_seed(
-        0
-    )  # its own: the run's random numbers stay as they are
-    yield [
-        torch.tensor([1.0, 2.0]) * 2**i for i in range(k)
-    ]  # every subset of devices has another sum
+    # its own: the run's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)
+    # every subset of devices has another sum
+    yield [torch.tensor([1.0, 2.0]) * 2**i for i in range(k)]
     dtypes = [torch.float32, torch.float64]  # float64 shows a sum that was made in less
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # all that Apple GPUs have
@@ -88,9 +86,8 @@ def _call(
         for inputs in cases
     ]
     memory = [[t.data_ptr() for t in tensors] for tensors in copies]
-    slots = [
-        list(tensors) for tensors in copies
-    ]  # may get other tensors: `copies` shows that ours did not change
+    # may get other tensors: `copies` shows that ours did not change
+    slots = [list(tensors) for tensors in copies]
     try:
         many(list(slots))
     except Exception as error:
@@ -131,18 +128,20 @@ def _sums(
     for i, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.data_ptr() != memory[i]:
             raise ValueError(
-                f"allreduce {name} gave the tensor of device {i} ({device}) other memory, shape or dtype{where}; "
-                "it must change the values in place (data[i].copy_(...))"
+                f"allreduce {name} gave the tensor of device {i} ({device}) other memory, shape or "
+                f"dtype{where}; it must change the values in place (data[i].copy_(...))"
             )
         result = tensor.detach().cpu()
         wrong = ~((result.double() - total).abs() <= rounding)  # nan is wrong too
         if wrong.any():
             hint = "" if rebound else _hint(x)
             if not hint and (rebound or torch.equal(result, inputs[i])):
-                hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind the list's slots"
+                hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind "
+                hint += "the list's slots"
             got, expected = _show(result, wrong), _show(total.to(x.dtype), wrong)
             raise ValueError(
-                f"allreduce {name} left device {i} ({device}) with {got} instead of the sum {expected}{where}{hint}"
+                f"allreduce {name} left device {i} ({device}) with {got} instead of the sum "
+                f"{expected}{where}{hint}"
             )
         results.append(result)
     return results
@@ -156,7 +155,10 @@ def _where(inputs: list[Tensor]) -> str:
 def _hint(x: Tensor) -> str:
     """What to write instead of the usual mistake for tensors like `x`."""
     if not x.is_contiguous():
-        return "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes a copy of it"
+        hint = (
+            "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes "
+        )
+        return hint + "a copy of it"
     return ""
 
 

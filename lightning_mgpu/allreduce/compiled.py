@@ -12,13 +12,10 @@ from lightning_mgpu.allreduce.flat import flattened
 from lightning_mgpu.allreduce.foreach import foreach_many
 from lightning_mgpu.allreduce.many import with_many
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-)  # Inductor adds half precision in float32: more exact, but other bits
-MIN_BYTES = (
-    4 * 2**20
-)  # of the k tensors together: for less, a call of its own takes longer than it saves
+# Inductor adds half precision in float32: more exact, but other bits
+DTYPES = (torch.float32, torch.float64)
+# of the k tensors together: for less, a call of its own takes longer than it saves
+MIN_BYTES = 4 * 2**20
 MAX_TENSORS = 640  # in one kernel: more take too long to compile (a ResNet-18 on 8 devices has 608)
 
 Kernel = Callable[[list[Tensor]], object]  # takes its list over and empties it
@@ -49,16 +46,14 @@ def compiled_allreduce(tensors: list[Tensor]) -> None:
     """Add up k tensors by element and store each sum k times, in place, in one loop over all cores.
 
     Reads k n bytes and writes k n, as `t.add_(1)` on each of them does: within one memory no
-    allreduce can do less. The textbook reads and writes the sum on device 0 anew for every other
-    device.
+    allreduce can do less. The textbook reads and writes device 0's sum anew for all other devices.
 
     The kernel for any size is compiled at the first call, once for each k and dtype; torch keeps it
     on disk. Small tensors, half precision, strides with holes and tensors that are not on the CPU,
     which have no loop in common, are left to `blocked_allreduce`: the same sums to the bit.
 
     Raises:
-        RuntimeError: If the kernel cannot be compiled, as without a C++ compiler, with what to
-            install.
+        RuntimeError: If the kernel cannot be compiled, as without a C++ compiler: what to install.
     """
     if len(tensors) == 1 or _is_small(tensors):
         blocked_allreduce(tensors)
@@ -77,9 +72,8 @@ def _is_small(tensors: list[Tensor]) -> bool:
 def _fit(tensors: list[Tensor]) -> bool:
     """Whether one kernel can take them all."""
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all(
-        [t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors]
-    )  # noqa: C419 - a generator is slower
+    fit = [t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors]
+    return dtype in DTYPES and all(fit)  # not of a generator, which is slower
 
 
 def _run(kernel: Kernel, tensors: list[Tensor]) -> None:
@@ -122,7 +116,8 @@ def _kernel(
             )
         except Exception as error:
             raise RuntimeError(
-                "compiled_allreduce could not compile its kernel. It needs a C++ compiler, g++ or what $CXX names "
-                "(apt install g++, conda install gxx, or Xcode's command line tools); blocked_allreduce needs none. "
-                f"torch said: {' '.join(str(error).split())[:300]}"
+                "compiled_allreduce could not compile its kernel. It needs a C++ compiler, g++ or "
+                "what $CXX names (apt install g++, conda install gxx, or Xcode's command line "
+                "tools); blocked_allreduce needs none. torch said: "
+                f"{' '.join(str(error).split())[:300]}"
             ) from error

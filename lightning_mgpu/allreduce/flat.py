@@ -14,9 +14,8 @@ def flattened(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     (contiguous, transposed, channels_last, ...) thus become views and nothing is copied; the others
     are copied, and copied back at the end.
     """
-    order = sorted(
-        range(tensors[0].ndim), key=tensors[0].stride, reverse=True
-    )  # outermost dimension in memory first
+    # outermost dimension in memory first
+    order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
     permuted = [t.permute(order) for t in tensors]
     flat = [p.reshape(-1) for p in permuted]
     yield flat

@@ -20,15 +20,13 @@ def ring_allreduce(tensors: list[Tensor]) -> None:
     k = len(tensors)
     with flattened(tensors) as flat:
         chunks = [f.tensor_split(k) for f in flat]  # chunks[device][c], sizes differ by at most 1
-        for step in range(
-            k - 1
-        ):  # reduce-scatter: chunk c sets out from device c and gathers a term at each stop
+        # reduce-scatter: chunk c sets out from device c and gathers a term at each stop
+        for step in range(k - 1):
             for i in range(k):
                 right, c = (i + 1) % k, (i - step) % k
                 chunks[right][c].add_(chunks[i][c].to(tensors[right].device))
-        for step in range(
-            k - 1
-        ):  # all-gather: chunk c, complete on device c - 1, goes round once more
+        # all-gather: chunk c, complete on device c - 1, goes round once more
+        for step in range(k - 1):
             for i in range(k):
                 right, c = (i + 1) % k, (i + 1 - step) % k
                 chunks[right][c].copy_(chunks[i][c])

@@ -19,12 +19,10 @@ def sharded_allreduce(tensors: list[Tensor]) -> None:
     """
     k = len(tensors)
     with flattened(tensors) as flat:
-        slices = [
-            f.tensor_split(k) for f in flat
-        ]  # slices[device][owner], sizes differ by at most 1
-        for shift in range(
-            1, k
-        ):  # owner i takes from i + shift: nobody sends two messages at a time
+        # slices[device][owner], sizes differ by at most 1
+        slices = [f.tensor_split(k) for f in flat]
+        # owner i takes from i + shift: nobody sends two messages at a time
+        for shift in range(1, k):
             for owner in range(k):
                 mine, theirs = slices[owner][owner], slices[(owner + shift) % k][owner]
                 mine.add_(theirs.to(mine.device))

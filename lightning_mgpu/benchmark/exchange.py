@@ -1,7 +1,6 @@
 """The allreduce functions alone: tables and a picture, beside what memory does with the same bytes.
 
-Each function is timed in a process of its own (`main`): OpenMP's threads of a compiled one slow
-down those after it.
+Each function is timed in a process of its own (`main`): a compiled one's OpenMP threads slow all.
 """
 
 import functools
@@ -79,9 +78,8 @@ def time_function(
     name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float
 ) -> float:
     """Seconds of a call on float32 gradients of these shapes, measured for so many `seconds`."""
-    from torch.utils.benchmark import (
-        Timer,
-    )  # which says that there is no CUDA: only where it is needed
+    # which says that there is no CUDA: only where it is needed
+    from torch.utils.benchmark import Timer
 
     gradients = [[torch.zeros(*shape, device=device) for device in devices] for shape in shapes]
     call: Callable[[], None] = functools.partial(read_modify_write, gradients)

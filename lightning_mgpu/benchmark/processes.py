@@ -52,9 +52,8 @@ def output_of(worker: str, order: dict[str, Any]) -> tuple[Any, str | None]:
         output, errors = process.communicate()
     if process.returncode:
         return None, (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]
-    [answer] = [
-        line for line in output.splitlines() if line.startswith("{")
-    ]  # libraries print lines, too
+    # libraries print lines, too
+    [answer] = [line for line in output.splitlines() if line.startswith("{")]
     return json.loads(answer), None
 
 
@@ -66,18 +65,15 @@ def num_cores() -> int:
 def machine() -> dict[str, Any]:
     """What the figures are measured on and with. Warns if other programs want the cores.
 
-    A step then waits for a core as often as it meets its threads: milliseconds, where the exchange
-    takes microseconds.
+    A step then waits for a core as often as it meets its threads: milliseconds, not microseconds.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(
         (line.partition(": ")[2] for line in lines if line.startswith("model name")),
         platform.machine(),
     )
-    cores, load = (
-        num_cores(),
-        os.getloadavg()[0],
-    )  # how many threads wanted a core in the last minute
+    # how many threads wanted a core in the last minute
+    cores, load = (num_cores(), os.getloadavg()[0])
     if load > cores:
         print(
             f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures",

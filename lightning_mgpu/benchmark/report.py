@@ -65,7 +65,8 @@ def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
     )
     if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
-        measured += f" Other programs wanted the cores, too (load {machine['load']:.1f}): the figures mean little."
+        load = f"(load {machine['load']:.1f})"
+        measured += f" Other programs wanted the cores, too {load}: the figures mean little."
     return measured
 
 

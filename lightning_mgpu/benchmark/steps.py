@@ -41,7 +41,7 @@ OWN += [
 class Stretches(Callback):
     """Times two stretches of `num_steps` after a warm-up, the second with a clock at each part."""
 
-    # where this file runs it is `__main__`: strategies would take its hooks for a user's, which may edit weights
+    # run, this file is `__main__`: strategies would take its hooks for a user's, which edit weights
     __module__ = "lightning_mgpu.benchmark.steps"
 
     def __init__(self, parts: Parts, num_steps: int) -> None:
@@ -185,9 +185,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
 def main() -> None:
     configuration = Configuration(**json.loads(sys.argv[1]))
     torch.set_num_threads(num_cores())
-    os.environ.pop(
-        "OMP_NUM_THREADS", None
-    )  # then Lightning shares the cores out among the processes of `ddp`
+    # then Lightning shares the cores out among the processes of `ddp`
+    os.environ.pop("OMP_NUM_THREADS", None)
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")

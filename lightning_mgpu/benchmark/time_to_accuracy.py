@@ -1,7 +1,7 @@
 """Seconds of training to a test accuracy: what counts for a recipe, rather than seconds an epoch.
 
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --model.optimizer.lr=0.3
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --data.augment=true
 
 All other options go to `fit`, with `--data.val_size=0`: the test set after every epoch. The seconds
 are the run's `epoch_seconds`. They count compiling, but neither validation nor the start of Python.

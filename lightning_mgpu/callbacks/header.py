@@ -81,9 +81,9 @@ def global_batch_size(trainer: Trainer) -> int | None:
         return sampler.batch_size
     if trainer.training and trainer.world_size > 1:
         rank_zero_warn(
-            f"each of the {trainer.world_size} processes takes batches of its own: make the loader with "
-            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True), which deals one "
-            "batch out to all processes"
+            f"each of the {trainer.world_size} processes takes batches of its own: make the loader "
+            "with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
+            "shuffle=True), which deals one batch out to all processes"
         )
     own = getattr(loader, "batch_size", None)
     return own and own * trainer.world_size

@@ -20,8 +20,7 @@ class Pictures(Callback):
     """Draws what samples are taken for (`confusion.png`), the first images (`predictions.png`).
 
     Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that
-    returns a dict with `logits` (N, C); other models get no picture. Images are (N, C, H, W), grey
-    or of three colours.
+    returns a dict with `logits` (N, C); others get no picture. Images (N, C, H, W) are grey or RGB.
     """
 
     def __init__(self) -> None:
@@ -65,9 +64,8 @@ class Pictures(Callback):
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._metric is not None:
-            counts = (
-                self._metric.compute().cpu()
-            )  # (C, C), rows are true classes, summed over all processes
+            # (C, C), rows are true classes, summed over all processes
+            counts = self._metric.compute().cpu()
             size = 3 + 0.6 * len(counts)
             figure = Figure(figsize=(size, size - 1), layout="constrained")
             labels = class_names(trainer, len(counts))

@@ -42,9 +42,10 @@ class PredictionWriter(BasePredictionWriter):
         tables = gathered(table_of(batches, sample_indices(trainer)))
         if any(table is None for table in tables):
             rank_zero_warn(
-                f"predictions.csv is not written: it needs one loader that says which samples are in a batch, as a "
-                f"DataLoader with a batch_size does, and a {type(pl_module).__name__}.predict_step that returns a "
-                "tensor, or a dict of tensors, with a row for every sample."
+                "predictions.csv is not written: it needs one loader that says which samples are "
+                "in a batch, as a DataLoader with a batch_size does, and a "
+                f"{type(pl_module).__name__}.predict_step that returns a tensor, or a dict of "
+                "tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
             table = torch.cat(tables).numpy()
@@ -92,9 +93,8 @@ def sample_indices(trainer: Trainer) -> list[list[int]]:
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
         return [indices.tolist() for _, indices in sampler]
-    return trainer.predict_loop.epoch_batch_indices[
-        0
-    ]  # Lightning's record of a DataLoader's batch sampler
+    # Lightning's record of a DataLoader's batch sampler
+    return trainer.predict_loop.epoch_batch_indices[0]
 
 
 def gathered(own: Any) -> list[Any]:

@@ -47,7 +47,8 @@ class LearningRateSearch(LearningRateFinder):
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
             lr = suggestion(rates, losses)
             save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
-            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            found = "no suggestion, the loss hardly falls: try more num_training_steps, "
+            found += "or other weights"
             if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
@@ -90,7 +91,7 @@ def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
 
 
 class BatchSizeSearch(BatchSizeFinder):
-    """Doubles the *global* batch until memory runs out or `max_trials` sizes fit, then ends the run.
+    """Doubles the *global* batch until memory ends or `max_trials` sizes fit; then the run ends.
 
     Args:
         init_val: The first global batch.
@@ -102,9 +103,8 @@ class BatchSizeSearch(BatchSizeFinder):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        lightning_setattr(
-            pl_module, "batch_size", self._init_val
-        )  # or Lightning's first trial has the batch given
+        # or Lightning's first trial has the batch given
+        lightning_setattr(pl_module, "batch_size", self._init_val)
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
         if size is not None:  # fast_dev_run has none
@@ -115,7 +115,8 @@ class BatchSizeSearch(BatchSizeFinder):
                 else "twice as many do not fit"
             )
             print(
-                f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}",
+                f"batch_find: {size} global; {limit}\n          use it with "
+                f"--data.batch_size={size}",
                 flush=True,
             )
         raise _TunerExitException

@@ -70,8 +70,7 @@ def prepare(args: list[str], given: dict[str, Any], first: dict[str, Any]) -> li
 def with_defaults(given: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """`configs/default.yaml`, over it a checkpoint's configuration; a class named has its defaults.
 
-    As a `default_config_files` of the parser, the file would give LeNet's settings to every other
-    model.
+    As a `default_config_files` of the parser, the file would give LeNet's settings to all models.
     """
     defaults = read_config(str(CONFIGS / "default.yaml")) | saved
     for key in ("model", "data"):

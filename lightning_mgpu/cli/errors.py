@@ -31,7 +31,8 @@ MOST_LINES, MOST_CHARACTERS = 6, 300
 OTHER_PARAMETERS = (
     "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
 )
-NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
+# how lines begin that tell of jsonargparse's inner life, or of what the first line says already
+NOISE = (
     *(
         "Does not validate against any",
         "Subtypes:",
@@ -99,7 +100,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
                 if isinstance(error, kind):
                     error.add_note(advice)
             raise
-        # wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone
+        # wrong values are so in every process, and the first says so; files may be so in one alone
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
             print(f"error: {in_lines(error)} ({SWITCH} shows where)", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -1,8 +1,7 @@
 """The LightningCLI: `fit`, `validate`, `test` and `predict` for any LightningModule and DataModule.
 
 Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and
-all of them over `configs/default.yaml`. A relative `--config` that does not exist here is looked up
-in `configs/`.
+all over `configs/default.yaml`. A relative `--config` that is not here is looked up in `configs/`.
 """
 
 import os
@@ -60,7 +59,7 @@ class CLI(LightningCLI):
                 LightningDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=True,
-                auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
+                auto_configure_optimizers=False,  # --model.optimizer and --model.lr_scheduler do
                 save_config_callback=None,  # RunRecord's is it
                 parser_kwargs={**shared, **usage},
                 parser_class=Parser,
@@ -212,9 +211,8 @@ class CLI(LightningCLI):
             tested = self.trainer.test(
                 self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True
             )
-            metrics = (
-                dict(tested[0]) if tested else {}
-            )  # nothing with `--trainer.limit_test_batches=0`
+            # nothing with `--trainer.limit_test_batches=0`
+            metrics = dict(tested[0]) if tested else {}
         if is_first:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_mgpu.cli.help import PROG
 
-# StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
+# StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
 
@@ -22,7 +22,7 @@ class Parser(LightningArgumentParser):
     learning rate of the model's own SGD. What a file or a flag says is kept, too: it was said.
     """
 
-    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, in parsing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": PROG, **kwargs})  # of a class's help, too
@@ -30,9 +30,8 @@ class Parser(LightningArgumentParser):
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Called for the arguments of every class."""
-        before = (
-            args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
-        )  # its older name
+        # its older name
+        before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
         parts = [part if isinstance(part, dict) else vars(part) for part in (before, obj) if part]
         given = {name: value for part in parts for name, value in part.items()}
         outer = self._named  # of the same class, around this one

@@ -1,7 +1,6 @@
 """Where the four Fashion-MNIST files come from: found or fetched, checked, put where they are read.
 
-    ensure_fashion_mnist("data")            # 'files under data/FashionMNIST/raw', or where else
-    they came from
+    ensure_fashion_mnist("data")  # 'files under data/FashionMNIST/raw', or where they came from
 
 Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest
 is common to all: read, check size and MD5, write beside the target, rename. Nothing unchecked ever
@@ -116,8 +115,9 @@ def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path,
         except _Unavailable as error:
             failures.append(f"{name}: {error}")
     fix = (
-        f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four files under {raw}, or "
-        f"try --data.source=synthetic for a demonstration. With data.source={source} were tried"
+        f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four "
+        f"files under {raw}, or try --data.source=synthetic for a demonstration. With "
+        f"data.source={source} were tried"
     )
     raise DataSourceError("\n".join([fix, *failures]))
 
@@ -135,7 +135,8 @@ def _checked(directory: Path, file: IdxFile) -> bytes:
                 continue
             if (len(data), _md5(data)) == (file.num_bytes, file.md5):
                 return data
-            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, not {file.num_bytes} with {file.md5}"
+            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, "
+            problem += f"not {file.num_bytes} with {file.md5}"
     raise _Unavailable(problem)
 
 

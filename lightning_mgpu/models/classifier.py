@@ -3,8 +3,8 @@
 A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
 
     --model=LeNet --model.optimizer=AdamW --model.optimizer.lr=0.001
-    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4       # stepped every batch, length filled in
-    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3          # stepped every epoch
+    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4  # every batch, length filled in
+    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3     # every epoch
     --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
 """
 
@@ -43,13 +43,11 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        dtype = torch.promote_types(
-            loss.dtype, torch.float32
-        )  # `bf16-true` makes bfloat16 of a state
+        # `bf16-true` makes bfloat16 of a state
+        dtype = torch.promote_types(loss.dtype, torch.float32)
         self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
-        self.num_samples = (
-            self.num_samples + num_samples
-        )  # not in place: `ddp_spawn` shares a CPU tensor's memory
+        # not in place: `ddp_spawn` shares a CPU tensor's memory
+        self.num_samples = self.num_samples + num_samples
 
     def compute(self) -> Tensor:
         return self.total / self.num_samples
@@ -92,9 +90,8 @@ class Classifier(LightningModule):
             raise ValueError(
                 f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1."
             )
-        self.save_hyperparameters(
-            logger=False
-        )  # from the command line: plain types, enough to rebuild the model
+        # from the command line: plain types, enough to rebuild the model
+        self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
         self.optimizer = optimizer
@@ -120,9 +117,8 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log(
-                "loss", loss, batch_size=len(batch[1])
-            )  # with `prog_bar` all later steps would wait for it
+            # with `prog_bar` all later steps would wait for it
+            self.log("loss", loss, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -141,13 +137,12 @@ class Classifier(LightningModule):
             "probabilities": probabilities,
         }
 
-    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
-    # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
+    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logged at
+    # the start, it costs a step nothing, and callbacks see the value in their epoch-end hooks.
     def on_train_start(self) -> None:
         if self.trainer.fit_loop.restarted_mid_epoch:
-            self._log_epoch(
-                "train"
-            )  # a run resumed in the middle of an epoch calls no on_train_epoch_start
+            # a run resumed in the middle of an epoch calls no on_train_epoch_start
+            self._log_epoch("train")
 
     def on_train_epoch_start(self) -> None:
         self._log_epoch("train")

@@ -15,8 +15,7 @@ from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaim
 class LeNet(Classifier):
     """The book's LeNet on images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for batches of 256.
 
-    Arguments: those of `Classifier`, and `init`: weights from the book's N(0, 0.01), or from He et
-    al. (2015).
+    Arguments: `Classifier`'s, and `init`: weights from the book's N(0, 0.01), or He et al. (2015).
     """
 
     def __init__(

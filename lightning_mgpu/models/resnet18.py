@@ -1,7 +1,6 @@
 """The slightly modified ResNet-18 of d2l.ai, 'Concise Implementation for Multiple GPUs'.
 
-A smaller stem than He et al. (2016): a 3x3 convolution of stride 1 and no max-pooling, for images
-of 28x28.
+A smaller stem than He et al. (2016): a 3x3 convolution, stride 1, no max-pooling, for 28x28 images.
 
     python -m lightning_mgpu fit --model=ResNet18
     python -m lightning_mgpu fit --config experiment/resnet18_book_2dev.yaml

@@ -61,8 +61,7 @@ def claim(run_dir: Path) -> int:
 def run_directory(trainer: Trainer) -> Path | None:
     """Where callbacks write, created; `None` but in the first process, and in a `fast_dev_run`.
 
-    `trainer.log_dir` is no place to ask for: it is a broadcast, which waits for ever if one process
-    alone asks.
+    `trainer.log_dir` is a broadcast, which waits for ever if one process alone asks for it.
     """
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None

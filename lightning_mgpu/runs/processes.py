@@ -37,8 +37,7 @@ def leave_group() -> None:
     """Leave the group of processes at the end of a run.
 
     Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange
-    while Python ends, which now and then ends a process that has done everything with SIGABRT
-    (pytorch/pytorch#179291).
+    while Python ends, which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -60,7 +60,7 @@ class RunRecord(Callback):
                 trainer.loggers = [*trainer.loggers, logger]
                 self.opened.callback(finish, logger.experiment)
 
-    # Where the weights are on their device: in `setup` they are not, though `pl_module.device` says so.
+    # Where weights are on their device: in `setup` they are not, though `pl_module.device` says so.
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self.has_model:
@@ -94,7 +94,8 @@ def summary(module: LightningModule) -> str:
         try:
             return f"{LayerTable(module, has_sizes=not is_sharded(module.trainer))}\n"
         except Exception as error:  # of any model's `forward`: a table ends no run
-            note = f"no sizes: with example_input_array, forward raises {type(error).__name__}: {error}"
+            raised = f"{type(error).__name__}: {error}"
+            note = f"no sizes: with example_input_array, forward raises {raised}"
         finally:
             for layer, mode in modes:
                 layer.training = mode

@@ -36,12 +36,10 @@ class Tracking:
     """What Weights & Biases is told about a run.
 
     Args:
-        mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE`
-            goes before `auto`.
+        mode: `auto` goes online with a login and an answering server; `WANDB_MODE` goes before it.
         project: The project; `WANDB_PROJECT` or `lightning-mgpu` if left out.
         name: Shown name of the run; the run directory's if left out.
-        log_model: Upload the checkpoints of the best and the last epoch as artifacts when training
-            ends.
+        log_model: Upload the best and the last epoch's checkpoints as artifacts after training.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -101,11 +99,11 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    wandb.setup(
-        wandb.Settings(silent=True)
-    )  # else W&B warns of an argument that Lightning's logger has
+    # else W&B warns of an argument that Lightning's logger has
+    wandb.setup(wandb.Settings(silent=True))
     saved = run_dir / RUN_ID
-    logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
+    # with resume="allow": the first process with this id creates the run, later ones go on
+    logger = WandbLogger(
         project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         name=tracking.name or os.environ.get("WANDB_NAME") or run_dir.name,
         id=saved.read_text() if saved.exists() else None,

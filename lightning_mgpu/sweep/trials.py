@@ -57,8 +57,10 @@ class Sweep:
             if not (path := self.dir / "sweep.json").exists():
                 replace_text(path, settings)
         if path.read_text() != settings:
-            told = "repeat the command that began it, name a new directory with --sweep_dir, or delete this one"
-            raise UsageError(f"{self.dir} holds another sweep, that of its {path.name}: {told}")
+            raise UsageError(
+                f"{self.dir} holds another sweep, that of its {path.name}: repeat the command that "
+                "began it, name a new directory with --sweep_dir, or delete this one"
+            )
 
     def lock(self) -> FileLock:  # for files that all processes write
         return FileLock(self.dir / "sweep.lock")
@@ -112,9 +114,8 @@ class Sweep:
 
     def _run_trial(self, run_dir: Path, params: dict[str, Any], log: IO[str]) -> dict[str, Any]:
         """Run a trial to its end; returns its `value` and `note`."""
-        given = [
-            as_argument(option, params[option]) for option in self.space
-        ]  # --model before --model.lr
+        # --model before --model.lr
+        given = [as_argument(option, params[option]) for option in self.space]
         print(f"{run_dir.name}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
             arguments = [f"--resume={run_dir}"]

@@ -49,11 +49,9 @@ def check_strategy(
     """Try out what a strategy promises; yields a `Result` for every promise.
 
     Args:
-        strategy: A name Lightning knows, or a dotted path to a Strategy class or a function that
-            returns a Strategy.
+        strategy: A name Lightning knows, or a dotted path to a Strategy class or function.
         promises: Keys of `PROMISES`.
-        timeout: Seconds that the cases may take together before the one that runs counts as
-            hanging.
+        timeout: Seconds that all cases may take before the one that runs counts as hanging.
     """
     left = list(promises)
     while left:
@@ -116,9 +114,8 @@ def main() -> None:
 
     name, alone, expected = names[0], Kind(accelerator=kind.accelerator), {}
     try:
-        for name in (
-            names if is_first else ()
-        ):  # before the strategy starts processes: metrics would add up theirs
+        # before the strategy starts processes: metrics would add up theirs
+        for name in names if is_first else ():
             if (promise := PROMISES[name]).tolerance is not None:
                 expected[name] = (promise.alone or promise.case)(alone, directory)
         for name in names:

@@ -134,7 +134,7 @@ class Logs(Probe):
 
 
 class TwoOptimizers(Probe):
-    """Manual optimization: two networks, one to undo what the other does, with an optimizer each."""
+    """Manual optimization: two networks, one to undo what the other does, an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ ALGORITHMS = [
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-# How to lay the given values out in memory; every layout but the contiguous one has other strides or holes.
+# How to lay the values out in memory; all layouts but the contiguous have other strides or holes.
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "0-d": ((), lambda x: x),
     "empty": ((0,), lambda x: x),
@@ -104,9 +104,8 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
     plain = [tensors(shape) for shape in [(20, 1, 3, 3), (300, 97), (), (0,), (17,)]]
     odd = [[t.to(memory_format=torch.channels_last) for t in tensors((8, 3, 5, 5))]]
     odd += [[t.to(torch.bfloat16) for t in tensors((40, 700))]]
-    many = [tensors((17,)) for _ in range(700)] + [
-        tensors((1100, 1000))
-    ]  # the large one gets a kernel of its own
+    # the large one gets a kernel of its own
+    many = [tensors((17,)) for _ in range(700)] + [tensors((1100, 1000))]
     # larger than a block, and than what gets a kernel of its own; of no round size
     large = [
         [lay_out(t.to(dtype)) for t in tensors((701, 997))]

@@ -19,7 +19,7 @@ from lightning_mgpu.allreduce import (
 )
 
 aten = torch.ops.aten
-# For k devices and tensors of n bytes: messages, and bytes that the device with most to do sends, and receives.
+# For k devices and tensors of n bytes: messages, and bytes that the busiest sends, and receives.
 FORMULAS: dict[Allreduce, Callable[[int, int], tuple[int, float]]] = {
     textbook_allreduce: lambda k, n: (2 * (k - 1), (k - 1) * n),
     blocked_allreduce: lambda k, n: (2 * (k - 1), (k - 1) * n),

@@ -35,7 +35,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
-    # imports are found: those of a file that has many, and on average two a file, in a copy with fewer rooms, too
+    # imports are found: those of a file that has many, on average two a file, with fewer rooms, too
     strategies = {
         "gradients",
         "lockstep",

@@ -133,9 +133,8 @@ def test_code_of_ones_own(
         main(*run, "--model=own_code.Picky", "--traceback")
     with pytest.raises(KeyError, match="a defect") as caught:
         main(*run, "--model=own_code.Broken")
-    assert (
-        caught.value.__cause__ is None and caught.value.__suppress_context__
-    )  # without jsonargparse's wrapping
+    # without jsonargparse's wrapping
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
     with pytest.raises(ValueError, match="a defect"):
         main(*run, "--model=own_code.Late")
 

@@ -118,18 +118,16 @@ def test_schedulers_step_every_epoch(rates: Callable) -> None:
     plateau = partial(
         ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs"
     )  # of val_loss
-    found = rates(
-        3, 1, lr_scheduler=plateau
-    )  # the first epoch is the best yet, the second no better
+    # the first epoch is the best yet, the second no better
+    found = rates(3, 1, lr_scheduler=plateau)
     assert found == pytest.approx([0.1, 0.1, 0.01])
 
 
 def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable) -> None:
     found = rates(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
     assert len({*found}) == 8 and max(found) == pytest.approx(0.4, rel=0.1)
-    assert (found[0], found[-1]) == pytest.approx(
-        (0.4 / 25, 0.4 / 25 / 1e4)
-    )  # torch's default factors
+    # torch's default factors
+    assert (found[0], found[-1]) == pytest.approx((0.4 / 25, 0.4 / 25 / 1e4))
 
 
 def test_mistakes_are_told(make_data: Callable, make_trainer: Callable) -> None:

@@ -22,14 +22,20 @@ from torch.utils.data import DataLoader, TensorDataset
 class Net(Classifier):
     """Draws random numbers in a step, and logs a value of its own beside torchmetrics objects."""
 
-    def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **kwargs):
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        **kwargs,
+    ):
         super().__init__(optimizer, **kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+        layers = nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10)
+        self.net = nn.Sequential(*layers)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[1]))
+        mean = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("mean_loss", loss, **mean, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -95,10 +101,8 @@ def assert_same(whole: Path, resumed: Path) -> None:
     a, b = last(whole), last(resumed)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
         assert equal(a[key], b[key]), key
-    for key in (
-        "epoch_progress",
-        "epoch_loop.batch_progress",
-    ):  # else a later resume goes on at another place
+    # else a later resume goes on at another place
+    for key in ("epoch_progress", "epoch_loop.batch_progress"):
         assert a["loops"]["fit_loop"][key] == b["loops"]["fit_loop"][key], key
     assert a["callbacks"]["LearningCurve"] == b["callbacks"]["LearningCurve"]
     assert metrics(whole) == metrics(resumed)

@@ -49,8 +49,7 @@ def test_what_wandb_gets(
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
     assert (
-        "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*"
-        in out
+        "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/off" in out
     )
     given = init.call_args.kwargs
     config = given["config"]

@@ -2,8 +2,7 @@
 
     python -m pytest -p tests.simulated.devices tests/simulated/test_steps.py
 
-The Trainer's data are not pinned, which is a wait of its own (`batch_loader` pins them): it is left
-out.
+The Trainer's data are not pinned, a wait of its own (`batch_loader` pins them) that is left out.
 """
 
 import gc
@@ -267,9 +266,8 @@ def test_a_devices_error_is_not_the_users_mistake(
             return self(batch[0]).mean()
 
         monkeypatch.setattr(LeNet, "training_step", fails)
-        monkeypatch.setattr(
-            Callback, "on_exception", lambda *args: stack.close()
-        )  # or the teardown waits, too
+        # or the teardown waits, too
+        monkeypatch.setattr(Callback, "on_exception", lambda *args: stack.close())
         with pytest.raises(RuntimeError, match="device-side assert triggered") as caught:
             main("fit", *options)
     assert "lightning" in caught.traceback[-1].path.parts  # the wait: it copies the next batch

@@ -74,8 +74,7 @@ def trainer_on(make_trainer: Callable[..., Trainer], engine: str) -> Callable[..
 def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., LightningModule]:
     """Build a module from the seed and fit it.
 
-    `val` validates after every epoch. `check` compares the replicas after every batch, which under
-    `dp` are none.
+    `val` validates after every epoch. `check` compares replicas after every batch; `dp` has none.
     """
 
     def train(
@@ -182,8 +181,7 @@ def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
         expected = logged(1, *args, **kwargs)
         assert len(expected) > 2
         options = {"strategy": strategy(3)} if strategy else {}
-        assert_close(
-            logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7
-        )  # aggregates are float32
+        # aggregates are float32
+        assert_close(logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7)
 
     return check

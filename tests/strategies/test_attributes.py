@@ -10,9 +10,8 @@ from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])

@@ -39,9 +39,8 @@ def test_options_that_do_not_fit(trainer_on, options, said):
 def test_cuda_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
-    assert (
-        strategy.devices == [torch.device("cuda:0")] * 3
-    )  # torch takes none without a number for the current one
+    # torch takes none without a number for the current one
+    assert strategy.devices == [torch.device("cuda:0")] * 3
     with refused("no 'cuda:1'; torch sees 1 CUDA device(s)"):
         ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
 

@@ -8,9 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tiny_runs import MANUAL, Regression
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 WHEN = [
     {"on_step": True, "on_epoch": False},

@@ -37,7 +37,7 @@ OPTIONS = [
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_synchronised(assert_parity, options, base):
-    """Running statistics, validation. In 2d one sample can be normalised, by fewer replicas, too."""
+    """Running statistics, validation. In 2d one sample can be normalised, by few replicas, too."""
     no_single = {"limit_train_batches": 3, "limit_val_batches": 3}
     assert_parity(
         lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single
@@ -114,10 +114,8 @@ def test_what_synchronisation_refuses(train):
 
     for make, said in (
         (lambda: Regression(batch_norm_net()), "more than 1 value per channel"),
-        (
-            lambda: Checkpointed(batch_norm_net()),
-            "activation checkpointing|on the same device",
-        ),  # of GPUs, torch
+        # of GPUs, torch
+        (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),
         (compiled, "compiled layers"),
     ):
         with pytest.raises(Exception, match=said):

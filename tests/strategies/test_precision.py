@@ -38,9 +38,8 @@ def test_precisions(assert_parity, precision, tolerance, base):
     class Module(in_single(base)):
         def loss(self, batch):
             assert torch.is_autocast_enabled(self.device.type) == (precision == "bf16-mixed")
-            assert (torch.get_default_dtype() == torch.float64) == (
-                precision == "64-true"
-            )  # wherever a replica runs
+            # wherever a replica runs
+            assert (torch.get_default_dtype() == torch.float64) == (precision == "64-true")
             return super().loss(batch)
 
     assert_parity(Module, precision=precision, tolerance=tolerance)

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_mgpu  # noqa: F401  registers the strategies
 
 MANUAL, DP = ENGINES = ("manual_allreduce", "dp")
-IS_SIMULATED = (
-    torch._C._get_privateuse1_backend_name() == "sim"
-)  # devices that differ: see tests/simulated
+# devices that differ: see tests/simulated
+IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"
 HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first device
 
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
@@ -137,7 +136,7 @@ class EqualReplicas(Callback):
         own_updates: Whether every replica must have made its own update. None: either way is right.
     """
 
-    __module__ = "lightning.checks"  # else the strategy takes it for one that may edit weights, and takes care
+    __module__ = "lightning.checks"  # else the strategy takes it for one that edits weights
 
     def __init__(self, own_updates: bool | None = None) -> None:
         self.num_steps, self.own_updates = 0, own_updates
