@@ -28,9 +28,8 @@ from lightning_mgpu.runs.errors import UsageError
 SWITCH = "--traceback"
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
-OTHER_PARAMETERS = (
-    "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
-)
+# how torch begins when a checkpoint is another model's
+OTHER_PARAMETERS = "Error(s) in loading state_dict for "
 # how lines begin that tell of jsonargparse's inner life, or of what the first line says already
 NOISE = (
     *(

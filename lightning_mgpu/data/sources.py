@@ -79,9 +79,8 @@ def ensure_fashion_mnist(
     raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
     try:
         if all(_is_good(raw / file.name, file) for file in files):
-            return (
-                f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
-            )
+            # the everyday case writes nothing, so `root` may be read-only
+            return f"files under {raw}"
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(raw / ".lock"), tempfile.TemporaryDirectory() as work:
             return _collect(raw, source, files, system_dir, Path(work))

@@ -101,9 +101,8 @@ class LastCheckpoint(Callback):
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
         self.best = best  # says where, and whether at all
-        self.seed = (
-            seed  # of the random numbers of a step, such as dropout's; null leaves them alone
-        )
+        # of the random numbers of a step, such as dropout's; null leaves them alone
+        self.seed = seed
         self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
         self._starts_epoch = False  # the first one after a checkpoint
@@ -124,9 +123,8 @@ class LastCheckpoint(Callback):
                 )
         # Lightning would take the batches of the epoch before for those of this one
         if self._starts_epoch:
-            loop._restarting = loop.epoch_loop.restarting = (
-                False  # its setter knows better where max_steps is given
-            )
+            # its setter knows better where max_steps is given
+            loop._restarting = loop.epoch_loop.restarting = False
             loop.reset_restart_stage()
             loop.epoch_loop.reset_restart_stage()
             self._starts_epoch = False

@@ -24,9 +24,8 @@ from lightning_mgpu.runs.files import replace_text
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
-INIT_SECONDS = (
-    8.0  # a server that answered may still take that long to make a run; then the run goes offline
-)
+# a server that answered may still take that long to make a run; then the run goes offline
+INIT_SECONDS = 8.0
 FINISH_SECONDS = 30.0  # how long the end of a run waits for uploads
 RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
