@@ -48,9 +48,8 @@ def test_what_wandb_gets(
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
-    assert (
-        "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/off" in out
-    )
+    told = "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/"
+    assert f"{told}offline-run-*" in out
     given = init.call_args.kwargs
     config = given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
