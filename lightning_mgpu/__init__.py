@@ -1,4 +1,4 @@
-"""Training on several devices in PyTorch Lightning, opened up so that it can be read, swapped and measured.
+"""Training on several devices in PyTorch Lightning, opened up to be read, swapped and measured.
 
 Read in this order:
 
@@ -10,7 +10,7 @@ Read in this order:
 6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
 7. `cli/`         the LightningCLI that puts them together
 
-Nothing of these imports the other rooms: any of those can go. Each says in its docstring what it does.
+Nothing of these imports the other rooms: any of those can go. Each docstring says what it does.
 """
 
 import gc
@@ -18,8 +18,9 @@ import gc
 __version__ = "0.1.0"
 
 _collects = gc.isenabled()
-gc.disable()  # a quarter of the time that these imports take is spent on looking for garbage, of which there is none
-import lightning_mgpu.strategies  # noqa: E402, F401 (registers them: Trainer(strategy="manual_allreduce", devices=2))
+# a quarter of the time that these imports take goes into looking for garbage: there is none
+gc.disable()
+import lightning_mgpu.strategies  # noqa: E402, F401 (for Trainer(strategy="manual_allreduce"))
 
 gc.freeze()
 if _collects:

@@ -1,11 +1,12 @@
-"""The chapter 'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
+"""'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
-python -m lightning_mgpu.book --devices 1       # takes the same steps up to rounding; the rounding errors grow
+python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
 
-The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch. The new edition in the
-making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step on one and two devices (tests/test_book.py)
-and the time of a step on k devices: t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch.
+The new edition in the making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step
+on one and two devices (tests/test_book.py) and the time of a step on k devices:
+t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
 """
 
 import argparse
@@ -43,22 +44,21 @@ def lenet(X: Tensor, params: Params) -> Tensor:
     """Logits (B, 10) of images (B, 1, 28, 28)."""
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (B, 20, 26, 26), pooled to (B, 20, 13, 13)
-    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(
-        1
-    )  # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    # (B, 50, 9, 9), pooled and flattened to (B, 800)
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2).flatten(1)
     h3 = F.relu(h2 @ W3 + b3)  # (B, 128)
     return h3 @ W4 + b4  # (B, 10)
 
 
 def get_params(params: Params, device: torch.device) -> Params:
-    """A replica on a device. The chapter's has no `clone`: two replicas on one device are the same tensors there."""
+    """A replica on a device. The chapter has no `clone`: two on one device are the same tensors."""
     return [param.to(device).clone().requires_grad_() for param in params]
 
 
 def split_batch(
     X: Tensor, y: Tensor, devices: list[torch.device]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One shard on every device. In the chapter 4 devices share 5 samples as 2, 2 and 1: the last one gets nothing."""
+    """One shard a device. In the chapter 4 devices share 5 samples as 2, 2, 1 and none."""
     X_shards, y_shards = (
         [
             shard.to(device, non_blocking=True)
@@ -72,7 +72,7 @@ def split_batch(
 def train_batch(
     X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
 ) -> None:
-    """A step on a global batch: k shards, k losses, k gradients, one sum of them, k equal updates."""
+    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates."""
     X_shards, y_shards = split_batch(X, y, devices)
     losses = [  # sums, not means: a large shard counts for more than a small one
         F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
@@ -92,7 +92,7 @@ def train_batch(
 def evaluate_accuracy(
     batches: Iterable, device_params: list[Params], devices: list[torch.device]
 ) -> float:
-    """The share of all samples that LeNet gets right. All devices work; in the chapter the first one does."""
+    """The share of samples that LeNet gets right. All devices work; in the chapter, the first."""
     shards = (
         shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params)
     )
@@ -103,20 +103,18 @@ def evaluate_accuracy(
 def train(
     num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png"
 ) -> list[Params]:
-    """Train on Fashion-MNIST in global batches, draw the test accuracy, and return the parameters on every device."""
+    """Train on Fashion-MNIST, draw the test accuracy, and return the parameters on every device."""
     if min(num_devices, num_epochs) < 1:
         raise ValueError(
             f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both."
         )
-    data = FashionMNIST(
-        batch_size, val_size=0
-    )  # the seed and the epoch decide the order, not the devices
+    # the seed and the epoch decide the order, not the devices
+    data = FashionMNIST(batch_size, val_size=0)
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[
-        :num_devices
-    ]  # repeated where there are too few
+    # repeated where there are too few
+    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[:num_devices]
     params = init_params()
     device_params = [get_params(params, device) for device in devices]
     seconds, test_accs = 0.0, []

@@ -1,4 +1,4 @@
-"""A tiny dataset in the real file format, one thread a process, and the two ways to run the command line."""
+"""A tiny dataset in the real file format, one thread a process, and two ways to run commands."""
 
 import contextlib
 import hashlib
@@ -29,9 +29,8 @@ from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
 from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job; the processes tested would, too
+# a shell's background job; the processes tested would, too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
@@ -45,7 +44,7 @@ def write_idx(path: Path, values: Tensor) -> IdxFile:
 
 
 def run_devices(num: int) -> list[torch.device]:
-    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` makes others of them."""
+    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` has others."""
     is_simulated = torch._C._get_privateuse1_backend_name() == "sim"
     return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
@@ -207,7 +206,7 @@ def group_lives(group: int) -> bool:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its group; first it may end children that have groups of their own, as torchrun's have."""
+    """Kill a process and its group; first it may end children with groups of their own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()
         process.wait(timeout=40)

@@ -1,6 +1,7 @@
-"""The recipes for parts of one's own, followed to the letter in a project outside the package: files and commands.
+"""The recipes for parts of one's own, to the letter, outside the package: files and commands.
 
-Only the limits of a short run are appended. The commands of rooms that can be dropped are tested beside these.
+Only the limits of a short run are appended. The commands of rooms that can be dropped are tested
+beside these.
 """
 
 import csv
@@ -67,7 +68,7 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 
 def test_their_tests_pass(project: Path, shell: Callable) -> None:
-    """The three commands as one, for a process takes seconds to start; those of rooms are tried by the rooms' tests."""
+    """Three commands in one, as a process takes seconds to start; rooms' tests try the rooms'."""
     others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
     assert all(
         re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others
@@ -84,9 +85,8 @@ def test_a_model_trains_and_is_found_by_its_checkpoint(
     out = shell(" ".join([line, *SHORT, *LIMITS]))
     assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     assert "model:    MLP, 50,890 parameters" in out
-    (path,) = project.glob(
-        "runs/*/checkpoints/last.ckpt"
-    )  # the checkpoint alone says which model it is
+    # the checkpoint alone says which model it is
+    (path,) = project.glob("runs/*/checkpoints/last.ckpt")
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
 
 
@@ -101,7 +101,7 @@ def test_its_command_trains(
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main: Callable) -> None:
-    """Its command, which runs ddp on two devices, learns what one device and the book's algorithm do."""
+    """Its command, ddp on two devices, learns what one device and the book's algorithm do."""
     [line] = [line for line in RUNS if "my_data" in line]
     assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp")
     args = [arg for arg in shlex.split(line)[3:] if "devices" not in arg]

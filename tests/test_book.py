@@ -1,4 +1,4 @@
-"""The chapter from scratch: one step is the same on any number of devices, and the Trainer finds the same weights."""
+"""The chapter: a step is the same on any number of devices; the Trainer finds the same weights."""
 
 import re
 from collections.abc import Callable
@@ -47,9 +47,8 @@ def tiny(make_data: Callable[..., FashionMNIST], monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.parametrize(
-    "num_samples", [7, 2]
-)  # shards of different sizes; on 3 devices an empty one
+# shards of different sizes; on 3 devices an empty one
+@pytest.mark.parametrize("num_samples", [7, 2])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_samples: int) -> None:
     """All replicas hold the same bits."""
@@ -74,12 +73,11 @@ def test_the_trainer_finds_the_same_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`manual_allreduce` is the chapter: the same images in the same order, three epochs, a last batch of 55."""
+    """`manual_allreduce` is the chapter: the same images, in order, 3 epochs, last batch 55."""
     model = LeNet(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2)).double()
     for parameter, value in zip(model.net.parameters(), params()):
-        parameter.data.copy_(
-            value.T if value.ndim == 2 else value
-        )  # `nn.Linear` keeps its weight transposed
+        # `nn.Linear` keeps its weight transposed
+        parameter.data.copy_(value.T if value.ndim == 2 else value)
     trainer = make_trainer(
         strategy="manual_allreduce", devices=2, max_epochs=3, precision="64-true"
     )

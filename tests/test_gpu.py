@@ -76,9 +76,8 @@ STRATEGIES = ["auto", "ddp", "dp", "manual_allreduce", "manual_allreduce_ring"]
 
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs several GPUs")
-@pytest.mark.parametrize(
-    "strategy", STRATEGIES[1 + IS_SIMULATED :]
-)  # gloo has no simulated devices
+# gloo has no simulated devices
+@pytest.mark.parametrize("strategy", STRATEGIES[1 + IS_SIMULATED :])
 def test_fit_on_all_gpus(strategy: str, run: Run, options: list[str], kind: str) -> None:
     if kind == "cpu":
         pytest.skip("what all other tests do")

@@ -1,4 +1,4 @@
-"""The versions that are known to work together are such as pyproject.toml takes, with hashes, from no index named."""
+"""Versions known to work together are as pyproject.toml takes them, hashed, with no index named."""
 
 import re
 from pathlib import Path

@@ -1,28 +1,28 @@
-"""Allreduce, written by hand: `allreduce(tensors)` leaves the sum of k tensors, one a device, in every one of them.
+"""Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one a device, in each.
 
-An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by itself;
-`check_allreduce` holds yours to the same contract. What each costs for k devices and tensors of n bytes (a round is the
-time in which every device can send one message and receive one):
+An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by
+itself; `check_allreduce` holds yours to the same contract. What each costs for k devices and
+tensors of n bytes (a round is the time in which every device can send one message and receive one):
 
-| file         | messages  | rounds           | worst device sends, and receives | the idea                           |
-| ------------ | --------- | ---------------- | -------------------------------- | ---------------------------------- |
-| `textbook`   | 2(k-1)    | 2(k-1)           | (k-1) n                          | sum on device 0, copy back         |
-| `tree`       | 2(k-1)    | 2 ceil(log2 k)   | ceil(log2 k) n                   | sum in pairs, pairs of pairs, ...  |
-| `sharded`    | 2k(k-1)   | 2(k-1), each n/k | 2(k-1)/k n, the lower bound      | every device sums one slice        |
-| `ring`       | 2k(k-1)   | 2(k-1), each n/k | 2(k-1)/k n, the lower bound      | the same, talking to neighbours    |
+| file       | messages | rounds           | worst device sends, gets | the idea                   |
+| ---------- | -------- | ---------------- | ------------------------ | -------------------------- |
+| `textbook` | 2(k-1)   | 2(k-1)           | (k-1) n                  | sum on device 0, copy back |
+| `tree`     | 2(k-1)   | 2 ceil(log2 k)   | ceil(log2 k) n           | sum pairs, pairs of pairs  |
+| `sharded`  | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound  | each device sums one slice |
+| `ring`     | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound  | the same, by neighbours    |
 
-Few large messages win when each message has a high fixed cost, small even ones when bandwidth is what limits.
+Few large messages win when each has a high fixed cost, small even ones when bandwidth limits.
 
-Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and what counts is how
-often memory is passed over, and the calls that Python makes for a model of P parameters. To the bit, all three do the
-textbook's sums in its order:
+Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and
+what counts is how often memory is passed over, and the calls that Python makes for a model of P
+parameters. To the bit, all three do the textbook's sums in its order:
 
-| file         | reads + writes, by n    | Python's calls     | the idea                                 |
-| ------------ | ----------------------- | ------------------ | ---------------------------------------- |
-| `textbook`   | 3(k-1) + 2(k-1)         | 3(k-1) P           | above                                    |
-| `blocked`    | k + k                   | 3(k-1) a block     | finish a block while it is in the cache  |
-| `foreach`    | 3(k-1) + 2(k-1)         | 2(k-1)             | `many`: all parameters in one call       |
-| `compiled`   | k + k, the lower bound  | 1                  | `many`: one kernel, by torch.compile     |
+| file       | reads + writes, by n   | Python's calls | the idea                                |
+| ---------- | ---------------------- | -------------- | --------------------------------------- |
+| `textbook` | 3(k-1) + 2(k-1)        | 3(k-1) P       | above                                   |
+| `blocked`  | k + k                  | 3(k-1) a block | finish a block while it is in the cache |
+| `foreach`  | 3(k-1) + 2(k-1)        | 2(k-1)         | `many`: all parameters in one call      |
+| `compiled` | k + k, the lower bound | 1              | `many`: one kernel, by torch.compile    |
 
 `many` (many.py) is how an algorithm gets to see all gradients of a model at once.
 """

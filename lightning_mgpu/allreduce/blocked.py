@@ -1,4 +1,4 @@
-"""The textbook's allreduce in cache-sized blocks: what was just summed is copied back before it leaves the cache."""
+"""The textbook's allreduce in cache-sized blocks: a sum is copied back while it is in the cache."""
 
 import torch
 from torch import Tensor
@@ -6,35 +6,34 @@ from torch import Tensor
 from lightning_mgpu.allreduce.flat import flattened
 from lightning_mgpu.allreduce.textbook import textbook_allreduce
 
-BLOCK_BYTES = (
-    512 * 1024
-)  # smaller ones spend their time in Python, larger ones leave a core's cache
+# smaller ones spend their time in Python, larger ones leave a core's cache
+BLOCK_BYTES = 512 * 1024
 
 
 @torch.no_grad()
 def blocked_allreduce(tensors: list[Tensor]) -> None:
-    """Sum and copy back one block after the other, in place; to the bit what `textbook_allreduce` gives.
+    """Sum and copy back block by block, in place; to the bit what `textbook_allreduce` gives.
 
-    The textbook passes over whole tensors: k-1 times to add, k-1 times to copy, and device 0's sum, too large for the
-    cache, travels to memory and back each time. Here it stays in the cache: every tensor is read from memory once and
-    written once.
+    The textbook passes over whole tensors: k-1 times to add, k-1 times to copy, and device 0's sum,
+    too large for the cache, travels to memory and back each time. Here it stays in the cache: every
+    tensor is read from memory once and written once.
 
-    That pays where a large tensor does not fit into the last cache. Where it does, the calls for each block cost what
-    the cache saves: with ResNet-18's gradients on two cores of a shared Intel Xeon, k = 2, 4, 8, it is 0.97 to 1.05
-    times as fast as the textbook, 1.10 to 1.16 times with all of them in one tensor (`gradient_as_bucket_view`).
+    That pays where a large tensor does not fit into the last cache. Where it does, the calls for
+    each block cost what the cache saves: with ResNet-18's gradients on two cores of a shared Intel
+    Xeon, k = 2, 4, 8, it is 0.97 to 1.05 times as fast as the textbook, 1.10 to 1.16 times with all
+    of them in one tensor (`gradient_as_bucket_view`).
 
         python -m lightning_mgpu benchmark --only exchange --sizes --models ResNet18
 
-    The messages are the textbook's, each cut into blocks; that only pays where all "devices" share one memory, so where
-    a tensor is not on the CPU, the whole tensor is one block.
+    The messages are the textbook's, each cut into blocks; that only pays where all "devices" share
+    one memory, so where a tensor is not on the CPU, the whole tensor is one block.
     """
     if tensors[0].nbytes <= BLOCK_BYTES or any(t.device.type != "cpu" for t in tensors):
         textbook_allreduce(tensors)
         return
     with flattened(tensors) as flat:
-        for block in zip(
-            *(f.split(BLOCK_BYTES // f.element_size()) for f in flat)
-        ):  # k views of one block
+        # k views of one block
+        for block in zip(*(f.split(BLOCK_BYTES // f.element_size()) for f in flat)):
             total, *others = block
             for other in others:
                 total.add_(other)

@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 Allreduce = Callable[[list[Tensor]], None]
-"""k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every device and at every
-call, for any shape (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
-tensors too; one's own need not, it gets views of one element."""
+"""k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every
+device and at every call, for any shape (empty, not divisible by k), any strides and any floating
+dtype. Those of this package take 0-d tensors too; one's own need not, it gets views of one
+element."""
 
 
 AllreduceMany = Callable[[list[list[Tensor]]], None]
-"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at once, for every
-parameter its k. Does to each list what an `Allreduce` does to one; they may differ in shape, layout and dtype."""
+"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at
+once, for every parameter its k. Does to each list what an `Allreduce` does to one; they may differ
+in shape, layout and dtype."""
 
 
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
-    """Call `allreduce` on a few small tensors, one for each of `devices`, and hold the result to the contract.
+    """Call `allreduce` on small tensors, one for each of `devices`, and hold it to the contract.
 
     If it has a `many`, that is held to the same, on all of those tensors in one call.
 
@@ -59,14 +61,12 @@ def _check(
 
 
 def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
-    """The inputs of one call after the other, on the CPU; the first ones make the most readable message."""
+    """The inputs of one call after the other, on the CPU; the first make the clearest message."""
     k = len(devices)
-    generator = torch.Generator().manual_seed(
-        0
-    )  # its own: the run's random numbers stay as they are
-    yield [
-        torch.tensor([1.0, 2.0]) * 2**i for i in range(k)
-    ]  # every subset of devices has another sum
+    # its own: the run's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)
+    # every subset of devices has another sum
+    yield [torch.tensor([1.0, 2.0]) * 2**i for i in range(k)]
     dtypes = [torch.float32, torch.float64]  # float64 shows a sum that was made in less
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # all that Apple GPUs have
@@ -80,15 +80,14 @@ def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
 def _call(
     many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
-    """What `many` makes of copies of the cases' inputs on `devices`, once they are known to be sums; on the CPU."""
+    """What `many` makes of copies of the inputs on `devices`, once known to be sums; on the CPU."""
     copies = [
         [x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)]
         for inputs in cases
     ]
     memory = [[t.data_ptr() for t in tensors] for tensors in copies]
-    slots = [
-        list(tensors) for tensors in copies
-    ]  # may get other tensors: `copies` shows that ours did not change
+    # may get other tensors: `copies` shows that ours did not change
+    slots = [list(tensors) for tensors in copies]
     try:
         many(list(slots))
     except Exception as error:
@@ -129,18 +128,20 @@ def _sums(
     for i, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.data_ptr() != memory[i]:
             raise ValueError(
-                f"allreduce {name} gave the tensor of device {i} ({device}) other memory, shape or dtype{where}; "
-                "it must change the values in place (data[i].copy_(...))"
+                f"allreduce {name} gave the tensor of device {i} ({device}) other memory, shape or "
+                f"dtype{where}; it must change the values in place (data[i].copy_(...))"
             )
         result = tensor.detach().cpu()
         wrong = ~((result.double() - total).abs() <= rounding)  # nan is wrong too
         if wrong.any():
             hint = "" if rebound else _hint(x)
             if not hint and (rebound or torch.equal(result, inputs[i])):
-                hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind the list's slots"
+                hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind "
+                hint += "the list's slots"
             got, expected = _show(result, wrong), _show(total.to(x.dtype), wrong)
             raise ValueError(
-                f"allreduce {name} left device {i} ({device}) with {got} instead of the sum {expected}{where}{hint}"
+                f"allreduce {name} left device {i} ({device}) with {got} instead of the sum "
+                f"{expected}{where}{hint}"
             )
         results.append(result)
     return results
@@ -154,12 +155,15 @@ def _where(inputs: list[Tensor]) -> str:
 def _hint(x: Tensor) -> str:
     """What to write instead of the usual mistake for tensors like `x`."""
     if not x.is_contiguous():
-        return "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes a copy of it"
+        hint = (
+            "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes "
+        )
+        return hint + "a copy of it"
     return ""
 
 
 def _show(values: Tensor, wrong: Tensor) -> str:
-    """All of a small tensor, else the first few wrong values, with the digits that tell two floats apart."""
+    """All of a small tensor, else the first wrong values, with digits that tell floats apart."""
     values = values if values.numel() <= 4 else values[wrong][:4]
     digits = 17 if values.dtype == torch.float64 else 9
     return str([float(f"{v:.{digits}g}") for v in values.flatten().tolist()])

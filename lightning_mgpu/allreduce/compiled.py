@@ -1,4 +1,4 @@
-"""Allreduce as one fused loop, written by torch.compile's backend: each replica is read once and written once."""
+"""Allreduce as one fused loop, by torch.compile's backend: replicas are read and written once."""
 
 import threading
 from collections.abc import Callable
@@ -12,13 +12,10 @@ from lightning_mgpu.allreduce.flat import flattened
 from lightning_mgpu.allreduce.foreach import foreach_many
 from lightning_mgpu.allreduce.many import with_many
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-)  # Inductor adds half precision in float32: more exact, but other bits
-MIN_BYTES = (
-    4 * 2**20
-)  # of the k tensors together: for less, a call of its own takes longer than it saves
+# Inductor adds half precision in float32: more exact, but other bits
+DTYPES = (torch.float32, torch.float64)
+# of the k tensors together: for less, a call of its own takes longer than it saves
+MIN_BYTES = 4 * 2**20
 MAX_TENSORS = 640  # in one kernel: more take too long to compile (a ResNet-18 on 8 devices has 608)
 
 Kernel = Callable[[list[Tensor]], object]  # takes its list over and empties it
@@ -26,11 +23,11 @@ _compiling = threading.Lock()
 
 
 def compiled_many(gradients: list[list[Tensor]]) -> None:
-    """For every parameter its k gradients become their sum, in place; to the bit what `textbook_allreduce` gives.
+    """Every parameter's k gradients become their sum, in place; to the bit `textbook_allreduce`'s.
 
-    All parameters are loops of one kernel with their sizes compiled in: one call a step. Compiling it takes seconds,
-    once for each model and k. Of a model with very many parameters, `foreach_many` sums the small ones, and every large
-    one is a call of `compiled_allreduce`.
+    All parameters are loops of one kernel with their sizes compiled in: one call a step. Compiling
+    it takes seconds, once for each model and k. Of a model with very many parameters,
+    `foreach_many` sums the small ones, and every large one is a call of `compiled_allreduce`.
     """
     tensors = [t for same in gradients for t in same]
     if len(gradients) < len(tensors) <= MAX_TENSORS and _fit(tensors):  # k > 1
@@ -46,17 +43,17 @@ def compiled_many(gradients: list[list[Tensor]]) -> None:
 @with_many(compiled_many)
 @torch.no_grad()
 def compiled_allreduce(tensors: list[Tensor]) -> None:
-    """Add up the k tensors element by element and store every sum k times, in place, in one loop over all cores.
+    """Add up k tensors by element and store each sum k times, in place, in one loop over all cores.
 
-    Reads k n bytes and writes k n, as `t.add_(1)` on each of them does: within one memory no allreduce can do less. The
-    textbook reads and writes the sum on device 0 anew for every other device.
+    Reads k n bytes and writes k n, as `t.add_(1)` on each of them does: within one memory no
+    allreduce can do less. The textbook reads and writes device 0's sum anew for all other devices.
 
-    The kernel for any size is compiled at the first call, once for each k and dtype; torch keeps it on disk. Small
-    tensors, half precision, strides with holes and tensors that are not on the CPU, which have no loop in common, are
-    left to `blocked_allreduce`: the same sums to the bit.
+    The kernel for any size is compiled at the first call, once for each k and dtype; torch keeps it
+    on disk. Small tensors, half precision, strides with holes and tensors that are not on the CPU,
+    which have no loop in common, are left to `blocked_allreduce`: the same sums to the bit.
 
     Raises:
-        RuntimeError: If the kernel cannot be compiled, as without a C++ compiler, with what to install.
+        RuntimeError: If the kernel cannot be compiled, as without a C++ compiler: what to install.
     """
     if len(tensors) == 1 or _is_small(tensors):
         blocked_allreduce(tensors)
@@ -75,9 +72,8 @@ def _is_small(tensors: list[Tensor]) -> bool:
 def _fit(tensors: list[Tensor]) -> bool:
     """Whether one kernel can take them all."""
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all(
-        [t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors]
-    )  # noqa: C419 - a generator is slower
+    fit = [t.dtype is dtype and t.is_cpu and t.is_contiguous() for t in tensors]
+    return dtype in DTYPES and all(fit)  # not of a generator, which is slower
 
 
 def _run(kernel: Kernel, tensors: list[Tensor]) -> None:
@@ -89,11 +85,11 @@ def _run(kernel: Kernel, tensors: list[Tensor]) -> None:
 def _kernel(
     k: int, sizes: tuple[torch.Size, ...] | None, dtype: torch.dtype, num_threads: int
 ) -> Kernel:
-    """The loop over parameters of these sizes, or, without sizes, over one 1-d parameter of any size.
+    """The loop over parameters of these sizes, or, without sizes, over a 1-d parameter of any size.
 
-    torch.compile's own call checks every tensor in Python before it runs, 0.03 to 0.1 ms, as long as LeNet's whole
-    allreduce takes; so its backend (Inductor) is called directly, and `lru_cache` finds the kernel. Inductor writes
-    `num_threads`, torch's setting, into the kernel.
+    torch.compile's own call checks every tensor in Python before it runs, 0.03 to 0.1 ms, as long
+    as LeNet's whole allreduce takes; so its backend (Inductor) is called directly, and `lru_cache`
+    finds the kernel. Inductor writes `num_threads`, torch's setting, into the kernel.
     """
     from torch._inductor.compile_fx import compile_fx_inner  # takes seconds to import
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -120,7 +116,8 @@ def _kernel(
             )
         except Exception as error:
             raise RuntimeError(
-                "compiled_allreduce could not compile its kernel. It needs a C++ compiler, g++ or what $CXX names "
-                "(apt install g++, conda install gxx, or Xcode's command line tools); blocked_allreduce needs none. "
-                f"torch said: {' '.join(str(error).split())[:300]}"
+                "compiled_allreduce could not compile its kernel. It needs a C++ compiler, g++ or "
+                "what $CXX names (apt install g++, conda install gxx, or Xcode's command line "
+                "tools); blocked_allreduce needs none. torch said: "
+                f"{' '.join(str(error).split())[:300]}"
             ) from error

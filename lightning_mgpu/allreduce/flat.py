@@ -8,14 +8,14 @@ from torch import Tensor
 
 @contextmanager
 def flattened(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield a 1-d tensor for each of `tensors`, all in one element order; what is written to it ends up in the tensor.
+    """Yield each of `tensors` as 1-d, in one element order; writes to it end up in the tensor.
 
-    The order is that of the first tensor's memory. Tensors that are dense and laid out alike (contiguous, transposed,
-    channels_last, ...) thus become views and nothing is copied; the others are copied, and copied back at the end.
+    The order is that of the first tensor's memory. Tensors that are dense and laid out alike
+    (contiguous, transposed, channels_last, ...) thus become views and nothing is copied; the others
+    are copied, and copied back at the end.
     """
-    order = sorted(
-        range(tensors[0].ndim), key=tensors[0].stride, reverse=True
-    )  # outermost dimension in memory first
+    # outermost dimension in memory first
+    order = sorted(range(tensors[0].ndim), key=tensors[0].stride, reverse=True)
     permuted = [t.permute(order) for t in tensors]
     flat = [p.reshape(-1) for p in permuted]
     yield flat

@@ -1,4 +1,4 @@
-"""The textbook's allreduce over all gradients of a model at once: 2(k-1) calls for a model, not for a parameter."""
+"""The textbook's allreduce of all of a model's gradients: 2(k-1) calls a model, not a parameter."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from lightning_mgpu.allreduce.messages import add_all, copy_all
 
 @torch.no_grad()
 def foreach_many(gradients: list[list[Tensor]]) -> None:
-    """For every parameter its k gradients: sum on device 0, then copy the sums back to the other devices, in place.
+    """Every parameter's k gradients: sum on device 0, then copy to the other devices, in place.
 
     The additions are the textbook's, in its order. What is saved are Python's calls, a microsecond
     or two each, and on GPUs the launches and the messages: neighbours travel together. That is

@@ -1,4 +1,4 @@
-"""Algorithms that see all gradients of a model at once, which saves the calls that a parameter costs."""
+"""Algorithms that see all gradients of a model at once, which saves calls for each parameter."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +11,7 @@ AnyAllreduce = TypeVar("AnyAllreduce", bound=Allreduce)
 
 
 def with_many(many: AllreduceMany) -> Callable[[AnyAllreduce], AnyAllreduce]:
-    """Decorate an allreduce: whoever has all gradients at hand calls `allreduce.many(gradients)`, which is `many`.
+    """Decorate an allreduce: `allreduce.many(gradients)`, for all gradients at once, is `many`.
 
     Both must give the same sums; `check_allreduce` tries both.
     """
@@ -24,7 +24,7 @@ def with_many(many: AllreduceMany) -> Callable[[AnyAllreduce], AnyAllreduce]:
 
 
 def allreduce_many(allreduce: Allreduce, gradients: list[list[Tensor]]) -> None:
-    """Reduce in place, for every parameter, its k gradients: by `allreduce.many` if there is one, else one by one."""
+    """Reduce each parameter's k gradients in place: by `allreduce.many` if any, else one by one."""
     many: AllreduceMany | None = getattr(allreduce, "many", None)
     if many is not None:
         many(gradients)

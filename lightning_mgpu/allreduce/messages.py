@@ -1,4 +1,4 @@
-"""Many tensors from one device to another in few messages: those of one dtype travel in flat tensors."""
+"""Many tensors from device to device in few messages: those of one dtype travel in flat tensors."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's: larger ones gain noth
 
 
 def buckets(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The indices of the tensors of each message: of one dtype, up to `BUCKET_BYTES`, from one device to another.
+    """The tensors' indices of each message: one dtype, up to `BUCKET_BYTES`, one device to another.
 
     A tensor that is not dense, such as a sparse buffer, is a message of its own.
     """

@@ -1,4 +1,4 @@
-"""Ring allreduce: every device talks to its right-hand neighbour alone, and no link carries more than another."""
+"""Ring allreduce: devices send to their right-hand neighbours alone; all links carry the same."""
 
 import torch
 from torch import Tensor
@@ -8,26 +8,25 @@ from lightning_mgpu.allreduce.flat import flattened
 
 @torch.no_grad()
 def ring_allreduce(tensors: list[Tensor]) -> None:
-    """Pass k chunks round the ring 0 -> 1 -> ... -> k-1 -> 0, first to sum them, then to share the sums, in place.
+    """Pass k chunks round the ring 0 -> 1 -> ... -> k-1 -> 0, to sum them, then to share, in place.
 
-    2(k-1) steps; in each, every device sends one chunk of n/k bytes and receives another. That is 2k(k-1) messages, and
-    every device sends 2(k-1)/k n bytes and receives as many: nearly independent of k, the least any allreduce can do.
+    2(k-1) steps; in each, every device sends one chunk of n/k bytes and receives another. That is
+    2k(k-1) messages, and every device sends 2(k-1)/k n bytes and receives as many: nearly
+    independent of k, the least any allreduce can do.
 
-    Source: d2l.ai, 'Parameter Servers', 'Ring Synchronization'; Patarasuk & Yuan, 'Bandwidth Optimal All-reduce
-    Algorithms for Clusters of Workstations' (2009).
+    Source: d2l.ai, 'Parameter Servers', 'Ring Synchronization'; Patarasuk & Yuan, 'Bandwidth
+    Optimal All-reduce Algorithms for Clusters of Workstations' (2009).
     """
     k = len(tensors)
     with flattened(tensors) as flat:
         chunks = [f.tensor_split(k) for f in flat]  # chunks[device][c], sizes differ by at most 1
-        for step in range(
-            k - 1
-        ):  # reduce-scatter: chunk c sets out from device c and gathers a term at each stop
+        # reduce-scatter: chunk c sets out from device c and gathers a term at each stop
+        for step in range(k - 1):
             for i in range(k):
                 right, c = (i + 1) % k, (i - step) % k
                 chunks[right][c].add_(chunks[i][c].to(tensors[right].device))
-        for step in range(
-            k - 1
-        ):  # all-gather: chunk c, complete on device c - 1, goes round once more
+        # all-gather: chunk c, complete on device c - 1, goes round once more
+        for step in range(k - 1):
             for i in range(k):
                 right, c = (i + 1) % k, (i + 1 - step) % k
                 chunks[right][c].copy_(chunks[i][c])

@@ -10,20 +10,19 @@ from lightning_mgpu.allreduce.flat import flattened
 def sharded_allreduce(tensors: list[Tensor]) -> None:
     """Cut the tensors into k slices, sum slice i on device i, then give it to the others, in place.
 
-    2k(k-1) messages of n/k bytes, in 2(k-1) rounds: every device sends 2(k-1)/k n bytes and receives as many, the least
-    any allreduce can do, and all work at the same time. The first loop is a reduce-scatter, the second an all-gather.
+    2k(k-1) messages of n/k bytes, in 2(k-1) rounds: every device sends 2(k-1)/k n bytes and
+    receives as many, the least any allreduce can do, and all work at the same time. The first loop
+    is a reduce-scatter, the second an all-gather.
 
-    Source: d2l.ai, 'Parameter Servers', data-parallel training with the parameters on all GPUs, and the exercise of
-    'Training on Multiple GPUs' that asks for it.
+    Source: d2l.ai, 'Parameter Servers', data-parallel training with the parameters on all GPUs, and
+    the exercise of 'Training on Multiple GPUs' that asks for it.
     """
     k = len(tensors)
     with flattened(tensors) as flat:
-        slices = [
-            f.tensor_split(k) for f in flat
-        ]  # slices[device][owner], sizes differ by at most 1
-        for shift in range(
-            1, k
-        ):  # owner i takes from i + shift: nobody sends two messages at a time
+        # slices[device][owner], sizes differ by at most 1
+        slices = [f.tensor_split(k) for f in flat]
+        # owner i takes from i + shift: nobody sends two messages at a time
+        for shift in range(1, k):
             for owner in range(k):
                 mine, theirs = slices[owner][owner], slices[(owner + shift) % k][owner]
                 mine.add_(theirs.to(mine.device))

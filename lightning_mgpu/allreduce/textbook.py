@@ -8,11 +8,12 @@ from torch import Tensor
 def textbook_allreduce(tensors: list[Tensor]) -> None:
     """Sum on device 0, then copy the sum back to every other device, in place.
 
-    2(k-1) messages of n bytes, all to or from device 0: it receives (k-1) n bytes and sends (k-1) n, one message after
-    the other, while the rest wait.
+    2(k-1) messages of n bytes, all to or from device 0: it receives (k-1) n bytes and sends (k-1)
+    n, one message after the other, while the rest wait.
 
-    Source: d2l.ai, 'Training on Multiple GPUs', `allreduce`. With the book's `data[i] = data[0].to(...)` the list got
-    another tensor and device i's own gradient stayed as it was; `copy_` writes into the gradient.
+    Source: d2l.ai, 'Training on Multiple GPUs', `allreduce`. With the book's
+    `data[i] = data[0].to(...)` the list got another tensor and device i's own gradient stayed as it
+    was; `copy_` writes into the gradient.
     """
     total = tensors[0]
     for other in tensors[1:]:

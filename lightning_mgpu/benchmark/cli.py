@@ -1,10 +1,10 @@
-"""`python -m lightning_mgpu benchmark`: which strategy is fastest here, and what does each part of a step cost?
+"""`python -m lightning_mgpu benchmark`: which strategy is fastest, and what do a step's parts cost?
 
 python -m lightning_mgpu benchmark --quick
-python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet ResNet18 --devices 2
+python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet --devices 2
 python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
-python -m lightning_mgpu benchmark --only exchange --algorithms textbook ring my_allreduce.chain_allreduce
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
+python -m lightning_mgpu benchmark --only exchange --algorithms ring my_allreduce.chain_allreduce
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
 """
 
 import argparse
@@ -107,7 +107,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             check(name)
     if args.only != "exchange" and 0 < (num_gpus := len(gpus())) < max(args.devices):
         raise UsageError(
-            f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them"
+            f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides "
+            "them"
         )
     return args
 
@@ -156,5 +157,6 @@ def finish(report: dict[str, Any], run_dir: Path) -> None:
     draw(report["results"], report["machine"], run_dir)
     plot_exchange(report["exchange"], run_dir)
     print(
-        f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures beside them"
+        f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures "
+        "beside them"
     )

@@ -1,6 +1,6 @@
-"""The allreduce functions alone: tables and a picture, beside what memory can do with the same bytes.
+"""The allreduce functions alone: tables and a picture, beside what memory does with the same bytes.
 
-Each function is timed in a process of its own (`main`): OpenMP's threads of a compiled one slow down those after it.
+Each function is timed in a process of its own (`main`): a compiled one's OpenMP threads slow all.
 """
 
 import functools
@@ -78,9 +78,8 @@ def time_function(
     name: str, shapes: Sequence[torch.Size], devices: Sequence[torch.device], seconds: float
 ) -> float:
     """Seconds of a call on float32 gradients of these shapes, measured for so many `seconds`."""
-    from torch.utils.benchmark import (
-        Timer,
-    )  # which says that there is no CUDA: only where it is needed
+    # which says that there is no CUDA: only where it is needed
+    from torch.utils.benchmark import Timer
 
     gradients = [[torch.zeros(*shape, device=device) for device in devices] for shape in shapes]
     call: Callable[[], None] = functools.partial(read_modify_write, gradients)
@@ -98,7 +97,7 @@ def seconds_of(result: Result, case: str, k: int) -> float | None:
 
 
 def exchange_tables(results: Sequence[Result]) -> list[str]:
-    """For every case a table: milliseconds, and how many times as fast as the textbook and as the memory."""
+    """For every case a table: milliseconds, and speed beside the textbook's and the memory's."""
     by_name = {result["configuration"]["algorithm"]: result for result in results}
     lines = []
     for case in cases_measured(results):
@@ -130,7 +129,7 @@ def cases_measured(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def plot_exchange(results: Sequence[Result], directory: Path) -> None:
-    """`exchange.png`, bandwidth against size, of one tensor a device: a panel for each k, a line for each algorithm."""
+    """`exchange.png`, bandwidth by size of a device's tensor: a panel a k, a line an algorithm."""
     single = {
         case: found["bytes"]
         for case, found in cases_measured(results).items()
@@ -164,7 +163,7 @@ def plot_exchange(results: Sequence[Result], directory: Path) -> None:
 
 
 def main() -> None:
-    """Print for every case its `bytes` and `num_tensors` a device, and for each k the seconds of a call."""
+    """Print of every case `bytes` and `num_tensors` a device, and a call's seconds for each k."""
     order = json.loads(sys.argv[1])
     cases = cases_of(order["sizes"], [make_model(name) for name in order["models"]])
     those = gpus() or [torch.device("cpu")]

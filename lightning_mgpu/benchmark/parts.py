@@ -10,8 +10,9 @@ from typing_extensions import override
 from lightning_mgpu.runs.devices import synchronize
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "strategy", "framework")
-"""In the order of a step. `strategy` is what a strategy of this package does beside them: it puts parameters into the
-module, follows edits, and writes down what is logged. `framework` is the rest: the Trainer, callbacks, logging."""
+"""In the order of a step. `strategy` is what a strategy of this package does beside them: it puts
+parameters into the module, follows edits, and writes down what is logged. `framework` is the rest:
+the Trainer, callbacks, logging."""
 
 ACTIONS = {  # what Lightning calls the parts, after the last dot
     "train_dataloader_next": "data",
@@ -24,7 +25,7 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
 
 
 def finished_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
-    """A clock, in seconds, that waits until these devices have finished. The book waits for one, or for none.
+    """A clock, in seconds, that waits until these devices finish. The book waits for one, or none.
 
     A GPU of another process is not among them: waiting for it would open a context there.
     """
@@ -38,10 +39,10 @@ def finished_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
 
 
 class Parts(Profiler):
-    """Adds up the seconds of every part while `is_on`. A part inside another counts for itself alone.
+    """Adds up the seconds of every part while `is_on`. A part in another counts for itself alone.
 
-    The clock must wait for the devices in use (`finished_clock`).
-    The Trainer calls it through Lightning's profiler interface; a loop by hand writes `with parts.profile("forward"):`.
+    The clock must wait for the devices in use (`finished_clock`). The Trainer calls it through
+    Lightning's profiler interface; a loop by hand writes `with parts.profile("forward"):`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,7 +66,7 @@ class Parts(Profiler):
             self._open.pop()
 
     def of_step(self, total: float, num_steps: int) -> dict[str, float]:
-        """Seconds of each part of one of `num_steps` steps, which took `total` seconds; they add up to the step."""
+        """Seconds of each part of one of `num_steps` steps that took `total`; they sum to one."""
         parts = {part: seconds / num_steps for part, seconds in self.seconds.items()}
         parts["framework"] = total / num_steps - sum(parts.values())
         return parts

@@ -20,7 +20,8 @@ BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-de
 class Configuration:
     """One thing to measure."""
 
-    engine: str  # `loop` and `book`, by hand; `auto`, the Trainer on one device; else a strategy's name or dotted path
+    # `loop` and `book`, by hand; `auto`, the Trainer on one device; else a strategy's name or path
+    engine: str
     model: str = "LeNet"
     devices: int = 2
     batch_size: int = 256  # global
@@ -29,7 +30,7 @@ class Configuration:
 
 
 def configurations(args: argparse.Namespace) -> list[Configuration]:
-    """Every model under every strategy, and the loops that they are compared with; see the options of `cli.py`."""
+    """Every model under every strategy, and loops to compare with; see the options of `cli.py`."""
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
     engines += [
         (engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)
@@ -51,8 +52,8 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     found = pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, Strategy):
         return found(**options)
-    known = "ddp, dp, manual_allreduce, another name that Lightning knows, or a path, my_package.MyStrategy"
-    raise UsageError(f"--strategies {name}: no such strategy; take {known}")
+    known = "ddp, dp, manual_allreduce, another name that Lightning knows, or a path"
+    raise UsageError(f"--strategies {name}: no such strategy; take {known}, my_package.MyStrategy")
 
 
 def make_model(name: str) -> LightningModule:

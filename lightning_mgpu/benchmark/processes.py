@@ -1,4 +1,4 @@
-"""A fresh process for every measurement, one after the other; the machine that they run on, and its load."""
+"""A fresh process for every measurement, one by one; the machine that they run on, and its load."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.processes import process_group
 
 Result = dict[str, Any]
-"""Of a configuration: `configuration`, `error`, and `repeats`: what its process has printed each time, or `None`."""
+"""Of a configuration: `configuration`, `error`, `repeats`: what each process printed, or `None`."""
 
 
 def measure(
     worker: str, plan: Mapping[str, dict[str, Any]], repeats: int, results: list[Result]
 ) -> None:
-    """Measure every configuration of a plan, by its name, and fill the empty list of results on the way.
+    """Measure every configuration of a plan, by name, and fill the list of results on the way.
 
-    Every repeat has all of them, another one first each time: a machine that drifts favours none. What fails is not
-    tried again.
+    Every repeat has all of them, another one first each time: a machine that drifts favours none.
+    What fails is not tried again.
     """
     results += [
         {"configuration": order, "repeats": [None] * repeats, "error": None}
@@ -44,7 +44,7 @@ def measure(
 
 
 def output_of(worker: str, order: dict[str, Any]) -> tuple[Any, str | None]:
-    """The JSON that a worker of this package prints in a process of its own, or `None` and its last words."""
+    """The JSON that a worker prints in a process of its own, or `None` and its last words."""
     command = [sys.executable, "-m", f"{__package__}.{worker}", json.dumps(order)]
     with process_group(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -52,31 +52,28 @@ def output_of(worker: str, order: dict[str, Any]) -> tuple[Any, str | None]:
         output, errors = process.communicate()
     if process.returncode:
         return None, (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]
-    [answer] = [
-        line for line in output.splitlines() if line.startswith("{")
-    ]  # libraries print lines, too
+    # libraries print lines, too
+    [answer] = [line for line in output.splitlines() if line.startswith("{")]
     return json.loads(answer), None
 
 
 def num_cores() -> int:
-    """How many this process may run on: under `taskset`, SLURM or in a container fewer than the machine has."""
+    """How many this process may run on: fewer under `taskset`, SLURM or in a container."""
     return len(os.sched_getaffinity(0))
 
 
 def machine() -> dict[str, Any]:
     """What the figures are measured on and with. Warns if other programs want the cores.
 
-    A step then waits for a core as often as it meets its threads: milliseconds, where the exchange takes microseconds.
+    A step then waits for a core as often as it meets its threads: milliseconds, not microseconds.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(
         (line.partition(": ")[2] for line in lines if line.startswith("model name")),
         platform.machine(),
     )
-    cores, load = (
-        num_cores(),
-        os.getloadavg()[0],
-    )  # how many threads wanted a core in the last minute
+    # how many threads wanted a core in the last minute
+    cores, load = (num_cores(), os.getloadavg()[0])
     if load > cores:
         print(
             f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures",

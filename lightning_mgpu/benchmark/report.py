@@ -26,7 +26,7 @@ HEAD = (
 
 
 def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
-    """The median of a value over the repeats that all of the results have; `None` if there is none."""
+    """The median of a value over the repeats that all results have; `None` if there is none."""
     found = [
         value(*each)
         for each in zip(*(r["repeats"] if r else () for r in results))
@@ -65,7 +65,8 @@ def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
         f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
     )
     if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
-        measured += f" Other programs wanted the cores, too (load {machine['load']:.1f}): the figures mean little."
+        load = f"(load {machine['load']:.1f})"
+        measured += f" Other programs wanted the cores, too {load}: the figures mean little."
     return measured
 
 
@@ -124,7 +125,7 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) -> None:
-    """`parts_MODEL.png` for every model that was measured: a bar a configuration, made of the parts of a step."""
+    """`parts_MODEL.png` for every model measured: a bar a configuration, of the parts of a step."""
     for model, own in by_model([result for result in results if steps(result)]).items():
         figure = Figure(figsize=(9, 1.6 + 0.45 * len(own)), layout="constrained")
         axes = figure.add_subplot()

@@ -1,7 +1,7 @@
-"""Measures the steps of one configuration, in a process of its own: `python -m lightning_mgpu.benchmark.steps JSON`.
+"""Measures a configuration in its own process: `python -m lightning_mgpu.benchmark.steps JSON`.
 
-After a warm-up, one stretch of steps is timed as it is, and another one with a clock at every part of a step.
-The images are synthetic: a step takes as long as with real ones.
+After a warm-up, one stretch of steps is timed as it is, and another one with a clock at every part
+of a step. The images are synthetic: a step takes as long as with real ones.
 """
 
 import copy
@@ -35,13 +35,13 @@ OWN += [
     ("updates", "begin"),
     ("updates", "turn"),
 ]
-"""What a strategy of this package does beside a step's other parts: attributes of the strategy, and their methods."""
+"""What our strategies do beside a step's parts: attributes of the strategy, and their methods."""
 
 
 class Stretches(Callback):
-    """Times two stretches of `num_steps` after the warm-up, the second one with a clock at every part of a step."""
+    """Times two stretches of `num_steps` after a warm-up, the second with a clock at each part."""
 
-    # where this file runs it is `__main__`: strategies would take its hooks for a user's, which may edit weights
+    # run, this file is `__main__`: strategies would take its hooks for a user's, which edit weights
     __module__ = "lightning_mgpu.benchmark.steps"
 
     def __init__(self, parts: Parts, num_steps: int) -> None:
@@ -122,7 +122,7 @@ def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[...
 
 
 def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tensor, Tensor]], None]:
-    """A training step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
+    """A step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
 
     With one copy that is a plain PyTorch loop.
     """
@@ -185,9 +185,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
 def main() -> None:
     configuration = Configuration(**json.loads(sys.argv[1]))
     torch.set_num_threads(num_cores())
-    os.environ.pop(
-        "OMP_NUM_THREADS", None
-    )  # then Lightning shares the cores out among the processes of `ddp`
+    # then Lightning shares the cores out among the processes of `ddp`
+    os.environ.pop("OMP_NUM_THREADS", None)
     seed_everything(0, verbose=False)
     measure = train_by_hand if configuration.engine in BY_HAND else train
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")

@@ -1,11 +1,11 @@
-"""Seconds of training until a test accuracy is reached: what counts for a recipe, rather than seconds an epoch.
+"""Seconds of training to a test accuracy: what counts for a recipe, rather than seconds an epoch.
 
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.915 --config experiment/lenet_fast.yaml
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --model.optimizer.lr=0.3
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
+python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --data.augment=true
 
-All other options go to `fit`, with `--data.val_size=0`: the test set after every epoch. The seconds are the run's
-`epoch_seconds`. They count compiling, but neither validation nor the start of Python. Every seed trains to the end of
-its recipe, in a process of its own.
+All other options go to `fit`, with `--data.val_size=0`: the test set after every epoch. The seconds
+are the run's `epoch_seconds`. They count compiling, but neither validation nor the start of Python.
+Every seed trains to the end of its recipe, in a process of its own.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
-    """Of one run of `fit`: the `accuracy` of every epoch that was tested, and `seconds` of training until then."""
+    """Of one `fit`: the `accuracy` of every epoch tested, and `seconds` of training until then."""
     command = [sys.executable, "-m", "lightning_mgpu", "fit", "--wandb.mode=disabled", *of_fit]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run_in_group(command):
@@ -79,7 +79,7 @@ def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, flo
 
 
 def summary(runs: Sequence[dict[str, Any]], target: float) -> str:
-    """Seconds until the target, if all seeds reached it, and the accuracy at the end: mean and standard deviation."""
+    """Seconds to the target, if all seeds reached it, and final accuracy: mean and deviation."""
     reached = [
         [epoch["seconds"] for epoch in run["epochs"] if epoch["accuracy"] >= target] for run in runs
     ]

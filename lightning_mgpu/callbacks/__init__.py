@@ -1,4 +1,4 @@
-"""What people look at: run, epoch times, curve, predictions; what they search with; what makes a model fast."""
+"""What people look at: run, epoch times, curve, predictions; their searches; a model made fast."""
 
 from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer

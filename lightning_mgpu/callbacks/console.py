@@ -1,4 +1,4 @@
-"""What a run prints while it trains: one line an epoch. A terminal has a progress bar below them."""
+"""What a run prints while it trains: one line an epoch. A terminal has a progress bar below."""
 
 import re
 import sys
@@ -8,9 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
-NAME = re.compile(
-    r"(train|training|val|valid|validation)[/_.](.+)"
-)  # `train/loss`, `validation_f1`
+# `train/loss`, `validation_f1`
+NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")
 
 
 class EpochLines(RichProgressBar):
@@ -32,7 +31,8 @@ class EpochLines(RichProgressBar):
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
-        return f"{epoch_number(self.trainer):{len(self.validation_description)}}"  # Lightning counts from 0
+        # Lightning counts from 0
+        return f"{epoch_number(self.trainer):{len(self.validation_description)}}"
 
 
 def epoch_number(trainer: Trainer) -> str:
@@ -45,7 +45,7 @@ def epoch_number(trainer: Trainer) -> str:
 def epoch_line(trainer: Trainer) -> str:
     """`epoch 3/10  val_loss 0.5012  train_loss 0.4823  10.5 s`.
 
-    Shown are the metrics of training and validation by their names, and those logged with `prog_bar=True`; else all.
+    Shown are the metrics of training and validation, and those with `prog_bar=True`; else all.
     """
     metrics = epoch_metrics(trainer)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
@@ -60,10 +60,10 @@ def epoch_line(trainer: Trainer) -> str:
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, float]:
-    """The values of this epoch by name; every process has to call it, as they meet to reduce what was logged.
+    """The values of this epoch by name; every process calls it, to meet and reduce what was logged.
 
-    Where nothing was validated, Lightning still has values of an epoch before. They are left out. Of a value that is
-    logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`: `x` is taken.
+    Where nothing was validated, Lightning still has values of an epoch before. They are left out.
+    Of a value logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`: `x` is taken.
     """
     every = trainer.check_val_every_n_epoch or 1
     has_validated = (trainer.current_epoch + 1) % every == 0
@@ -77,6 +77,6 @@ def epoch_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def quantity(name: str) -> tuple[str, bool] | None:
-    """What a metric of training or validation measures, and whether of validation: `val/mae` -> ('mae', True)."""
+    """What a metric measures, and whether of validation: `val/mae` -> ('mae', True)."""
     match = NAME.fullmatch(name)
     return (match[2], match[1].startswith("val")) if match else None

@@ -1,4 +1,4 @@
-"""Seconds of training an epoch, as the book's `Timer` takes them: devices synchronised, evaluation left out."""
+"""Seconds of training an epoch, as by the book's `Timer`: devices synchronised, no evaluation."""
 
 import time
 from typing import Any

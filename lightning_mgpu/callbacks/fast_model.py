@@ -1,10 +1,10 @@
-"""Makes any model faster without its knowledge: memory format of weights and images, torch.compile, malloc.
+"""Makes any model faster without its knowledge: memory format, torch.compile, malloc.
 
-    python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed --malloc=keep
-    python -m lightning_mgpu fit --fast.compile=default
+    python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
+    python -m lightning_mgpu fit --fast.compile=default --malloc=keep
 
-The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics and the keys of
-checkpoints stay as they are.
+The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics
+and the keys of checkpoints stay as they are.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 
 
 class FastModel(Callback):
-    """Sets the memory format before replicas are made, and compiles the networks when training begins.
+    """Sets the memory format before replicas are made, and compiles networks when training begins.
 
     Args:
-        memory_format: `channels_last` keeps weights and images in the order of bytes that convolutions are fastest
-            with, in half precision above all.
+        memory_format: `channels_last` keeps weights and images in the order of bytes that
+            convolutions are fastest with, in half precision above all.
         compile: Mode of `torch.compile`. For each kind of device, and each of several GPUs, it
             makes three graphs: forward, backward and validation. Another shape of batch adds to
             them: choose a batch size that divides the data. What runs after `fit` is not compiled.
@@ -55,9 +55,8 @@ class FastModel(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for network in networks(pl_module) if self.memory_format is not None else []:
             network.to(memory_format=torch.channels_last)
-            if (
-                images_to_channels_last not in network._forward_pre_hooks.values()
-            ):  # `fit` goes on to `test`
+            # `fit` goes on to `test`
+            if images_to_channels_last not in network._forward_pre_hooks.values():
                 network.register_forward_pre_hook(images_to_channels_last)
 
     @override
@@ -69,12 +68,11 @@ class FastModel(Callback):
         num_devices = len(devices)
         if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise UsageError(
-                f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: leave out "
-                "--trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
+                f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: "
+                "leave out --trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
-        dynamo.cache_size_limit = max(
-            dynamo.cache_size_limit, 8 * num_devices
-        )  # every device needs its own entries
+        # every device needs its own entries
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)
         for network in networks(pl_module):
             # Parameters are a graph's inputs, so that replicas on one device share it. Graphs know
             # their device by its index, so that k GPUs need k of each.
@@ -111,7 +109,7 @@ def networks(module: LightningModule) -> list[nn.Module]:
 
 
 def _call(network: nn.Module) -> Callable[..., Any]:
-    """The network's call as a function: `Module.compile` leaves torch's own classes, as `nn.Sequential`, alone."""
+    """The call, a function: `Module.compile` leaves torch's classes, as `nn.Sequential`, alone."""
     return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
@@ -123,7 +121,7 @@ def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[
 
 def _to_channels_last(X: Tensor) -> Tensor:
     if X.shape[1] == 1 and X.is_contiguous():
-        # Grey images are in both orders at once, and torch takes them for channels-first unless the strides say so
+        # Grey images are in both orders, and channels-first for torch unless the strides say so
         _, C, H, W = X.shape
         return X.as_strided(X.shape, (C * H * W, 1, W * C, C))
     return X.contiguous(memory_format=torch.channels_last)
@@ -132,7 +130,7 @@ def _to_channels_last(X: Tensor) -> Tensor:
 def keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next one: memory grows to its peak and stays there.
 
-    By default freed activations go back to the kernel, which zeroes them anew: a page fault for every 4 KiB.
+    By default freed activations go back to the kernel, which zeroes them: a fault for every 4 KiB.
 
     Raises:
         OSError: If the C library is not glibc.
@@ -140,7 +138,8 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         raise OSError(
-            "malloc=keep sets glibc's allocator, and this system has another: leave it at malloc=default"
+            "malloc=keep sets glibc's allocator, and this system has another: leave it at "
+            "malloc=default"
         )
     libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap as well
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back

@@ -14,7 +14,7 @@ from lightning_mgpu.runs.directory import run_directory
 
 
 class RunHeader(Callback):
-    """Prints model, strategy, batch, data and run directory when the first stage begins, and tells the loggers.
+    """Prints model, strategy, batch, data, run directory when a run begins, and tells the loggers.
 
     `notes` are further lines by their label, which others may add until then.
     """
@@ -75,22 +75,22 @@ def count_parameters(module: LightningModule) -> int:
 
 
 def global_batch_size(trainer: Trainer) -> int | None:
-    """The samples of a batch in all processes, where the loader knows them; warns of processes that share no batch."""
+    """A batch's samples in all processes, where the loader knows; warns if they share none."""
     loader = trainer._active_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
         return sampler.batch_size
     if trainer.training and trainer.world_size > 1:
         rank_zero_warn(
-            f"each of the {trainer.world_size} processes takes batches of its own: make the loader with "
-            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True), which deals one "
-            "batch out to all processes"
+            f"each of the {trainer.world_size} processes takes batches of its own: make the loader "
+            "with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
+            "shuffle=True), which deals one batch out to all processes"
         )
     own = getattr(loader, "batch_size", None)
     return own and own * trainer.world_size
 
 
 def per_device(batch_size: int, trainer: Trainer) -> str:
-    """The samples of a global batch each device gets, on average: '128', '85.3', '179.2 and 76.8'."""
+    """The samples of a global batch a device gets, on average: '128', '85.3', '179.2 and 76.8'."""
     shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
     return " and ".join(
         dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)

@@ -1,4 +1,4 @@
-"""The book's `Animator` for runs without a notebook: the learning curve as a picture, redrawn after every epoch."""
+"""The book's `Animator` without a notebook: the learning curve, a picture redrawn every epoch."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ MOST_PANELS = 4  # losses first
 
 
 class LearningCurve(Callback):
-    """Draws metrics of training and validation against epochs: `train_loss` and `val_loss` in one panel, and so on.
+    """Draws metrics against epochs: `train_loss` and `val_loss` in one panel, and so on.
 
-    The picture is `curve.png` in the run directory; W&B gets it at the end. The points are saved with checkpoints, so
-    that a resumed run goes on drawing the same curve.
+    The picture is `curve.png` in the run directory; W&B gets it at the end. The points are saved
+    with checkpoints, so that a resumed run goes on drawing the same curve.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is drawn of a test, for models that tell classes apart: a confusion matrix and the first images."""
+"""What is drawn of a classifier's test: a confusion matrix and the first images."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ NUM_IMAGES = 24  # in rows of eight
 
 
 class Pictures(Callback):
-    """Draws which test samples are taken for what (`confusion.png`) and the first images (`predictions.png`).
+    """Draws what samples are taken for (`confusion.png`), the first images (`predictions.png`).
 
-    Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that returns a dict with
-    `logits` (N, C); other models get no picture. Images are (N, C, H, W), grey or of three colours.
+    Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that
+    returns a dict with `logits` (N, C); others get no picture. Images (N, C, H, W) are grey or RGB.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,8 @@ class Pictures(Callback):
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._metric is not None:
-            counts = (
-                self._metric.compute().cpu()
-            )  # (C, C), rows are true classes, summed over all processes
+            # (C, C), rows are true classes, summed over all processes
+            counts = self._metric.compute().cpu()
             size = 3 + 0.6 * len(counts)
             figure = Figure(figsize=(size, size - 1), layout="constrained")
             labels = class_names(trainer, len(counts))
@@ -101,6 +100,6 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
 
 
 def class_names(trainer: Trainer, num_classes: int) -> list[str]:
-    """The dataset's; numbers where it has none, or the model has more outputs than there are classes."""
+    """The dataset's; numbers where it has none, or the model has more outputs than classes."""
     names = [str(name) for name in getattr(trainer.datamodule, "classes", None) or ()]  # type: ignore[attr-defined]
     return names if len(names) == num_classes else [str(i) for i in range(num_classes)]

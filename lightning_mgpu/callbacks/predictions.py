@@ -19,10 +19,10 @@ from lightning_mgpu.runs.files import replacing
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` in dataset order: the sample's index, and all that `predict_step` returned of it.
+    """Writes `predictions.csv` in dataset order: sample's index, and what `predict_step` returned.
 
-    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns are not written, with
-    a warning. A sample that several processes have predicted has one row.
+    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns
+    are not written, with a warning. A sample that several processes have predicted has one row.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,10 @@ class PredictionWriter(BasePredictionWriter):
         tables = gathered(table_of(batches, sample_indices(trainer)))
         if any(table is None for table in tables):
             rank_zero_warn(
-                f"predictions.csv is not written: it needs one loader that says which samples are in a batch, as a "
-                f"DataLoader with a batch_size does, and a {type(pl_module).__name__}.predict_step that returns a "
-                "tensor, or a dict of tensors, with a row for every sample."
+                "predictions.csv is not written: it needs one loader that says which samples are "
+                "in a batch, as a DataLoader with a batch_size does, and a "
+                f"{type(pl_module).__name__}.predict_step that returns a tensor, or a dict of "
+                "tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
             table = torch.cat(tables).numpy()
@@ -60,7 +61,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor | None:
-    """All samples of a process, (N, 1 + C) of float64, the index first; `None` of what is no table."""
+    """A process's samples, (N, 1 + C) of float64, the index first; `None` of what is no table."""
     try:
         rows = [
             torch.column_stack(
@@ -88,13 +89,12 @@ def columns(batch: dict[str, Tensor], trainer: Trainer) -> dict[str, str]:
 
 
 def sample_indices(trainer: Trainer) -> list[list[int]]:
-    """The dataset's indices of the samples in every batch of this process; empty if the loader does not tell them."""
+    """The dataset's indices of this process's samples, by batch; empty if the loader tells none."""
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
         return [indices.tolist() for _, indices in sampler]
-    return trainer.predict_loop.epoch_batch_indices[
-        0
-    ]  # Lightning's record of a DataLoader's batch sampler
+    # Lightning's record of a DataLoader's batch sampler
+    return trainer.predict_loop.epoch_batch_indices[0]
 
 
 def gathered(own: Any) -> list[Any]:

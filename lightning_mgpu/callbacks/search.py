@@ -1,4 +1,4 @@
-"""Lightning's searches for a learning rate and for the largest batch, which say what they found and end the run."""
+"""Searches for a learning rate and the largest batch, which say what they found and end the run."""
 
 import math
 from itertools import pairwise, takewhile
@@ -22,7 +22,7 @@ SANE = 1.5  # times the first loss; beyond, the loss explodes
 
 
 class LearningRateSearch(LearningRateFinder):
-    """The learning-rate range test (Smith, 2015): the rate grows with every batch; `lr_find.png` has the losses.
+    """A range test (Smith, 2015): the learning rate grows by batch; `lr_find.png` has the losses.
 
     Nothing is trained: the weights are put back and the run ends.
 
@@ -47,7 +47,8 @@ class LearningRateSearch(LearningRateFinder):
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
             lr = suggestion(rates, losses)
             save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
-            found = "no suggestion, the loss hardly falls: try more num_training_steps, or other weights"
+            found = "no suggestion, the loss hardly falls: try more num_training_steps, "
+            found += "or other weights"
             if lr is not None:
                 found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
             if trainer.is_global_zero:
@@ -59,7 +60,7 @@ class LearningRateSearch(LearningRateFinder):
 
 
 def smoothed(averages: list[float]) -> list[float]:
-    """Losses averaged over the steps around each. Lightning's average is over 50 steps before: it falls too late."""
+    """Losses averaged over the steps around each. Lightning's, over 50 before, falls too late."""
     sums = [0.0, *(average * (1 - BETA ** (step + 2)) for step, average in enumerate(averages))]
     losses = [(now - BETA * before) / (1 - BETA) for before, now in pairwise(sums)]
     half = max(1, len(losses) // 40)
@@ -67,7 +68,7 @@ def smoothed(averages: list[float]) -> list[float]:
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
-    """The rate where the loss falls fastest on a log axis; `None` where it hardly falls before it explodes."""
+    """Where the loss falls fastest on a log axis; `None` if it hardly falls before it explodes."""
     sane = list(takewhile(lambda loss: loss < SANE * losses[0], losses))  # NaN is not less
     if len(sane) < 3 or min(sane) > FALLS * losses[0]:
         return None
@@ -90,7 +91,7 @@ def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
 
 
 class BatchSizeSearch(BatchSizeFinder):
-    """Doubles the *global* batch until a step runs out of memory, or `max_trials` sizes have fitted; then the run ends.
+    """Doubles the *global* batch until memory ends or `max_trials` sizes fit; then the run ends.
 
     Args:
         init_val: The first global batch.
@@ -102,9 +103,8 @@ class BatchSizeSearch(BatchSizeFinder):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        lightning_setattr(
-            pl_module, "batch_size", self._init_val
-        )  # or Lightning's first trial has the batch given
+        # or Lightning's first trial has the batch given
+        lightning_setattr(pl_module, "batch_size", self._init_val)
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
         if size is not None:  # fast_dev_run has none
@@ -115,7 +115,8 @@ class BatchSizeSearch(BatchSizeFinder):
                 else "twice as many do not fit"
             )
             print(
-                f"batch_find: {size} global; {limit}\n          use it with --data.batch_size={size}",
+                f"batch_find: {size} global; {limit}\n          use it with "
+                f"--data.batch_size={size}",
                 flush=True,
             )
         raise _TunerExitException

@@ -1,4 +1,4 @@
-"""Conveniences of the command line that become plain arguments of the LightningCLI before anything is parsed.
+"""Conveniences of the command line become plain arguments of the LightningCLI before parsing.
 
 What comes out: the defaults first, then what was given, in its order; what stands later wins.
 """
@@ -21,7 +21,7 @@ STRATEGY = "--trainer.strategy"
 
 
 def join(args: Sequence[str]) -> list[str]:
-    """The arguments with every option and its value in one, a `~` as a shell takes it, a `--config` by its path."""
+    """The arguments, option and value in one, `~` as in a shell, a `--config` by its path."""
     joined: list[str] = []
     for arg in args:
         before = joined[-1] if joined else ""
@@ -62,15 +62,15 @@ def take_resume(args: list[str]) -> tuple[list[str], Path | None]:
 
 
 def prepare(args: list[str], given: dict[str, Any], first: dict[str, Any]) -> list[str]:
-    """The arguments behind a subcommand in the form that the LightningCLI takes, `first` before them."""
+    """The arguments behind a subcommand in the LightningCLI's form, `first` before them."""
     known = {**flatten(first), **given}
     return [_help(arg, known) for arg in (f"--config={json.dumps(first)}", *_strategy(args, given))]
 
 
 def with_defaults(given: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """`configs/default.yaml`, over it a checkpoint's configuration; a class that is named has its own defaults.
+    """`configs/default.yaml`, over it a checkpoint's configuration; a class named has its defaults.
 
-    As a `default_config_files` of the parser, the file would give LeNet's settings to every other model.
+    As a `default_config_files` of the parser, the file would give LeNet's settings to all models.
     """
     defaults = read_config(str(CONFIGS / "default.yaml")) | saved
     for key in ("model", "data"):
@@ -81,7 +81,7 @@ def with_defaults(given: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any
 
 
 def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
-    """The arguments with a strategy's class for its name, where options of the class are given, or the class itself.
+    """The arguments with a strategy's class for its name where the class or options are given.
 
     jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
     """
@@ -101,7 +101,7 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
 
 
 def strategy_class(name: str) -> dict[str, Any]:
-    """The class behind a registered name with its arguments, as in a configuration; any other name is a class's."""
+    """A registered name's class and arguments, as in a configuration; other names are classes'."""
     if name not in StrategyRegistry:
         return {"class_path": name}
     entry = StrategyRegistry[name]
@@ -117,7 +117,7 @@ def _path(value: Any) -> str:
 
 
 def _help(arg: str, known: dict[str, Any]) -> str:
-    """`--help.all` is the parser's own help; `--model.help` without a value shows the class that would run."""
+    """`--help.all` is the parser's help; `--model.help` alone shows the class that would run."""
     name, _, value = arg.partition("=")
     if arg == "--help.all":
         return "--help"

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: secrets among the options, devices, another run."""
+"""What is seen to be wrong before anything starts: secrets among options, devices, another run."""
 
 import os
 import re
@@ -26,8 +26,8 @@ def check_secrets(config: Namespace) -> None:
         )
         if value and is_secret:
             raise UsageError(
-                f"--{key}: a secret, and every option is written to config.yaml: hand it over in an environment "
-                "variable (most loggers read one), or read it in code of your own"
+                f"--{key}: a secret, and every option is written to config.yaml: hand it over in "
+                "an environment variable (most loggers read one), or read it in code of your own"
             )
 
 
@@ -39,7 +39,8 @@ def check_devices(config: Namespace) -> None:
     most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
         raise UsageError(
-            f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or auto"
+            f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or "
+            "auto"
         )
 
 

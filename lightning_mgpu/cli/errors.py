@@ -1,4 +1,4 @@
-"""A mistake of the user's ends in a few lines that say what was given and what to do; `--traceback` shows more.
+"""A user's mistake ends in a few lines: what was given and what to do; `--traceback` shows more.
 
 Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever
 the user's own code raises later keeps its traceback, and so do errors from torch's C++ code, which
@@ -28,10 +28,10 @@ from lightning_mgpu.runs.errors import UsageError
 SWITCH = "--traceback"
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
-OTHER_PARAMETERS = (
-    "Error(s) in loading state_dict for "  # how torch begins when a checkpoint is another model's
-)
-NOISE = (  # how the lines begin that tell of jsonargparse's inner life, or of what stands in the first line already
+# how torch begins when a checkpoint is another model's
+OTHER_PARAMETERS = "Error(s) in loading state_dict for "
+# how lines begin that tell of jsonargparse's inner life, or of what the first line says already
+NOISE = (
     *(
         "Does not validate against any",
         "Subtypes:",
@@ -68,7 +68,7 @@ HOW = "a class is given by its name, or by its path: my_package.MyClass"
 
 @contextmanager
 def mistakes(*more: type[Exception]) -> Iterator[None]:
-    """Around constructors: a `ValueError` tells of a wrong argument, and so do a missing package and the types named.
+    """Around constructors: `ValueError`, a missing package and the types named are user's mistakes.
 
     Anything else is raised as the constructor raised it, without what jsonargparse wraps around it.
     """
@@ -85,7 +85,7 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(show_traceback: bool) -> Iterator[None]:
-    """End the process with a few lines and status 2 for a mistake of the user's, and as Python does for anything else.
+    """End with a few lines and status 2 for a user's mistake, and as Python does for anything else.
 
     Ctrl-C, where nothing has handled it, ends the process with status 130 and no line.
     """
@@ -99,7 +99,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
                 if isinstance(error, kind):
                     error.add_note(advice)
             raise
-        # wrong values are wrong in every process of `ddp`, and the first one says so; files may be wrong in one alone
+        # wrong values are so in every process, and the first says so; files may be so in one alone
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
             print(f"error: {in_lines(error)} ({SWITCH} shows where)", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -129,7 +129,7 @@ def in_lines(error: BaseException) -> str:
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
-    """What was given, by name, what jsonargparse's message says of it, and what was probably meant."""
+    """What was given, by name, what jsonargparse's message says of it, what was probably meant."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][

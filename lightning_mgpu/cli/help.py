@@ -1,4 +1,4 @@
-"""The subcommands by name, and `--help`: the options people use first, on one screen. No parser is imported for it."""
+"""The subcommands, and `--help`: the options people use first, on one screen, without a parser."""
 
 from importlib.util import find_spec
 
@@ -17,9 +17,11 @@ OPTIONS = {
     "--model CLASS": "LeNet (default), ResNet18, or a path: my_package.MyModel",
     "--model.optimizer CLASS": "SGD (default), AdamW, any of torch.optim, or a path",
     "--model.optimizer.lr RATE": "0.2 for LeNet, 0.1 for ResNet18, else the optimizer's own",
-    "--model.lr_scheduler CLASS": "none (default), OneCycleLR, StepLR, any of torch.optim.lr_scheduler",
+    "--model.lr_scheduler CLASS": "none (default), OneCycleLR, StepLR, "
+    "any of torch.optim.lr_scheduler",
     "--data.batch_size N": "the global batch, over all devices (default: 256)",
-    "--data.val_size N": "images set apart for validation; 0: validate on the test set (default: 5000)",
+    "--data.val_size N": "images set apart for validation; "
+    "0: validate on the test set (default: 5000)",
     "--trainer.max_epochs N": "how long to train (default: 10)",
     "--trainer.devices N": "GPUs, or processes on the CPU (default: auto)",
     "--trainer.strategy NAME": "auto (default), ddp, manual_allreduce, dp, fsdp, ...",
@@ -56,7 +58,7 @@ def subcommands() -> tuple[str, ...]:
 
 
 def short_help(args: list[str]) -> str | None:
-    """The text for these arguments; `None` if they ask for no help, or for that of one class or of everything."""
+    """The text for these arguments; `None` if they ask for no help, or for a class's or all."""
     if args == ["--version"]:
         return f"{PROG} {__version__}\n"
     if not args or args[0] in ("-h", "--help"):

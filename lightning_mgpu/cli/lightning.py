@@ -1,7 +1,7 @@
-"""The LightningCLI: `fit`, `validate`, `test` and `predict` for any LightningModule and LightningDataModule.
+"""The LightningCLI: `fit`, `validate`, `test` and `predict` for any LightningModule and DataModule.
 
-Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and all of them over
-`configs/default.yaml`. A relative `--config` that does not exist here is looked up in `configs/`.
+Every argument can stand in a YAML file: later `--config` files and flags win over earlier ones, and
+all over `configs/default.yaml`. A relative `--config` that is not here is looked up in `configs/`.
 """
 
 import os
@@ -41,7 +41,7 @@ MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 
 
 class CLI(LightningCLI):
-    """Lightning's command line, with this package's callbacks, one directory a run, and errors of a few lines."""
+    """Lightning's command line, with our callbacks, one directory a run, and short errors."""
 
     trainer: Trainer
     model: LightningModule
@@ -59,7 +59,7 @@ class CLI(LightningCLI):
                 LightningDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=True,
-                auto_configure_optimizers=False,  # the model's own --model.optimizer and --model.lr_scheduler
+                auto_configure_optimizers=False,  # --model.optimizer and --model.lr_scheduler do
                 save_config_callback=None,  # RunRecord's is it
                 parser_kwargs={**shared, **usage},
                 parser_class=Parser,
@@ -97,7 +97,7 @@ class CLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would let the checkpoint's hyperparameters win in silence (see arguments.py)."""
+        """Nothing: Lightning lets a checkpoint's hyperparameters win in silence (arguments.py)."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -128,7 +128,7 @@ class CLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer with this package's callbacks and loggers beside the user's, writing to the run directory."""
+        """The Trainer with our callbacks and loggers beside the user's, in the run directory."""
         config = self.config_init[self.subcommand]
         kwargs["logger"] = [
             each for each in as_list(config.trainer.logger) if isinstance(each, Logger)
@@ -211,9 +211,8 @@ class CLI(LightningCLI):
             tested = self.trainer.test(
                 self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True
             )
-            metrics = (
-                dict(tested[0]) if tested else {}
-            )  # nothing with `--trainer.limit_test_batches=0`
+            # nothing with `--trainer.limit_test_batches=0`
+            metrics = dict(tested[0]) if tested else {}
         if is_first:
             print(f"fingerprint: {trained}")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)

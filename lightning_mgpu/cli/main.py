@@ -1,4 +1,4 @@
-"""From arguments to a subcommand, without the messages of other packages that say nothing to a user."""
+"""From arguments to a subcommand, without other packages' messages that say nothing to a user."""
 
 import importlib
 import logging
@@ -19,13 +19,13 @@ from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_
 from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.runs.resume import FLAG, what_stays
 
-# Deprecations inside torch and Lightning, and advice that does not fit data in memory: nothing the user can act on.
+# Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.15
-    r"The '\w+_dataloader' does not have many workers",  # workers are slower for batches gathered from memory
-    r"The number of training batches \(\d+\) is smaller than the logging interval",  # the epoch's metrics are logged
-    r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run, which goes on with both
-    r"Couldn't infer the batch indices fetched from your dataloader",  # batches come in dataset order
+    r"The '\w+_dataloader' does not have many workers",  # they are slower for batches from memory
+    r"The number of training batches \(\d+\) is smaller than the logging interval",  # epochs are
+    r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run
+    r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
     r"GPU available but not used",  # of a run on the CPU that was asked for
 )
 # How the lines begin that say what the run header says better, or praise other products.
@@ -42,7 +42,7 @@ INFO = (
     "LOCAL_RANK: ",
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Finished batch size finder, will continue with full run",  # which it does not
-    "`weights_only` was not set, defaulting to `False`.",  # by Lightning's searches, of a file they have just written
+    "`weights_only` was not set, defaulting to `False`.",  # Lightning's searches, of their own file
 )
 
 
@@ -58,9 +58,8 @@ def run(args: list[str]) -> None:
         if subcommand in RUNS:
             _run(subcommand, join(others))
             return
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # as Ctrl-C, which leaves no process behind
+        # as Ctrl-C, which leaves no process behind
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         importlib.import_module(TOOLS[subcommand]).main(
             [argument for argument in others if argument != SWITCH]
         )
@@ -68,9 +67,8 @@ def run(args: list[str]) -> None:
 
 def _run(subcommand: str, args: list[str]) -> None:
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches all processes: the first one ends the others
+        # Ctrl-C reaches all processes: the first one ends the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
     given, saved = given_options(others), {}
     if run_dir:
@@ -83,9 +81,8 @@ def _run(subcommand: str, args: list[str]) -> None:
             saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
         first = with_defaults(given, saved)
         if (model := saved.get("model")) and subcommand != "fit":
-            model = {
-                "class_path": model["class_path"]
-            }  # its arguments, such as flip_tta, may be others in a test
+            # its arguments, such as flip_tta, may be others in a test
+            model = {"class_path": model["class_path"]}
         before = flatten({"model": model}) if model else {}
     CLI([subcommand, *prepare(others, given, first)], run_dir, before)
     leave_group()

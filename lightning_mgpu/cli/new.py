@@ -2,11 +2,11 @@
 
     python -m lightning_mgpu new ../my_project --drop benchmark testing sweep book
 
-What belongs to a room: directories and files of its name (`NAME/`, `NAME.py`, `test_NAME.py`); lines that begin with
-its command; lines with the mark `room: NAME` in a comment; from a line with nothing but this mark, all lines to `/room`
-or to the file's end. Nothing else imports a room, so that it can go.
+What belongs to a room: directories and files of its name (`NAME/`, `NAME.py`, `test_NAME.py`);
+lines that begin with its command; lines with the mark `room: NAME` in a comment; from a line with
+nothing but this mark, all lines to `/room` or the file's end. Nothing else imports a room.
 
-A name longer than the old one makes some lines too long for ruff. `ruff check .` in the copy shows them.
+A name longer than the old one makes some lines too long. `ruff check .` in the copy shows them.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UsageError(f"new {target}: it exists. Name a new directory")
     if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name):
         raise UsageError(
-            f"new {target}: {name} is no name for a package. Take small letters, digits and _: my_project"
+            f"new {target}: {name} is no name for a package. Take small letters, digits and _: "
+            "my_project"
         )
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=CLONE, capture_output=True, text=True, check=True
@@ -58,13 +59,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def copy(path: PurePath, target: Path, name: str, rooms: Collection[str]) -> None:
-    """Write a file under its new name, without the rooms; a file that belongs to a room is left out."""
+    """Write a file under its new name, without the rooms; a room's own file is left out."""
     if any(part.removesuffix(".py").removeprefix("test_") in rooms for part in path.parts):
         return
     content = (CLONE / path).read_bytes()
-    if (
-        path.name != "LICENSE" and b"\0" not in content
-    ):  # which names the authors, whatever the project is called
+    # which names the authors, whatever the project is called
+    if path.name != "LICENSE" and b"\0" not in content:
         text = rename(without(content.decode(), rooms), name)
         if content and not text:
             return

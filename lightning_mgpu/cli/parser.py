@@ -11,18 +11,18 @@ from typing_extensions import override
 
 from lightning_mgpu.cli.help import PROG
 
-# StochasticWeightAveraging takes one; jsonargparse would write "Unable to serialize instance" to config.yaml
+# StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
 
 class Parser(LightningArgumentParser):
     """Drops the arguments of a default class where another class is named.
 
-    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the learning rate of the
-    model's own SGD. What a file or a flag says is kept, too: it was said.
+    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the
+    learning rate of the model's own SGD. What a file or a flag says is kept, too: it was said.
     """
 
-    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, while they are parsed
+    _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, in parsing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"prog": PROG, **kwargs})  # of a class's help, too
@@ -30,9 +30,8 @@ class Parser(LightningArgumentParser):
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Called for the arguments of every class."""
-        before = (
-            args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
-        )  # its older name
+        # its older name
+        before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
         parts = [part if isinstance(part, dict) else vars(part) for part in (before, obj) if part]
         given = {name: value for part in parts for name, value in part.items()}
         outer = self._named  # of the same class, around this one
@@ -54,7 +53,7 @@ class Parser(LightningArgumentParser):
 
     @override
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> Any:
-        """A logger whose `save_dir` is left out writes to the run directory, which is filled in later."""
+        """A logger without a `save_dir` writes to the run directory, which is filled in later."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         if isinstance(theclass, type) and issubclass(theclass, Logger) and "save_dir" in added:
             self.set_defaults(save_dir="")

@@ -1,4 +1,4 @@
-"""LightningDataModules: one dataset a file, the batch contract in `batches.py`, the files' origin in `sources.py`."""
+"""LightningDataModules, one a file; `batches.py` has the batch contract, `sources.py` the files."""
 
 from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.fashion_mnist import FashionMNIST

@@ -1,10 +1,11 @@
-"""The batch contract: the same global batches in the same order, whatever the strategy and the number of devices.
+"""The batch contract: the same global batches in the same order, by any strategy on any devices.
 
-`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch alone. Every process
-of a multi-process strategy gets its slice of each one, a single process gets the whole batch (and a single-process
-strategy splits it over its replicas by the same rule, `torch.tensor_split`, unless its `split` says otherwise).
-`BatchLoader` is a `DataLoader` that fetches a whole batch in one indexing operation and can be resumed in the middle of
-an epoch. `batch_loader` puts the three together for any dataset:
+`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch
+alone. Every process of a multi-process strategy gets its slice of each one, a single process gets
+the whole batch (and a single-process strategy splits it over its replicas by the same rule,
+`torch.tensor_split`, unless its `split` says otherwise). `BatchLoader` is a `DataLoader` that
+fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch.
+`batch_loader` puts the three together for any dataset:
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -27,18 +28,19 @@ from torch.utils.data import (
 )
 
 Item = tuple[int, Tensor]
-"""What a sampler here yields and a dataset here is indexed with: the epoch, and a vector of sample indices."""
+"""What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""
 
 
 class GlobalBatches(DistributedSampler):
-    """Yields `(epoch, indices)` for every global batch: the share of process `rank` among `num_replicas`.
+    """Yields `(epoch, indices)` of every global batch: process `rank`'s share among `num_replicas`.
 
-    A `DistributedSampler`, so that Lightning injects no sampler of its own and calls `set_epoch`. It repeats no sample.
+    A `DistributedSampler`, so Lightning injects none and calls `set_epoch`. It repeats no sample.
 
-    `indices` are the samples to visit, a vector, on the device that batches are gathered on. `batch_size` is global.
+    `indices` are the samples to visit, a vector, on the device that batches are gathered on.
+    `batch_size` is global.
 
     Raises:
-        ValueError: If some global batch has fewer samples than there are processes, so that one would get none.
+        ValueError: If a global batch has fewer samples than processes: one would get none.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class GlobalBatches(DistributedSampler):
         smallest = min((len(batch) for batch in self._cut(indices)), default=0)
         if 0 < smallest < num_replicas:
             raise ValueError(
-                f"data.batch_size={batch_size} leaves a global batch of {smallest} of {len(indices)} samples, which "
-                f"{num_replicas} processes cannot share: use a batch size with a larger remainder, or fewer devices."
+                f"data.batch_size={batch_size} leaves a global batch of {smallest} of "
+                f"{len(indices)} samples, which {num_replicas} processes cannot share: use a batch "
+                "size with a larger remainder, or fewer devices."
             )
 
     def __iter__(self) -> Iterator[Item]:  # type: ignore[override]
-        # a generator, so that it looks at the epoch when the first batch is asked for: Lightning sets it after `iter`
+        # a generator: looks at the epoch at the first batch, as Lightning sets it after `iter`
         first, self.first = self.first, 0
         for batch in self._cut(self._order())[first:]:
             yield (
@@ -83,9 +86,8 @@ class GlobalBatches(DistributedSampler):
         if not self.shuffle:
             return self.indices
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(
-            len(self.indices), generator=generator
-        )  # on the CPU: the same on every device
+        # on the CPU: the same on every device
+        order = torch.randperm(len(self.indices), generator=generator)
         return self.indices[order.to(self.indices.device)]
 
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
@@ -93,9 +95,9 @@ class GlobalBatches(DistributedSampler):
 
 
 class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
-    """Global batches in dataset order, for evaluation: every sample once, batches of equal size up to one sample.
+    """Global batches in dataset order, for evaluation: every sample once, sizes equal up to one.
 
-    A `SequentialSampler` too, which is how Lightning tells that nothing is shuffled (`overfit_batches`).
+    A `SequentialSampler` too, by which Lightning sees that nothing is shuffled (`overfit_batches`).
     """
 
     def __init__(
@@ -106,16 +108,15 @@ class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
         if len(order) == 0:
             return ()
-        return order.tensor_split(
-            -(-len(order) // self.batch_size)
-        )  # no tiny last batch that processes cannot share
+        # no tiny last batch that processes cannot share
+        return order.tensor_split(-(-len(order) // self.batch_size))
 
 
 class BatchLoader(DataLoader):
     """A `DataLoader` whose sampler yields whole batches, and which knows how far it is.
 
-    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run resumed from the
-    middle of an epoch goes on with the batch after the last one it trained on.
+    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run
+    resumed from the middle of an epoch goes on with the batch after the last one it trained on.
     """
 
     sampler: GlobalBatches
@@ -124,15 +125,14 @@ class BatchLoader(DataLoader):
         self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any
     ) -> None:
         kwargs.setdefault("collate_fn", _as_it_is)
-        kwargs.setdefault(
-            "generator", torch.Generator()
-        )  # else iterating draws a number, which dropout would notice
+        # else iterating draws a number, which dropout would notice
+        kwargs.setdefault("generator", torch.Generator())
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.num_yielded = self.sampler.first
-        # without workers the base's iterator only adds a record for the profiler, a fifth of a batch's time
+        # without workers the base's iterator adds a record for the profiler, a fifth of the time
         in_process = self.num_workers == 0 and not self.pin_memory
         for batch in map(self._fetch, self.sampler) if in_process else super().__iter__():
             self.num_yielded += 1  # before the step runs: a checkpoint is saved after it
@@ -145,9 +145,8 @@ class BatchLoader(DataLoader):
         return {"num_yielded": self.num_yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.sampler.first = state["num_yielded"] % max(
-            len(self), 1
-        )  # a finished epoch: start the next at 0
+        # a finished epoch: start the next at 0
+        self.sampler.first = state["num_yielded"] % max(len(self), 1)
 
 
 class Batches(Dataset):
@@ -166,9 +165,8 @@ class Samples(Batches):
     def __getitem__(self, item: Item) -> Any:
         _, indices = item
         if type(self.dataset) is TensorDataset:
-            return [
-                tensor[indices] for tensor in self.dataset.tensors
-            ]  # at once: far faster than collating
+            # at once: far faster than collating
+            return [tensor[indices] for tensor in self.dataset.tensors]
         return default_collate([self.dataset[i] for i in indices.tolist()])
 
 
@@ -184,11 +182,11 @@ def batch_loader(
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's `default_collate`), or
-            `Batches`.
+        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's
+            `default_collate`), or `Batches`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
-        shuffle: For training: draw a new order every epoch. Left out: every sample once, in dataset order.
+        shuffle: For training: draw a new order every epoch. Left out: all samples, dataset order.
         seed: Of the order. Left out: `seed_everything`'s.
         indices: The samples to visit, a vector, on the device that batches are gathered on. Left
             out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.

@@ -1,6 +1,6 @@
-"""Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey images of 28x28 pixels in ten classes of clothing.
+"""Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey 28x28 images in ten classes of clothing.
 
-python -m lightning_mgpu fit --data.batch_size=512 --data.val_size=0 --data.augment=true --data.cutout=8
+python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true --data.cutout=8
 """
 
 import os
@@ -22,25 +22,26 @@ MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, pixels in [0, 1]
 
 
 class FashionMNIST(LightningDataModule):
-    """Serves Fashion-MNIST in global batches (X, y): images (B, 1, 28, 28) of float32 and labels (B,) of int64.
+    """Fashion-MNIST in global batches (X, y): float32 images (B, 1, 28, 28) and int64 labels (B,).
 
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        root: Where the files are, or are put, once for all working directories: `{root}/FashionMNIST/raw`.
-        source: Where missing files come from. `auto` tries `local` (under `root`, or the distribution's package
-            `dataset-fashion-mnist`, if it is installed), `torchvision` (its download) and `package` (the same package
-            through apt-get, without root). `synthetic` reads no file and trains on noise with a class pattern.
-        val_size: Images set apart from the 60,000 for validation, by a draw from `seed`; 0 validates on the test set.
-        normalize: Subtract the training set's mean and divide by its standard deviation. The book does not.
+        root: Where the files are, or are put, once for all directories: `{root}/FashionMNIST/raw`.
+        source: Where missing files come from. `auto` tries `local` (under `root`, or the
+            distribution's package `dataset-fashion-mnist`, if it is installed), `torchvision` (its
+            download) and `package` (the same package through apt-get, without root). `synthetic`
+            reads no file and trains on noise with a class pattern.
+        val_size: Images of the 60,000 drawn for validation, by `seed`; 0: validate on the test set.
+        normalize: Subtract the training set's mean, divide by its deviation. The book does not.
         augment: Random crop after padding, and horizontal flip, of the training images.
         crop_padding: Pixels of that padding; 0 for flips alone.
         cutout: Pixels of the side of a square that is cut out of every augmented image, too.
-        seed: Of the validation split, the order of the batches and the augmentation. Left out: `seed_everything`'s.
-        device_resident: Keep all images on the device (the first of a process), so that no step transfers a batch.
+        seed: Of validation split, order of batches, augmentation. Left out: `seed_everything`'s.
+        device_resident: Keep images on the (process's first) device, so that no step transfers any.
 
     Raises:
         DataSourceError: When no source has the files (see `sources.py`).
-        ValueError: For sizes that do not fit, and batches that cannot be shared out among the processes.
+        ValueError: For sizes that do not fit, and batches that processes cannot share.
     """
 
     num_classes = 10
@@ -68,9 +69,8 @@ class FashionMNIST(LightningDataModule):
         self.augment = augment
         self.crop_padding = crop_padding
         self.cutout = cutout
-        self.seed = (
-            int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        )  # where seed_everything puts it
+        # where seed_everything puts it
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.device_resident = device_resident
         for name, least in {"batch_size": 1, "val_size": 0, "crop_padding": 0, "cutout": 0}.items():
             if (value := getattr(self, name)) < least:
@@ -85,7 +85,7 @@ class FashionMNIST(LightningDataModule):
 
     @property
     def in_words(self) -> str:
-        """`55,000 train, 5,000 val, 10,000 test; files under DIRECTORY`: for the run's header, after `setup`."""
+        """`55,000 train, 5,000 val, 10,000 test; files under DIR`: in the header, after `setup`."""
         sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
         return (
             ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items())
@@ -96,7 +96,8 @@ class FashionMNIST(LightningDataModule):
         if self.source == "synthetic":
             if not self.origin:  # once, not again when `fit` goes on to `test`
                 warnings.warn(
-                    "data.source=synthetic: training on made-up images; no accuracy below means anything."
+                    "data.source=synthetic: training on made-up images; no accuracy below means "
+                    "anything."
                 )
             self.origin = "SYNTHETIC images, not Fashion-MNIST"
         else:
@@ -109,7 +110,8 @@ class FashionMNIST(LightningDataModule):
         images, labels = (part.to(device) for part in self._load(train=True))
         if self.val_size >= len(images):
             raise ValueError(
-                f"data.val_size={self.val_size} leaves none of the {len(images)} images to train on."
+                f"data.val_size={self.val_size} leaves none of the {len(images)} images to train "
+                "on."
             )
         test_images, test_labels = (part.to(device) for part in self._load(train=False))
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
@@ -117,9 +119,8 @@ class FashionMNIST(LightningDataModule):
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
         overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
-        self.train_set = self._dataset(
-            images, labels, augment=self.augment and not overfits
-        )  # or images as they are
+        # or images as they are
+        self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)
         self.test_set = self._dataset(test_images, test_labels)
         self.val_set = self._dataset(images, labels)
         if self.validates_on_test_set:
@@ -162,7 +163,7 @@ class FashionMNIST(LightningDataModule):
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 28, 28) of uint8 noise with a faint stripe pattern per class, and labels (N,): a stand-in."""
+    """Images (N, 1, 28, 28) of uint8 noise with a faint stripe pattern a class, and labels (N,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num_samples) % 10
     stripes = (torch.arange(28)[None, :] * (1 + torch.arange(10))[:, None] // 10 % 2 * 96).to(

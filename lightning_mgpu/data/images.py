@@ -1,7 +1,7 @@
-"""Images kept in memory as bytes, on any device; there a whole batch is gathered, augmented and converted at once.
+"""Images kept as bytes on any device; a whole batch is gathered, augmented and converted there.
 
-A `DataLoader` over single samples spends its time in Python: 256 calls, 256 small conversions, one `torch.stack`. One
-gather of uint8 and one conversion do the same work about 100 times faster.
+A `DataLoader` over single samples spends its time in Python: 256 calls, 256 small conversions, one
+`torch.stack`. One gather of uint8 and one conversion do the same work about 100 times faster.
 """
 
 import torch
@@ -11,11 +11,12 @@ from lightning_mgpu.data.batches import Batches, Item
 
 
 class InMemoryImages(Batches):
-    """Images (N, C, H, W) of uint8 and labels (N,), indexed with an `Item`; yields float images and their labels.
+    """uint8 images (N, C, H, W), labels (N,), indexed with an `Item`; yields float images, labels.
 
-    Batches are made where the images are. Indices may be on the CPU or there too, which spares every step a transfer.
-    Pixels are scaled to [0, 1] as by torchvision's `ToTensor`, then normalised by `mean` and `std`. What `augment` and
-    `cut_out` draw depends on the seed, the epoch and the sample alone, not on batches or devices.
+    Batches are made where the images are. Indices may be on the CPU or there too, which spares
+    every step a transfer. Pixels are scaled to [0, 1] as by torchvision's `ToTensor`, then
+    normalised by `mean` and `std`. What `augment` and `cut_out` draw depends on the seed, the epoch
+    and the sample alone, not on batches or devices.
     """
 
     def __init__(
@@ -40,9 +41,8 @@ class InMemoryImages(Batches):
     def __getitem__(self, item: Item) -> tuple[Tensor, Tensor]:
         epoch, indices = item
         indices = indices.to(self.images.device, non_blocking=True)
-        X = self.images.index_select(
-            0, indices
-        )  # (B, C, H, W) uint8; far faster than `images[indices]`
+        # (B, C, H, W) uint8; far faster than `images[indices]`
+        X = self.images.index_select(0, indices)
         if self.crop_padding or self.flip:
             X = augment(X, self._draw(epoch)[indices, :3], self.crop_padding, self.flip)
         X = X.to(torch.float32).div_(255)
@@ -88,13 +88,12 @@ def cut_out(X: Tensor, draws: Tensor, size: int) -> Tensor:
 
     Args:
         X: Images (B, C, H, W), normalised: zero is the mean.
-        draws: Uniform numbers in [0, 1) (B, 2): the row and column the square is centred on; it may leave the image.
+        draws: Uniform numbers in [0, 1) (B, 2): the square's central row, column; it may stick out.
         size: Pixels of the square's side.
     """
     inside = []  # (B, H), (B, W)
     for n, draw in zip(X.shape[2:], draws.split(1, dim=1)):
-        offset = torch.arange(n, device=X.device) - (
-            (draw * n).long() - size // 2
-        )  # from the square's first pixel
+        # from the square's first pixel
+        offset = torch.arange(n, device=X.device) - ((draw * n).long() - size // 2)
         inside.append((offset >= 0) & (offset < size))
     return X.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

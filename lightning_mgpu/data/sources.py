@@ -1,9 +1,10 @@
-"""Where the four Fashion-MNIST files come from: found or fetched, checked, and put where they are read.
+"""Where the four Fashion-MNIST files come from: found or fetched, checked, put where they are read.
 
-    ensure_fashion_mnist("data")            # 'files under data/FashionMNIST/raw', or where else they came from
+    ensure_fashion_mnist("data")  # 'files under data/FashionMNIST/raw', or where they came from
 
-Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest is common to all:
-read, check size and MD5, write beside the target, rename. Nothing unchecked ever bears a name that is read.
+Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest
+is common to all: read, check size and MD5, write beside the target, rename. Nothing unchecked ever
+bears a name that is read.
 """
 
 import gzip
@@ -25,7 +26,7 @@ from torchvision.datasets.utils import download_url
 
 
 class IdxFile(NamedTuple):
-    """An IDX file, known by the size and MD5 of its uncompressed bytes (compressors differ, these do not)."""
+    """An IDX file, known by size and MD5 uncompressed (compressors differ, these do not)."""
 
     name: str
     num_bytes: int
@@ -65,11 +66,12 @@ def ensure_fashion_mnist(
     files: Sequence[IdxFile] = FILES,
     system_dir: Path = SYSTEM_DIR,
 ) -> str:
-    """Put the Fashion-MNIST files, checked, under `{root}/FashionMNIST/raw` and say in a phrase where they came from.
+    """Put the checked files under `{root}/FashionMNIST/raw`; say in a phrase where they came from.
 
-    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz` files beside them,
-    or the installed Debian package), `torchvision` (its mirror), `package` (the Debian archive through `apt-get`,
-    without root). Damaged files are replaced. Safe to call from several processes.
+    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz`
+    files beside them, or the installed Debian package), `torchvision` (its mirror), `package` (the
+    Debian archive through `apt-get`, without root). Damaged files are replaced. Safe to call from
+    several processes.
 
     Raises:
         DataSourceError: no source has the files, or `root` cannot be written.
@@ -77,9 +79,8 @@ def ensure_fashion_mnist(
     raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
     try:
         if all(_is_good(raw / file.name, file) for file in files):
-            return (
-                f"files under {raw}"  # the everyday case writes nothing, so `root` may be read-only
-            )
+            # the everyday case writes nothing, so `root` may be read-only
+            return f"files under {raw}"
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(raw / ".lock"), tempfile.TemporaryDirectory() as work:
             return _collect(raw, source, files, system_dir, Path(work))
@@ -113,14 +114,15 @@ def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path,
         except _Unavailable as error:
             failures.append(f"{name}: {error}")
     fix = (
-        f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four files under {raw}, or "
-        f"try --data.source=synthetic for a demonstration. With data.source={source} were tried"
+        f"Fashion-MNIST not found. Install it with `apt-get install {PACKAGE}`, or put the four "
+        f"files under {raw}, or try --data.source=synthetic for a demonstration. With "
+        f"data.source={source} were tried"
     )
     raise DataSourceError("\n".join([fix, *failures]))
 
 
 def _checked(directory: Path, file: IdxFile) -> bytes:
-    """The uncompressed bytes of a file in `directory`, plain or gzipped; raises `_Unavailable` for any others."""
+    """The uncompressed bytes of a file in `directory`, plain or gzipped; else `_Unavailable`."""
     problem = f"{directory}: no {file.name}"
     for path in (directory / file.name, directory / f"{file.name}.gz"):
         if path.exists():
@@ -132,7 +134,8 @@ def _checked(directory: Path, file: IdxFile) -> bytes:
                 continue
             if (len(data), _md5(data)) == (file.num_bytes, file.md5):
                 return data
-            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, not {file.num_bytes} with {file.md5}"
+            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, "
+            problem += f"not {file.num_bytes} with {file.md5}"
     raise _Unavailable(problem)
 
 
@@ -164,7 +167,7 @@ def _download(files: Sequence[IdxFile], work: Path) -> Path:
 
 
 def _unpack_package(work: Path) -> Path:
-    """Fetch the Debian package into `work` and unpack it there: needs neither root nor the system's package lists."""
+    """Fetch the Debian package into `work` and unpack it: needs no root and no package lists."""
     print(f"Fetching {PACKAGE} (31 MB) with apt-get", file=sys.stderr, flush=True)
     done = subprocess.run(
         ["sh", "-c", FETCH],

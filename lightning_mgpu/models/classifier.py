@@ -3,8 +3,8 @@
 A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
 
     --model=LeNet --model.optimizer=AdamW --model.optimizer.lr=0.001
-    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4       # stepped every batch, length filled in
-    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3          # stepped every epoch
+    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4  # every batch, length filled in
+    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3     # every epoch
     --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
 """
 
@@ -30,8 +30,8 @@ LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
 class MeanLoss(Metric):
     """Mean over samples of a loss that comes as means over batches.
 
-    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it drops the weights
-    (torchmetrics 1.9).
+    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it
+    drops the weights (torchmetrics 1.9).
     """
 
     total: Tensor
@@ -43,36 +43,35 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        dtype = torch.promote_types(
-            loss.dtype, torch.float32
-        )  # `bf16-true` makes bfloat16 of a state
+        # `bf16-true` makes bfloat16 of a state
+        dtype = torch.promote_types(loss.dtype, torch.float32)
         self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
-        self.num_samples = (
-            self.num_samples + num_samples
-        )  # not in place: `ddp_spawn` shares a CPU tensor's memory
+        # not in place: `ddp_spawn` shares a CPU tensor's memory
+        self.num_samples = self.num_samples + num_samples
 
     def compute(self) -> Tensor:
         return self.total / self.num_samples
 
 
 class Classifier(LightningModule):
-    """Trains `self.net`, a map from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
+    """Trains `self.net`, from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
 
-    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction) once an epoch, and the
-    minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them stay on the device until the epoch ends, so
-    a step never waits for the device.
+    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction)
+    once an epoch, and the minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them
+    stay on the device until the epoch ends, so a step never waits for the device.
 
     Args:
         optimizer: From the parameters to a torch optimizer.
-        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR` without `total_steps`
-            gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, `val_loss` if it names none.
-        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left out: `step` for
-            `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
+        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR`
+            without `total_steps` gets the length of the run. `ReduceLROnPlateau` watches its
+            `monitor`, `val_loss` if it names none.
+        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left
+            out: `step` for `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
         num_classes: Width of the logits.
-        label_smoothing: Share of every training label spread over all classes (Szegedy et al., 2016); `train_loss`
-            is the smoothed one, `val_loss` and `test_loss` are not.
-        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its mirror image (test-time
-            augmentation; evaluation takes twice as long).
+        label_smoothing: Share of every training label spread over all classes (Szegedy et al.,
+            2016); `train_loss` is the smoothed one, `val_loss` and `test_loss` are not.
+        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its
+            mirror image (test-time augmentation; evaluation takes twice as long).
     """
 
     net: nn.Module
@@ -91,9 +90,8 @@ class Classifier(LightningModule):
             raise ValueError(
                 f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1."
             )
-        self.save_hyperparameters(
-            logger=False
-        )  # from the command line: plain types, enough to rebuild the model
+        # from the command line: plain types, enough to rebuild the model
+        self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
         self.optimizer = optimizer
@@ -119,9 +117,8 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._step("train", batch)
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log(
-                "loss", loss, batch_size=len(batch[1])
-            )  # with `prog_bar` all later steps would wait for it
+            # with `prog_bar` all later steps would wait for it
+            self.log("loss", loss, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -140,13 +137,12 @@ class Classifier(LightningModule):
             "probabilities": probabilities,
         }
 
-    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logging it once, at the start,
-    # costs a step nothing, and callbacks see the value in their own epoch-end hooks.
+    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logged at
+    # the start, it costs a step nothing, and callbacks see the value in their epoch-end hooks.
     def on_train_start(self) -> None:
         if self.trainer.fit_loop.restarted_mid_epoch:
-            self._log_epoch(
-                "train"
-            )  # a run resumed in the middle of an epoch calls no on_train_epoch_start
+            # a run resumed in the middle of an epoch calls no on_train_epoch_start
+            self._log_epoch("train")
 
     def on_train_epoch_start(self) -> None:
         self._log_epoch("train")
@@ -191,7 +187,7 @@ class Classifier(LightningModule):
             self.log(name, getattr(self, name), prog_bar=stage == "val")
 
     def _run_length(self) -> dict[str, int]:
-        """The scheduler's missing `total_steps`: OneCycleLR needs to know how often it is stepped in the whole run.
+        """The missing `total_steps`: OneCycleLR needs to know how often it is stepped in the run.
 
         Raises:
             ValueError: If the run has no end.
@@ -215,7 +211,7 @@ class Classifier(LightningModule):
 
 
 def kaiming(module: nn.Module) -> None:
-    """He et al. (2015): N(0, 2 / fan_in) for layers followed by ReLU, so that activations keep their size; no bias."""
+    """He et al. (2015): N(0, 2 / fan_in) before a ReLU, so activations keep their size; no bias."""
     if isinstance(module, (nn.Conv2d, nn.Linear)):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:

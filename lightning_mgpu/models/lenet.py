@@ -1,4 +1,4 @@
-"""LeNet as in d2l.ai, 'Training on Multiple GPUs': ReLU and average pooling, weights drawn from N(0, 0.01).
+"""LeNet as in d2l.ai, 'Training on Multiple GPUs': ReLU, average pooling, weights from N(0, 0.01).
 
 python -m lightning_mgpu fit --model=LeNet
 """
@@ -13,9 +13,9 @@ from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaim
 
 
 class LeNet(Classifier):
-    """The book's LeNet for images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for a global batch of 256.
+    """The book's LeNet on images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for batches of 256.
 
-    Arguments: those of `Classifier`, and `init`: weights from the book's N(0, 0.01), or from He et al. (2015).
+    Arguments: `Classifier`'s, and `init`: weights from the book's N(0, 0.01), or He et al. (2015).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The slightly modified ResNet-18 of d2l.ai, 'Concise Implementation for Multiple GPUs'.
 
-A smaller stem than He et al. (2016): a 3x3 convolution of stride 1 and no max-pooling, for images of 28x28.
+A smaller stem than He et al. (2016): a 3x3 convolution, stride 1, no max-pooling, for 28x28 images.
 
     python -m lightning_mgpu fit --model=ResNet18
     python -m lightning_mgpu fit --config experiment/resnet18_book_2dev.yaml
@@ -17,10 +17,11 @@ from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaim
 
 
 class ResNet18(Classifier):
-    """The book's ResNet-18 for images (N, in_channels, H, W): 11,175,818 parameters for one channel and ten classes.
+    """The book's ResNet-18 for images (N, in_channels, H, W).
 
-    SGD at 0.1 for a global batch of 256; the book takes 0.2 and 512 on two devices. Arguments: `in_channels` (1 for
-    grey images), `init` (`book`: N(0, 0.01); `kaiming`: He et al., 2015) and those of `Classifier`.
+    11,175,818 parameters for one channel and ten classes. SGD at 0.1 for a global batch of 256; the
+    book takes 0.2 and 512 on two devices. Arguments: `in_channels` (1 for grey images), `init`
+    (`book`: N(0, 0.01); `kaiming`: He et al., 2015) and those of `Classifier`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ResNet18(Classifier):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions with a shortcut, through a 1x1 convolution where the shape changes (d2l.ai, 'ResNet')."""
+    """Two 3x3 convolutions and a shortcut, a 1x1 one where the shape changes (d2l.ai, 'ResNet')."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
 """One run, one directory: how it is made, recorded, stopped, resumed and exported.
 
-| file                 | what is in it                                                               |
-| -------------------- | --------------------------------------------------------------------------- |
-| `directory.py`       | the run directory: its name, its lock                                       |
-| `record.py`          | what a run writes before training, and its last lines                       |
-| `checkpoints.py`     | the best checkpoint, and `last.ckpt`, from which a run goes on              |
-| `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat      |
-| `resume.py`          | `--resume`: which run, which checkpoint, which flags may change             |
-| `csv_logger.py`      | `metrics.csv`                                                               |
-| `wandb_run.py`       | the Weights & Biases run                                                    |
-| `export.py`          | ONNX and torch's exported program                                           |
+| file                 | what is in it                                                           |
+| -------------------- | ----------------------------------------------------------------------- |
+| `directory.py`       | the run directory: its name, its lock                                   |
+| `record.py`          | what a run writes before training, and its last lines                   |
+| `checkpoints.py`     | the best checkpoint, and `last.ckpt`, from which a run goes on          |
+| `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat  |
+| `resume.py`          | `--resume`: which run, which checkpoint, which flags may change         |
+| `csv_logger.py`      | `metrics.csv`                                                           |
+| `wandb_run.py`       | the Weights & Biases run                                                |
+| `export.py`          | ONNX and torch's exported program                                       |
 
 The others are small tools of these: `files.py`, `processes.py`, `devices.py`, `errors.py`.
 """

@@ -1,4 +1,4 @@
-"""Checkpoint files are checked before they are used: a Trainer's, without code. They know their model."""
+"""Checkpoint files are checked before use: a Trainer's, without code. They know their model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +22,10 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the zip reader and the unpickler make of noise
-        told = "it is damaged, or it holds objects of classes; only tensors and plain values are read, never code"
-        raise UsageError(f"{path} cannot be read: {told}") from error
+        told = (
+            "it is damaged, or it holds objects of classes; only tensors and plain values are read"
+        )
+        raise UsageError(f"{path} cannot be read: {told}, never code") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
     if to_train_on and not {"loops", "optimizer_states"} <= checkpoint.keys():
@@ -32,14 +34,15 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
 
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of model, data and seed in a checkpoint; empty where another program has made it."""
+    """A checkpoint's configuration of model, data and seed; empty if another program made it."""
     return dict(checkpoint.get(KEY, {}).get("config", {}))
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
     """A nested configuration under the names of the command line, one row of a table.
 
-    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}` -> `{"model": "LeNet", "model.lr": 0.1}`.
+    `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}`
+    -> `{"model": "LeNet", "model.lr": 0.1}`.
 
     The items of a list of mappings are numbered.
     """
@@ -53,7 +56,6 @@ def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, item in value.items():
-        part = (
-            "" if name in ("class_path", "init_args") else f".{name}"
-        )  # which no flag has in its name
+        # which no flag has in its name
+        part = "" if name in ("class_path", "init_args") else f".{name}"
         yield from _items(f"{key}{part}".lstrip("."), item)

@@ -1,11 +1,11 @@
-"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, from which `--resume` goes on.
+"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, for `--resume`.
 
---checkpoint.save_top_k=3                         # and whatever else Lightning's ModelCheckpoint takes
+--checkpoint.save_top_k=3  # and whatever else Lightning's ModelCheckpoint takes
 --checkpoint.monitor=val_loss
 
-`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged, stepped and
-validated. Nothing of an epoch in progress is kept. Every epoch begins with random numbers from the seed and the epoch
-alone, so that there is no state of generators to keep.
+`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged,
+stepped and validated. Nothing of an epoch in progress is kept. Every epoch begins with random
+numbers from the seed and the epoch alone, so that there is no state of generators to keep.
 """
 
 import random
@@ -30,13 +30,13 @@ VAL_ACC = "val_acc"
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` in the run directory, which watches `val_acc` wherever it is logged.
+    """Lightning's `ModelCheckpoint` in the run directory; watches `val_acc` wherever it is logged.
 
     Args:
-        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on the test set, which
-            must not choose the model.
-        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left out: the largest of
-            an accuracy (`acc` is in its name), the least of anything else.
+        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on
+            the test set, which must not choose the model.
+        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left
+            out: the largest of an accuracy (`acc` is in its name), the least of anything else.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
@@ -57,14 +57,14 @@ class RunCheckpoint(ModelCheckpoint):
             monitor=monitor,
             mode=mode,
             save_last=False,  # it would be saved at a new best alone
-            enable_version_counter=False,  # an epoch that is trained again after a kill replaces its file
+            enable_version_counter=False,  # an epoch trained again replaces its file
             **kwargs,
         )
         self.keep_last = save_last
 
     @property
     def best(self) -> str | None:
-        """The best checkpoint, if there is one. A kill may have come before its file was replaced."""
+        """The best checkpoint, if any. A kill may have come before its file was replaced."""
         return self.best_model_path if Path(self.best_model_path).is_file() else None
 
     @override
@@ -82,7 +82,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the best of this run, wherever its directory was moved, and nothing of another run."""
+        """Take over this run's best, wherever its directory is, and nothing of another run."""
         here = Path(str(self.dirpath))
         if (here / LAST).exists():
             state = {**state_dict, "dirpath": self.dirpath}
@@ -96,14 +96,13 @@ class RunCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Callback):
     """Saves `last.ckpt` after every epoch, and goes on from it.
 
-    It stands before all other callbacks: what they do at the start of an epoch belongs to the next one.
+    It stands before all other callbacks: what they do at an epoch's start belongs to it.
     """
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
         self.best = best  # says where, and whether at all
-        self.seed = (
-            seed  # of the random numbers of a step, such as dropout's; null leaves them alone
-        )
+        # of the random numbers of a step, such as dropout's; null leaves them alone
+        self.seed = seed
         self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
         self._starts_epoch = False  # the first one after a checkpoint
@@ -111,23 +110,21 @@ class LastCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not SLURMEnvironment.detect():
-            signal.signal(
-                signal.SIGTERM, signal.default_int_handler
-            )  # as Ctrl-C; Lightning's would end with status 0
+            # as Ctrl-C; Lightning's would end with status 0
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
             if not all(hasattr(loader, "state_dict") for loader in loaders):
                 raise UsageError(
-                    "the checkpoint was saved within an epoch, and the data loader cannot tell which batches are left: "
-                    "make it with lightning_mgpu.data.batch_loader, or take a checkpoint from the end of an epoch"
+                    "the checkpoint was saved within an epoch, and the data loader cannot tell "
+                    "which batches are left: make it with lightning_mgpu.data.batch_loader, or "
+                    "take a checkpoint from the end of an epoch"
                 )
-        if (
-            self._starts_epoch
-        ):  # Lightning would take the batches of the epoch before for those of this one
-            loop._restarting = loop.epoch_loop.restarting = (
-                False  # its setter knows better where max_steps is given
-            )
+        # Lightning would take the batches of the epoch before for those of this one
+        if self._starts_epoch:
+            # its setter knows better where max_steps is given
+            loop._restarting = loop.epoch_loop.restarting = False
             loop.reset_restart_stage()
             loop.epoch_loop.reset_restart_stage()
             self._starts_epoch = False
@@ -139,13 +136,14 @@ class LastCheckpoint(Callback):
         self._has_trained = True
         if self.seed is None:
             return
-        # not by seed_everything: it would set PL_GLOBAL_SEED, from which data modules draw the order of all epochs
+        # not seed_everything, which sets PL_GLOBAL_SEED: data modules take their orders from it
         seed = self.seed + trainer.current_epoch
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one, which others draw from
         torch.manual_seed(seed)
         if trainer.fit_loop.is_resuming and trainer.current_epoch:
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # a DataLoader had drawn its order too early
+            # a DataLoader had drawn its order too early
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,25 +165,22 @@ class LastCheckpoint(Callback):
         loop = checkpoint["loops"]["fit_loop"]
         batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
         if batches["is_last_batch"]:
-            loop["state_dict"].pop(
-                "combined_loader", None
-            )  # else the loader would go on where the epoch ended
+            # else the loader would go on where the epoch ended
+            loop["state_dict"].pop("combined_loader", None)
             self._starts_epoch = epochs["completed"] == epochs["started"]
         elif batches["total"]["ready"] and epochs["processed"] == epochs["ready"]:
             raise UsageError(
-                "the run ended within an epoch, by max_steps or max_time: no run can go on from its last.ckpt; test, "
-                "predict and export take it"
+                "the run ended within an epoch, by max_steps or max_time: no run can go on from "
+                "its last.ckpt; test, predict and export take it"
             )
         for loader in loop["state_dict"].get("combined_loader", []):
-            if (
-                "num_yielded" in loader
-            ):  # with the batch that was fetched, but not trained, when a signal came
+            # with the batch that was fetched, but not trained, when a signal came
+            if "num_yielded" in loader:
                 loader["num_yielded"] = batches["current"]["processed"]
         if self._starts_epoch:
             for counts in loop["epoch_progress"].values():
-                counts["ready"] = counts[
-                    "completed"
-                ]  # the next epoch was about to start when this was saved
+                # the next epoch was about to start when this was saved
+                counts["ready"] = counts["completed"]
         is_of_this_run = (
             Path(trainer.default_root_dir).resolve()
             in Path(str(trainer.ckpt_path)).resolve().parents
@@ -194,7 +189,7 @@ class LastCheckpoint(Callback):
             logger.go_on(checkpoint[KEY]["metrics"])
 
     def _save(self, trainer: Trainer) -> None:
-        """Save `last.ckpt` whole: a kill leaves the one before. All processes take part, and the first one writes."""
+        """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
         if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         last = Path(str(self.best.dirpath), LAST)

@@ -1,4 +1,4 @@
-"""`metrics.csv`. Every checkpoint holds the file as it was, so that a resumed run goes on behind the right row."""
+"""`metrics.csv`. Checkpoints hold the file as it was, so a run resumes behind the right row."""
 
 import csv
 from pathlib import Path
@@ -10,7 +10,7 @@ from lightning_mgpu.runs.files import replace_text
 
 
 class RunCSVLogger(CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` right into the run directory. A file that is there is begun anew."""
+    """Writes `metrics.csv` and `hparams.yaml` into the run directory. Old files are begun anew."""
 
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__(save_dir, name="", version="")

@@ -28,7 +28,7 @@ def in_words(devices: Iterable[torch.device]) -> str:
 
 
 def own_devices(trainer: Trainer) -> list[torch.device]:
-    """The devices this process works on. Waiting for another process's GPU would open a context of its own there."""
+    """The devices this process works on. Waiting for another's GPU would open a context there."""
     several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(
         trainer.strategy, "parallel_devices", None
     )
@@ -36,7 +36,7 @@ def own_devices(trainer: Trainer) -> list[torch.device]:
 
 
 def gpus() -> list[torch.device]:
-    """The machine's GPUs, of whatever maker. Not Apple's: there is only one, and the CPU shares its memory."""
+    """The machine's GPUs, of any maker but Apple, whose only one shares memory with the CPU."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type == "mps":
         return []

@@ -1,4 +1,4 @@
-"""One run, one directory: named before anything starts, made when the data are there and no mistake was found."""
+"""One run, one directory: named at once, made when the data are there and no mistake was found."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts wher
 
 
 def new_run_dir(config: Namespace) -> Path:
-    """Where a new run will be: `--run_dir`, which must hold no files, or a name from time, model and strategy."""
+    """Where a new run will be: `--run_dir`, without files, or a name of time, model, strategy."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR, "runs"))
     path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
@@ -27,7 +27,7 @@ def new_run_dir(config: Namespace) -> Path:
 
 
 def run_name(config: Namespace) -> str:
-    """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`, to the millisecond, for runs started together."""
+    """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`; milliseconds tell runs apart."""
     strategy = config.trainer.strategy
     names = (
         config.model.class_path,
@@ -39,7 +39,7 @@ def run_name(config: Namespace) -> str:
 
 
 def claim(run_dir: Path) -> int:
-    """Make a run directory if it is not there, and lock it; closing the file descriptor returned frees it."""
+    """Make a run directory if need be, and lock it; closing the descriptor returned frees it."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,9 +59,9 @@ def claim(run_dir: Path) -> int:
 
 
 def run_directory(trainer: Trainer) -> Path | None:
-    """Where callbacks write, created; `None` in other processes than the first and in a `fast_dev_run`.
+    """Where callbacks write, created; `None` but in the first process, and in a `fast_dev_run`.
 
-    `trainer.log_dir` is no place to ask for: it is a broadcast, which waits for ever if one process alone asks.
+    `trainer.log_dir` is a broadcast, which waits for ever if one process alone asks for it.
     """
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None

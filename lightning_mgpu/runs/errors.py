@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class UsageError(Exception):
-    """Something the user gave is wrong. The message says what was given, what is allowed and what to do."""
+    """What the user gave is wrong. The message says what was given, what is allowed, what to do."""
 
 
 class ToolParser(argparse.ArgumentParser):

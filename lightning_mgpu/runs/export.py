@@ -3,8 +3,8 @@
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.onnx
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.pt2
 
-The file takes batches of any size. ONNX has the input `X` and the output `logits`; the other one is called by
-`torch.export.load("model.pt2").module()(X)`.
+The file takes batches of any size. ONNX has the input `X` and the output `logits`; the other one is
+called by `torch.export.load("model.pt2").module()(X)`.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def load_model(ckpt_path: str) -> LightningModule:
     checkpoint = read_checkpoint(ckpt_path)
     if (config := saved_config(checkpoint).get("model")) is None:
         raise UsageError(
-            f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this command"
+            f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this "
+            "command"
         )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
@@ -73,8 +74,9 @@ def load_model(ckpt_path: str) -> LightningModule:
 
 def write(model: LightningModule, path: Path) -> None:
     """Write the model to a file of the format that its suffix names."""
-    X = torch.randn(3, *model.example_input_array.shape[1:])  # type: ignore[union-attr]  # torch fixes a size of 1
-    # raises where the batch has to be of one size; torch.onnx.export, given the model, would write it
+    # torch fixes a size of 1
+    X = torch.randn(3, *model.example_input_array.shape[1:])  # type: ignore[union-attr]
+    # raises where the batch has to be of one size; torch.onnx.export, of the model, would write it
     program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     if path.suffix == ".pt2":
         torch.export.save(program, path)

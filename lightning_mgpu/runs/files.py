@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The name to write to: the file, once the disk has it, takes the place of `path`; if the block fails, it goes."""
+    """The name to write to: once on disk, the file replaces `path`; if the block fails, it goes."""
     part = path.with_name(f".part.{path.name}")  # the suffix stays: some writers go by it
     try:
         yield part

@@ -1,4 +1,4 @@
-"""Processes end together: those that this package starts in a group of their own, and those that train together."""
+"""Processes end together: those started here in a group of their own, those that train together."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def run_in_group(command: Sequence[str], output: IO[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
-    """Start a command, as `subprocess.Popen` does; at the end of the block it is killed with those it has started."""
+    """Start a command, as `subprocess.Popen`; the block's end kills it and those it has started."""
     process = subprocess.Popen(
         command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **kwargs}
     )
@@ -36,8 +36,8 @@ def process_group(command: Sequence[str], **kwargs: Any) -> Iterator[subprocess.
 def leave_group() -> None:
     """Leave the group of processes at the end of a run.
 
-    Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange while Python ends,
-    which now and then ends a process that has done everything with SIGABRT (pytorch/pytorch#179291).
+    Lightning does so for NCCL alone. Gloo's threads may still hold tensors of the last exchange
+    while Python ends, which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

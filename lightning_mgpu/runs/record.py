@@ -1,4 +1,4 @@
-"""What a run leaves of itself: configuration, model and loggers before it trains, its last two lines at the end."""
+"""What a run leaves: configuration, model, loggers before it trains, its last two lines after."""
 
 import hashlib
 import math
@@ -29,7 +29,7 @@ from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and starts the loggers once the data are there: a mistake before leaves nothing."""
+    """Makes the directory and loggers once the data are there: a mistake before leaves nothing."""
 
     run_dir: Path
     config: dict[str, Any]  # as `config.yaml` is to have it
@@ -60,7 +60,7 @@ class RunRecord(Callback):
                 trainer.loggers = [*trainer.loggers, logger]
                 self.opened.callback(finish, logger.experiment)
 
-    # Where the weights are on their device: in `setup` they are not, though `pl_module.device` says so.
+    # Where weights are on their device: in `setup` they are not, though `pl_module.device` says so.
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self.has_model:
@@ -71,7 +71,7 @@ class RunRecord(Callback):
 
 
 class LayerTable(ModelSummary):
-    """Lightning's table of the layers, to which `example_input_array` gives sizes only if asked for."""
+    """Lightning's table of layers, to which `example_input_array` gives sizes only if asked for."""
 
     def __init__(self, module: LightningModule, has_sizes: bool) -> None:
         self.has_sizes = has_sizes
@@ -86,15 +86,16 @@ class LayerTable(ModelSummary):
 def summary(module: LightningModule) -> str:
     """The text of `model.txt`. A model through which its example does not pass has no sizes in it.
 
-    The model is left as it was: modes and random numbers. Where parameters are sharded (FSDP) no example
-    passes: all processes would have to take part.
+    The model is left as it was: modes and random numbers. Where parameters are sharded (FSDP) no
+    example passes: all processes would have to take part.
     """
     modes, note = [(layer, layer.training) for layer in module.modules()], ""
     with isolate_rng():  # which restores nothing after an exception
         try:
             return f"{LayerTable(module, has_sizes=not is_sharded(module.trainer))}\n"
         except Exception as error:  # of any model's `forward`: a table ends no run
-            note = f"no sizes: with example_input_array, forward raises {type(error).__name__}: {error}"
+            raised = f"{type(error).__name__}: {error}"
+            note = f"no sizes: with example_input_array, forward raises {raised}"
         finally:
             for layer, mode in modes:
                 layer.training = mode
@@ -102,7 +103,7 @@ def summary(module: LightningModule) -> str:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """The first 12 hex digits of a SHA-256 over the bytes of all parameters in order; buffers are left out.
+    """12 hex digits of a SHA-256 over the bytes of all parameters in order; buffers are left out.
 
     Two runs with the same fingerprint have trained the same bits.
     """
@@ -115,7 +116,7 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
 
 
 def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
-    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`; the seconds are NaN where no epoch was trained."""
+    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`; NaN where no epoch was trained."""
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
     results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
     time = (

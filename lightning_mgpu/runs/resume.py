@@ -3,7 +3,7 @@
     python -m lightning_mgpu fit --resume=last
     python -m lightning_mgpu fit --resume=runs/NAME --trainer.max_epochs=20
 
-The run's `config.yaml` is the configuration. Only the options in `MAY_CHANGE` may have other values than there.
+The run's `config.yaml` is the configuration. Only options in `MAY_CHANGE` may have other values.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` whose checkpoint is the newest."""
+    """The run directory of this name; for `last` the one in `runs/` with the newest checkpoint."""
     if name != "last":
         if not Path(name, "config.yaml").is_file():
             raise UsageError(f"{FLAG}={name}: no run directory, which has a config.yaml")
@@ -43,17 +43,16 @@ def what_stays(config: dict[str, Any]) -> dict[str, Any]:
 
 def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     """The newest checkpoint; none if the run was stopped before its first epoch was over."""
-    saved = [
-        *run_dir.glob(f"checkpoints/{LAST}"),
-        *run_dir.glob("hpc_ckpt_*.ckpt"),
-    ]  # Lightning's, of a SLURM job
+    # Lightning's, of a SLURM job
+    saved = [*run_dir.glob(f"checkpoints/{LAST}"), *run_dir.glob("hpc_ckpt_*.ckpt")]
     if not saved:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
     checkpoint = read_checkpoint(path, to_train_on=True)
     if "metrics" not in checkpoint.get(KEY, {}):
         raise UsageError(
-            f"{path} is of another version of this package: start a new run from it with --ckpt_path"
+            f"{path} is of another version of this package: start a new run from it with "
+            "--ckpt_path"
         )
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:

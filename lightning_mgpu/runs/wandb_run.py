@@ -4,8 +4,9 @@
     --wandb.mode=offline                 # record on disk; `wandb sync` later
     --no-wandb                           # or --wandb.mode=disabled
 
-`auto`, the default, goes online where somebody is logged in and the server answers, else offline. Whatever else W&B
-knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_NOTES`.
+`auto`, the default, goes online where somebody is logged in and the server answers, else offline.
+Whatever else W&B knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`,
+`WANDB_TAGS`, `WANDB_NOTES`.
 """
 
 import os
@@ -23,9 +24,8 @@ from lightning_mgpu.runs.files import replace_text
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
-INIT_SECONDS = (
-    8.0  # a server that answered may still take that long to make a run; then the run goes offline
-)
+# a server that answered may still take that long to make a run; then the run goes offline
+INIT_SECONDS = 8.0
 FINISH_SECONDS = 30.0  # how long the end of a run waits for uploads
 RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
@@ -35,10 +35,10 @@ class Tracking:
     """What Weights & Biases is told about a run.
 
     Args:
-        mode: `auto` goes online with a login and a server that answers, else offline. `WANDB_MODE` goes before `auto`.
+        mode: `auto` goes online with a login and an answering server; `WANDB_MODE` goes before it.
         project: The project; `WANDB_PROJECT` or `lightning-mgpu` if left out.
         name: Shown name of the run; the run directory's if left out.
-        log_model: Upload the checkpoints of the best and the last epoch as artifacts when training ends.
+        log_model: Upload the best and the last epoch's checkpoints as artifacts after training.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -50,7 +50,7 @@ class Tracking:
 def start_run(
     tracking: Tracking, run_dir: Path, config: dict[str, Any]
 ) -> tuple[WandbLogger | None, str]:
-    """Start the one W&B run of a job, in its first process, or continue the one that `run_dir` had before.
+    """Start the one W&B run of a job, in its first process, or continue the one `run_dir` had.
 
     Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """
@@ -98,11 +98,11 @@ def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) 
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    wandb.setup(
-        wandb.Settings(silent=True)
-    )  # else W&B warns of an argument that Lightning's logger has
+    # else W&B warns of an argument that Lightning's logger has
+    wandb.setup(wandb.Settings(silent=True))
     saved = run_dir / RUN_ID
-    logger = WandbLogger(  # with resume="allow": the first process with this id creates the run, later ones go on
+    # with resume="allow": the first process with this id creates the run, later ones go on
+    logger = WandbLogger(
         project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         name=tracking.name or os.environ.get("WANDB_NAME") or run_dir.name,
         id=saved.read_text() if saved.exists() else None,

@@ -1,6 +1,6 @@
-"""Many runs from one YAML, without an account: `python -m lightning_mgpu sweep`. `wandb sweep` takes the same files.
+"""Many runs of one YAML, no account: `python -m lightning_mgpu sweep`. `wandb sweep` takes it too.
 
-`cli.py` reads the YAML, `trials.py` chooses, runs and shows trials; `Trial` makes a `fit` a trial, W&B's too.
+`cli.py` reads the YAML, `trials.py` chooses, runs and shows trials; `Trial` makes a `fit` one.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,12 +1,13 @@
 """`python -m lightning_mgpu sweep`: many fits from one YAML; no account, no server.
 
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
-python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.limit_train_batches=20
+python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.max_epochs=2
 python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second
 
-Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of `fit`.
-The same command again goes on where the sweep was stopped. In a second terminal it takes a share of the trials.
-The YAML is in W&B's format: https://docs.wandb.ai/guides/sweeps/sweep-config-keys
+Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of
+`fit`. The same command again goes on where the sweep was stopped. In a second terminal it takes a
+share of the trials. The YAML is in W&B's format:
+https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
 import math
@@ -30,10 +31,8 @@ try:
 except ModuleNotFoundError as error:
     raise UsageError(f"a sweep needs Optuna: pip install optuna ({error})") from error
 
-NEEDED, READ = (
-    ("method", "metric", "parameters"),
-    ("command", "program", "run_cap"),
-)  # keys of the YAML
+# keys of the YAML
+NEEDED, READ = (("method", "metric", "parameters"), ("command", "program", "run_cap"))
 
 
 def parser() -> ArgumentParser:
@@ -81,7 +80,8 @@ def read_sweep(arguments: Sequence[str]) -> Sweep:
         goal = yaml["metric"].get("goal", "minimize")
         if method not in ("grid", "random", "bayes") or goal not in ("minimize", "maximize"):
             raise ValueError(
-                f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or maximize"
+                f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or "
+                "maximize"
             )
         fixed = {name: given["value"] for name, given in parameters.items() if "value" in given}
         space = {
@@ -89,9 +89,8 @@ def read_sweep(arguments: Sequence[str]) -> Sweep:
             for name, given in parameters.items()
             if name not in fixed
         }
-        command = [
-            str(word) for word in yaml.get("command", ["fit"])
-        ]  # what W&B's agent gives `fit`
+        # what W&B's agent gives `fit`
+        command = [str(word) for word in yaml.get("command", ["fit"])]
         fit = [
             word
             for word in command[command.index("fit") + 1 :]

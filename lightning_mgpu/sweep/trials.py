@@ -1,4 +1,4 @@
-"""The trials of a sweep: which one is next, what it is given, what came of it. Files in its directory say it all."""
+"""A sweep's trials: which is next, what it is given, what came of it. Its directory says it all."""
 
 import csv
 import fcntl
@@ -31,9 +31,9 @@ TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
 class Sweep:
     """A sweep in its directory, on which any number of processes may work.
 
-    `trial_000.json` has the `params` of a trial and, when it has ended, its `value`, or `None` and a `note` why.
-    `trial_000.log` is locked by whoever can write to it. So a trial without a `note` whose log is free was interrupted,
-    or has not begun.
+    `trial_000.json` has the `params` of a trial and, when it has ended, its `value`, or `None` and
+    a `note` why. `trial_000.log` is locked by whoever can write to it. So a trial without a `note`
+    whose log is free was interrupted, or has not begun.
     """
 
     dir: Path
@@ -57,8 +57,10 @@ class Sweep:
             if not (path := self.dir / "sweep.json").exists():
                 replace_text(path, settings)
         if path.read_text() != settings:
-            told = "repeat the command that began it, name a new directory with --sweep_dir, or delete this one"
-            raise UsageError(f"{self.dir} holds another sweep, that of its {path.name}: {told}")
+            raise UsageError(
+                f"{self.dir} holds another sweep, that of its {path.name}: repeat the command that "
+                "began it, name a new directory with --sweep_dir, or delete this one"
+            )
 
     def lock(self) -> FileLock:  # for files that all processes write
         return FileLock(self.dir / "sweep.lock")
@@ -71,7 +73,7 @@ class Sweep:
         }
 
     def run(self) -> None:
-        """Run the trials that have not ended and that no other process runs, and write the report after each."""
+        """Run the trials not ended that no other process runs, and write the report after each."""
         os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
         for number in range(self.num_trials):
             run_dir = self.dir / f"trial_{number:03}"
@@ -89,7 +91,7 @@ class Sweep:
             self.write_report()
 
     def _draw(self, number: int) -> dict[str, Any]:
-        """The parameters of a new trial. They are the same in any number of processes, but for `bayes`."""
+        """A new trial's parameters: the same in any number of processes, but for `bayes`."""
         if self.method == "grid":  # the last parameter varies fastest
             points: Any = itertools.product(*(each.choices for each in self.space.values()))  # type: ignore[attr-defined]
             return dict(zip(self.space, list(points)[number]))
@@ -112,9 +114,8 @@ class Sweep:
 
     def _run_trial(self, run_dir: Path, params: dict[str, Any], log: IO[str]) -> dict[str, Any]:
         """Run a trial to its end; returns its `value` and `note`."""
-        given = [
-            as_argument(option, params[option]) for option in self.space
-        ]  # --model before --model.lr
+        # --model before --model.lr
+        given = [as_argument(option, params[option]) for option in self.space]
         print(f"{run_dir.name}: {' '.join(given)}", flush=True)
         if (run_dir / "checkpoints" / "last.ckpt").exists():
             arguments = [f"--resume={run_dir}"]
@@ -145,7 +146,7 @@ class Sweep:
         return max(values) if self.direction == "maximize" else min(values), ""
 
     def write_report(self) -> str:
-        """Write `sweep.md`, a table with the best trial first, and `sweep.png`; returns the table."""
+        """Write `sweep.md`, a table, the best trial first, and `sweep.png`; returns the table."""
         sign = -1 if self.direction == "maximize" else 1
         with self.lock():
             ended = {name: trial for name, trial in self.trials().items() if "note" in trial}
@@ -175,7 +176,7 @@ class Sweep:
 
 
 def as_argument(name: str, value: Any) -> str:
-    """An option as it stands on a command line: `null` and `true`, where Python writes None and True."""
+    """An option as on a command line: `null` and `true`, where Python writes None and True."""
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 

@@ -33,9 +33,9 @@ class Promise:
     """A row of the table.
 
     Args:
-        case: Runs a Trainer, and returns what it has seen: a nesting of dicts and lists of tensors and numbers.
-        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The default is for
-            float64 and sums in another order. None: the case returns what is wrong, and nothing is compared.
+        case: Runs a Trainer, returns what it saw: nested dicts, lists of tensors and numbers.
+        tolerance: Up to which this equals what one device has seen, absolutely or relatively. The
+            default is for float64 and sums in another order. None: the case returns what is wrong.
         alone: What one device runs; left out, the same case.
         error: What the error says that the case must end with; left out, there must be none.
     """
@@ -129,7 +129,7 @@ def saved(kind: Kind, directory: Path, resume_from: Path | None = None) -> dict[
     saving = ModelCheckpoint(
         directory, kind.strategy + "-{step}", save_top_k=-1, every_n_train_steps=6
     )
-    # float64 stays float64 under autocast: only the scaling is left, by powers of two, which changes no digit
+    # float64 stays float64 under autocast: only scaling is left, by powers of two: no digit changes
     device = kind.trainer().strategy.root_device.type
     scaling = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, growth_interval=2))
     trainer = kind.trainer(
@@ -291,4 +291,4 @@ CANNOT = {
     ): "Lightning's launcher watches its processes from a thread until the script ends",
     ("*", "batchnorm"): "BatchNorm normalises each device's shard by itself",
 }
-"""By strategy, `*` for all, and promise: why it cannot be kept on several devices. The suite fails if it is kept."""
+"""By strategy, `*` for all, and promise: why several devices break it. If kept, the suite fails."""

@@ -1,7 +1,8 @@
 """Judge a strategy: run the cases under it and on one device, in a process of their own.
 
-That process is `main`, with the children that the strategy starts. It adds a line of JSON to a file for every case: its
-name and what was wrong. It ends at the first case that raises: processes that were in step no longer are.
+That process is `main`, with the children that the strategy starts. It adds a line of JSON to a file
+for every case: its name and what was wrong. It ends at the first case that raises: processes that
+were in step no longer are.
 """
 
 import json
@@ -48,9 +49,9 @@ def check_strategy(
     """Try out what a strategy promises; yields a `Result` for every promise.
 
     Args:
-        strategy: A name Lightning knows, or a dotted path to a Strategy class or a function that returns a Strategy.
+        strategy: A name Lightning knows, or a dotted path to a Strategy class or function.
         promises: Keys of `PROMISES`.
-        timeout: Seconds that the cases may take together before the one that runs counts as hanging.
+        timeout: Seconds that all cases may take before the one that runs counts as hanging.
     """
     left = list(promises)
     while left:
@@ -113,9 +114,8 @@ def main() -> None:
 
     name, alone, expected = names[0], Kind(accelerator=kind.accelerator), {}
     try:
-        for name in (
-            names if is_first else ()
-        ):  # before the strategy starts processes: metrics would add up theirs
+        # before the strategy starts processes: metrics would add up theirs
+        for name in names if is_first else ():
             if (promise := PROMISES[name]).tolerance is not None:
                 expected[name] = (promise.alone or promise.case)(alone, directory)
         for name in names:

@@ -1,4 +1,4 @@
-"""What the cases run: modules and data, small, in float64, and the same on every device; and the Trainer for them."""
+"""What the cases run: small modules and data in float64, the same on all devices; their Trainer."""
 
 import pydoc
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from lightning_mgpu.data import batch_loader
 
 @dataclass(frozen=True)
 class Kind:
-    """What a case runs under: a strategy, by a name that Lightning knows or a dotted path, and its devices."""
+    """What a case runs under: a strategy, by Lightning's name or a dotted path, and its devices."""
 
     strategy: str = "auto"
     devices: int = 1
@@ -54,7 +54,7 @@ class Kind:
 
 
 class Data(LightningDataModule):
-    """Global batches of X (B, 6), y (B, 3), a smooth function of X, and the samples' indices (B,)."""
+    """Global batches of X (B, 6), y (B, 3), a smooth function of X, and samples' indices (B,)."""
 
     def __init__(self, num_samples: int = 48, batch_size: int = 12) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Data(LightningDataModule):
 
 
 class Probe(LightningModule):
-    """An MLP fitted to `Data`, by SGD with momentum, or by AdamW with a scheduler stepped every batch."""
+    """An MLP for `Data`, by SGD with momentum, or by AdamW with a scheduler stepped every batch."""
 
     def __init__(self, batchnorm: bool = False, dropout: float = 0.0, adamw: bool = False) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Probe(LightningModule):
 
 
 class Logs(Probe):
-    """Logs values and torchmetrics objects in every step; several processes need `sync_dist`, as in any project."""
+    """Logs values and torchmetrics objects in every step; several processes need `sync_dist`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Logs(Probe):
 
 
 class TwoOptimizers(Probe):
-    """Manual optimization: two networks, one trained to undo what the other does, each by its own optimizer."""
+    """Manual optimization: two networks, one to undo what the other does, an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Fails(Probe):
 
 
 class Sees(Callback):
-    """Keeps the gradients before each update and what is logged; counts steps after which replicas differ in a bit."""
+    """Keeps gradients before each update and what is logged; counts steps that part replicas."""
 
     __module__ = "lightning_mgpu.testing"  # which tells our strategies that it edits nothing
 
@@ -206,7 +206,7 @@ class Sees(Callback):
 
 
 def replicas_of(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
-    """The parameters of every replica. A strategy that is no strategy of ours is taken to have one."""
+    """The parameters of every replica. A strategy that is none of ours is taken to have one."""
     replicas: Any = getattr(strategy, "replicas", None)
     all_parameters = [module.parameters()] if replicas is None else zip(*replicas.parameters)
     return [[parameter.detach().cpu() for parameter in parameters] for parameters in all_parameters]

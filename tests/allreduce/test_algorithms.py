@@ -1,4 +1,4 @@
-"""Every algorithm against the sum computed in float64, over shapes, layouts, dtypes and numbers of devices."""
+"""Every algorithm against the sum in float64, over shapes, layouts, dtypes, numbers of devices."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ ALGORITHMS = [
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-# How to lay the given values out in memory; every layout but the contiguous one has other strides or holes.
+# How to lay the values out in memory; all layouts but the contiguous have other strides or holes.
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "0-d": ((), lambda x: x),
     "empty": ((0,), lambda x: x),
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 def filled(layout: str, k: int, dtype: torch.dtype) -> list[Tensor]:
-    """k tensors of the layout with small integers in them: their sums are exact in every dtype and order."""
+    """k tensors of the layout, of small integers: their sums are exact in every dtype and order."""
     shape, lay_out = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(k)
     return [
@@ -96,7 +96,7 @@ def test_on_parameters_and_in_inference_mode(allreduce: Allreduce) -> None:
 @pytest.mark.parametrize("allreduce", IN_THE_TEXTBOOKS_ORDER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
-    """As the textbook to the bit: a model of contiguous float32, one of everything, large ones, very many tensors."""
+    """As the textbook to the bit: contiguous float32, everything, large ones, very many tensors."""
 
     def tensors(shape: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape) for _ in range(k)]
@@ -104,9 +104,8 @@ def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
     plain = [tensors(shape) for shape in [(20, 1, 3, 3), (300, 97), (), (0,), (17,)]]
     odd = [[t.to(memory_format=torch.channels_last) for t in tensors((8, 3, 5, 5))]]
     odd += [[t.to(torch.bfloat16) for t in tensors((40, 700))]]
-    many = [tensors((17,)) for _ in range(700)] + [
-        tensors((1100, 1000))
-    ]  # the large one gets a kernel of its own
+    # the large one gets a kernel of its own
+    many = [tensors((17,)) for _ in range(700)] + [tensors((1100, 1000))]
     # larger than a block, and than what gets a kernel of its own; of no round size
     large = [
         [lay_out(t.to(dtype)) for t in tensors((701, 997))]

@@ -1,4 +1,4 @@
-"""Messages and bytes of every algorithm, counted from what torch executes, against the docstrings' formulas."""
+"""Messages and bytes of every algorithm, from what torch executes, against docstrings' formulas."""
 
 from collections.abc import Callable
 from math import ceil, log2
@@ -19,7 +19,7 @@ from lightning_mgpu.allreduce import (
 )
 
 aten = torch.ops.aten
-# For k devices and tensors of n bytes: messages, and bytes that the device with most to do sends, and receives.
+# For k devices and tensors of n bytes: messages, and bytes that the busiest sends, and receives.
 FORMULAS: dict[Allreduce, Callable[[int, int], tuple[int, float]]] = {
     textbook_allreduce: lambda k, n: (2 * (k - 1), (k - 1) * n),
     blocked_allreduce: lambda k, n: (2 * (k - 1), (k - 1) * n),
@@ -32,8 +32,8 @@ FORMULAS: dict[Allreduce, Callable[[int, int], tuple[int, float]]] = {
 class Traffic(TorchDispatchMode):
     """Records the messages between `tensors`, one a device, while it is entered.
 
-    It sees each operation below autograd. An `add_` or `copy_` from the memory of device i to that of device j is a
-    message. Anything else that moves data fails, so the counts are complete.
+    It sees each operation below autograd. An `add_` or `copy_` from the memory of device i to that
+    of device j is a message. Anything else that moves data fails, so the counts are complete.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:

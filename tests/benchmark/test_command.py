@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu benchmark`: what is measured in this process, what the command leaves, and what ends it."""
+"""`python -m lightning_mgpu benchmark`: what this process measures, what is left, what ends it."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What the header, the lines and the progress bar show, of the usual run and of others; what an epoch's time counts."""
+"""What header, lines and progress bar show of runs of all kinds; what an epoch's time counts."""
 
 import io
 from collections.abc import Callable
@@ -109,9 +109,8 @@ def test_timer_leaves_validation_out(
 
     monkeypatch.setattr(epoch_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer = EpochTimer()
-    trainer = make_trainer(
-        max_epochs=2, callbacks=[timer], val_check_interval=3
-    )  # in the middle of the epoch too
+    # in the middle of the epoch too
+    trainer = make_trainer(max_epochs=2, callbacks=[timer], val_check_interval=3)
     trainer.fit(Steps(), make_data())
     assert timer.seconds == [7.0, 7.0] and timer.seconds_per_epoch == 7.0
     assert float(trainer.callback_metrics["epoch_seconds"]) == 7.0

@@ -1,4 +1,4 @@
-"""Memory format, compile, resident data, fused optimizers, precision: under every strategy, and equal to none."""
+"""Memory format, compile, resident data, fused optimizers, precision: any strategy, as without."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""The curve, the matrix, the pictures, the table of predictions: of the usual run, and of models of other kinds."""
+"""Curve, matrix, pictures, table of predictions: of the usual run, and of models of other kinds."""
 
 import csv
 from collections.abc import Callable
@@ -41,9 +41,8 @@ def test_curve_is_redrawn_every_epoch(
     )
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
     found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
-    assert found == {
-        name: [1, 2, 3] if "train" in name else [2] for name in names
-    }  # values of their own epochs
+    # values of their own epochs
+    assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}
     both = ["training", "other"]
     assert panels(curve) == {"loss": both, "accuracy": both}
 

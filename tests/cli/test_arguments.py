@@ -1,4 +1,4 @@
-"""What was given becomes one configuration: files compose, classes have their own defaults, names are found."""
+"""What is given becomes a configuration: files compose, classes have defaults, names are found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +30,8 @@ def test_configurations_compose(config: Config, tmp_path: Path) -> None:
     shipped = ("--config", "model/resnet18.yaml", "--config=trainer/one_device.yaml")
     found = config("fit", "-c", "mine.yaml", *shipped, "--data.batch_size", "32")
     assert found["model"]["class_path"].endswith("ResNet18")
-    assert (
-        found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1
-    )  # the later file wins
+    # the later file wins
+    assert found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1
     assert found["data"]["init_args"]["batch_size"] == 32 and found["seed_everything"] == 42
 
 

@@ -1,4 +1,4 @@
-"""Imports point one way: no file imports, over whatever others, one that imports it; parts know what they may know.
+"""Imports go one way: no file imports, over others, one that imports it; parts know what they may.
 
 Nothing imports a room that a project of one's own can leave out.
 """
@@ -35,7 +35,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_no_file_imports_one_that_imports_it() -> None:
     above = {name: set(imported(path)) - {name} for name, path in FILES.items()}
-    # imports are found: those of a file that has many, and on average two a file, in a copy with fewer rooms, too
+    # imports are found: those of a file that has many, on average two a file, with fewer rooms, too
     strategies = {
         "gradients",
         "lockstep",

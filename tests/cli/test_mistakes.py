@@ -124,7 +124,7 @@ class Late(LeNet):
 def test_code_of_ones_own(
     main: Callable, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A constructor's ValueError is a mistake; whatever else its code raises keeps its traceback."""
+    """A constructor's ValueError is a mistake; what else its code raises keeps its traceback."""
     (tmp_path / "own_code.py").write_text(OWN)
     run = ("fit", f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
     assert main(*run, "--model=own_code.Picky", "--model.pad_token=b") == 2
@@ -133,9 +133,8 @@ def test_code_of_ones_own(
         main(*run, "--model=own_code.Picky", "--traceback")
     with pytest.raises(KeyError, match="a defect") as caught:
         main(*run, "--model=own_code.Broken")
-    assert (
-        caught.value.__cause__ is None and caught.value.__suppress_context__
-    )  # without jsonargparse's wrapping
+    # without jsonargparse's wrapping
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
     with pytest.raises(ValueError, match="a defect"):
         main(*run, "--model=own_code.Late")
 

@@ -1,4 +1,4 @@
-"""`new` makes a copy with another name, without the rooms that can go, that trains and tests itself."""
+"""`new` makes a copy with another name, without rooms that can go, that trains and tests itself."""
 
 import re
 from collections.abc import Callable
@@ -14,8 +14,8 @@ README = (REPOSITORY / "README.md").read_text()
 HELP_TRAIN_AND_COLLECT = """
 import sys
 from my_project.__main__ import main
-run = "--trainer.fast_dev_run=true --data.source=synthetic --trainer.accelerator=cpu --trainer.devices=1"
-for sys.argv[1:] in ["--help"], ["fit", *run.split()]:
+run = "--trainer.fast_dev_run=true --trainer.accelerator=cpu --trainer.devices=1"
+for sys.argv[1:] in ["--help"], ["fit", "--data.source=synthetic", *run.split()]:
     main()
 import pytest
 sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider"]))
@@ -52,9 +52,8 @@ def test_no_old_name_and_no_room_is_left(copy: Path) -> None:
     assert not [name for name in files if re.search(rf"(^|[/_])({rooms})(/|\.py$)", name)]
     said = re.compile(rf"room: ({rooms})\b|python -m my_project[ .]({rooms})\b".encode())
     assert not [name for name, content in files.items() if said.search(content)]
-    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {
-        *files
-    }  # whole files with a mark
+    # whole files with a mark
+    assert not {"docs/measurements.md", ".github/workflows/weekly.yml"} & {*files}
     assert (
         b"optuna" not in files["pyproject.toml"]
         and b'name = "my-project"' in files["pyproject.toml"]
@@ -95,15 +94,15 @@ def test_one_room_goes_alone(tmp_path: Path) -> None:
     new.main([str(tmp_path / "mine"), "--drop", "sweep"])
     names = {path.name for path in (tmp_path / "mine" / "mine").iterdir()}
     assert {"benchmark", "testing", "book.py"} < names and "sweep" not in names
-    assert (
-        "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()
-    )  # it can go later
+    # it can go later
+    assert "room: testing" in (tmp_path / "mine" / "docs" / "adding.md").read_text()
 
 
 REFUSED = {
     "there": "it exists",
     "my-project": "my-project is no name for a package",
-    "mine --drop sweep runs": "argument --drop: invalid choice: 'runs' (choose from 'benchmark', 'testing', 'sweep'",
+    "mine --drop sweep runs": "argument --drop: invalid choice: 'runs' (choose from "
+    "'benchmark', 'testing', 'sweep'",
 }
 
 

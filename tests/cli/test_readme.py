@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/ is one the command line takes; the files they name are there.
+"""Every command of README and docs/ is one the command line takes; files they name are there.
 
 The commands of a room that can be dropped are tried by the tests of that room.
 """
@@ -49,9 +49,8 @@ def test_command_is_taken(
         assert main(*shlex.split(line)[3:]) == 2
         assert ("no such file" if " export " in line else "--resume=") in capsys.readouterr().err
         return
-    args = [
-        arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")
-    ]  # made by the command before
+    # made by the command before
+    args = [arg for arg in shlex.split(line)[3:] if not arg.startswith("--ckpt_path")]
     shows_help = "help" in args[-1]
     assert main(*args, *([] if shows_help else ["--print_config"])) == 0
     assert ("usage: " if shows_help else "trainer") in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The batch contract for any dataset: the same global batches in the same order, whatever the number of processes."""
+"""The batch contract: the same global batches in the same order, for any number of processes."""
 
 from itertools import chain
 from types import SimpleNamespace

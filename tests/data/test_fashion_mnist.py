@@ -1,4 +1,4 @@
-"""The data module on a tiny dataset in the real format; whole batches are augmented as sample by sample."""
+"""The data module on a tiny dataset in the real format; batches are augmented as single samples."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +88,8 @@ def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: in
 
 
 def test_a_square_is_cut_out_around_its_centre() -> None:
-    X = cut_out(
-        torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2
-    )  # centres (1, 2) and (0, 3)
+    # centres (1, 2) and (0, 3)
+    X = cut_out(torch.ones(2, 1, 3, 4), torch.tensor([[0.5, 0.5], [0.0, 0.9]]), size=2)
     assert X[0, 0].int().tolist() == [[1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
     assert X[1, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
 

@@ -1,4 +1,4 @@
-"""The files: found, fetched, checked; what is damaged, half written or altered is named, replaced and never used."""
+"""Files: found, fetched, checked; damaged, half written, altered ones are named and replaced."""
 
 import gzip
 import hashlib
@@ -57,9 +57,8 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise sources._Unavailable("no network in tests")
 
     monkeypatch.setattr(sources, "_unpack_package", refuse)
-    monkeypatch.setattr(
-        FashionMNIST, "mirrors", ["http://127.0.0.1:9/"]
-    )  # the discard port: refuses at once
+    # the discard port: refuses at once
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])
 
 
 def test_a_fresh_root_is_filled_once_and_read_from_then_on(
@@ -157,9 +156,8 @@ def test_killed_while_writing_then_several_at_once(
     tmp_path: Path, raw: Path, system_dir: Path
 ) -> None:
     put(raw)
-    (raw / IMAGES).rename(
-        raw / f".{IMAGES}.part"
-    )  # what a process killed before the renaming leaves
+    # what a process killed before the renaming leaves
+    (raw / IMAGES).rename(raw / f".{IMAGES}.part")
     with ThreadPoolExecutor() as pool:  # the lock holds between threads as between processes
         with FileLock(raw / ".lock"):
             two = [pool.submit(ensure, tmp_path, system_dir=system_dir) for _ in range(2)]

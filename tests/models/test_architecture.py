@@ -63,9 +63,8 @@ def test_weights_are_drawn_from_the_books_distribution(model_class: type) -> Non
     for layer in model_class().modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             n = layer.weight.numel()
-            assert layer.weight.std().item() == pytest.approx(
-                0.01, rel=4 / (2 * n) ** 0.5
-            )  # four standard errors
+            # four standard errors
+            assert layer.weight.std().item() == pytest.approx(0.01, rel=4 / (2 * n) ** 0.5)
             assert abs(layer.weight.mean().item()) < 4 * 0.01 / n**0.5
             if model_class is LeNet:
                 assert not layer.bias.any()

@@ -1,4 +1,4 @@
-"""What is logged equals a computation by hand; schedulers step as they should; a checkpoint reloads in Python."""
+"""What is logged equals a computation by hand; schedulers step; a checkpoint reloads in Python."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -29,7 +29,7 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
 
 @pytest.fixture
 def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
-    """Trains without a learning rate, so that the model stays as it is, and tests; returns what was logged, too."""
+    """Trains without a learning rate, so the model stays, and tests; returns what was logged."""
 
     def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
 
 
 def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
-    """Of one epoch: the second one starts counting anew. Labels are smoothed in the training loss alone."""
+    """Of one epoch: the second counts anew. Labels are smoothed in the training loss alone."""
     model, data, _, logged = measured({"label_smoothing": 0.3}, max_epochs=2)
     X, y = data.train_set[0, data.train_indices]
     smoothed = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
@@ -118,18 +118,16 @@ def test_schedulers_step_every_epoch(rates: Callable) -> None:
     plateau = partial(
         ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs"
     )  # of val_loss
-    found = rates(
-        3, 1, lr_scheduler=plateau
-    )  # the first epoch is the best yet, the second no better
+    # the first epoch is the best yet, the second no better
+    found = rates(3, 1, lr_scheduler=plateau)
     assert found == pytest.approx([0.1, 0.1, 0.01])
 
 
 def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable) -> None:
     found = rates(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
     assert len({*found}) == 8 and max(found) == pytest.approx(0.4, rel=0.1)
-    assert (found[0], found[-1]) == pytest.approx(
-        (0.4 / 25, 0.4 / 25 / 1e4)
-    )  # torch's default factors
+    # torch's default factors
+    assert (found[0], found[-1]) == pytest.approx((0.4 / 25, 0.4 / 25 / 1e4))
 
 
 def test_mistakes_are_told(make_data: Callable, make_trainer: Callable) -> None:

@@ -1,4 +1,4 @@
-"""Runs of a small model with dropout, momentum and a scheduler; one that is stopped where a test says."""
+"""Runs of a small model with dropout, momentum, a scheduler; one is stopped where a test says."""
 
 import csv
 import shutil
@@ -22,14 +22,20 @@ from torch.utils.data import DataLoader, TensorDataset
 class Net(Classifier):
     """Draws random numbers in a step, and logs a value of its own beside torchmetrics objects."""
 
-    def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **kwargs):
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        **kwargs,
+    ):
         super().__init__(optimizer, **kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+        layers = nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10)
+        self.net = nn.Sequential(*layers)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("mean_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[1]))
+        mean = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("mean_loss", loss, **mean, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -95,10 +101,8 @@ def assert_same(whole: Path, resumed: Path) -> None:
     a, b = last(whole), last(resumed)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
         assert equal(a[key], b[key]), key
-    for key in (
-        "epoch_progress",
-        "epoch_loop.batch_progress",
-    ):  # else a later resume goes on at another place
+    # else a later resume goes on at another place
+    for key in ("epoch_progress", "epoch_loop.batch_progress"):
         assert a["loops"]["fit_loop"][key] == b["loops"]["fit_loop"][key], key
     assert a["callbacks"]["LearningCurve"] == b["callbacks"]["LearningCurve"]
     assert metrics(whole) == metrics(resumed)
@@ -121,7 +125,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fit(
     own: Path, main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., int]:
-    """`fit` in this process, in the directory of `own_run.py`; `stop="epoch,batch"` is Ctrl-C there."""
+    """`fit` in this process, in `own_run.py`'s directory; `stop="epoch,batch"` is Ctrl-C there."""
 
     def fit(*args: str, stop: str = "") -> int:
         monkeypatch.setenv("STOP", stop)
@@ -138,7 +142,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(kept: Path, fit: Callable[..., int], own: Path, capfd: pytest.CaptureFixture) -> Path:
-    """A run of two epochs in the working directory; trained for the first test that asks for it, copied for others."""
+    """A run of two epochs in the working directory; trained for the first test, then copied."""
     if kept.exists():
         shutil.copytree(kept, own / "run")
     else:

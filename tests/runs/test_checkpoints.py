@@ -1,4 +1,4 @@
-"""The best checkpoint, checkpoints from elsewhere, what they know of their model; export; the closing lines."""
+"""The best checkpoint, those from elsewhere, what they know of their model; export; last lines."""
 
 import csv
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.runs.conftest import last, metrics
 
 
 def test_a_runs_directory(run: Path, run_files: set[str]) -> None:
-    """The model logs a metric of its own in validation, as one does: the best is still that of val_acc."""
+    """The model logs a metric of its own in validation: the best is still that of val_acc."""
     assert {path.name for path in run.iterdir()} == run_files
     assert {path.name for path in (run / "checkpoints").glob("[!e]*")} == {"last.ckpt"}
     values = {int(row["epoch"]): float(row["val_acc"]) for row in metrics(run) if row["val_acc"]}

@@ -1,4 +1,4 @@
-"""Several processes: launchers as Lightning knows them, loaders that share no batch, processes that end together."""
+"""Several processes: Lightning's launchers, loaders that share no batch, a common end."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ from tests.runs.conftest import OWN
 
 @pytest.mark.slow
 def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
-    """One process on each of two machines, which are one here; their data module shares no global batch."""
+    """A process on each of two machines, here one; their data module shares no global batch."""
     (tmp_path / "own_run.py").write_text(OWN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -50,10 +50,10 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     )
     assert code == second == 0, err + second_err
     assert "strategy: DDPStrategy on 2 x cpu" in out and "batch:    16 global, 8 per device" in out
-    assert (
-        "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data.batch_loader"
-        in err
+    told = (
+        "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data"
     )
+    assert f"{told}.batch_loader" in err
     assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
     (epoch,) = [
         row
@@ -77,11 +77,11 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
         )
         return done.stdout.strip().removeprefix("python -m lightning_mgpu fit ")
 
-    given = "--config=trainer/multinode.yaml --run_dir=runs/slurm_7 --trainer.num_nodes=1 --trainer.devices=4"
+    given = "--config=trainer/multinode.yaml --run_dir=runs/slurm_7 "
+    given += "--trainer.num_nodes=1 --trainer.devices=4"
     assert started() == f"{given} --model=ResNet18"
-    assert (
-        started(SLURM_RESTART_COUNT="1") == f"{given} --model=ResNet18"
-    )  # the job ended before its run began
+    # the job ended before its run began
+    assert started(SLURM_RESTART_COUNT="1") == f"{given} --model=ResNet18"
     (tmp_path / "runs" / "slurm_7").mkdir(parents=True)
     (tmp_path / "runs" / "slurm_7" / "config.yaml").touch()
     assert started(SLURM_RESTART_COUNT="1") == "--resume=runs/slurm_7"

@@ -36,7 +36,7 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
 def test_what_wandb_gets(
     fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings under their names on the command line, metrics, the learning rate, the fingerprint."""
+    """Settings by their names on the command line, metrics, the learning rate, the fingerprint."""
     run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
     run.settings.sync_dir = str(tmp_path / "run" / "wandb" / "offline-run-1")
 
@@ -48,10 +48,8 @@ def test_what_wandb_gets(
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
     assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
-    assert (
-        "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/offline-run-*"
-        in out
-    )
+    told = "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/"
+    assert f"{told}offline-run-*" in out
     given = init.call_args.kwargs
     config = given["config"]
     assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1

@@ -1,4 +1,4 @@
-"""A run that was stopped ends as one that never was: weights, optimizer, schedulers, metrics, files."""
+"""A stopped run ends as one that never was: weights, optimizer, schedulers, metrics, files."""
 
 import os
 import shutil
@@ -114,11 +114,8 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
     assert "last.ckpt is of another version of this package" in capfd.readouterr().err
 
 
-PLAIN = (
-    "--trainer.devices=1",
-    "--trainer.max_epochs=2",
-    "--model=LeNet",
-)  # which draws no random numbers
+# which draws no random numbers
+PLAIN = ("--trainer.devices=1", "--trainer.max_epochs=2", "--model=LeNet")
 KEEP_ALL = "--checkpoint.save_top_k=-1"
 
 

@@ -54,13 +54,17 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "test_what_wandbs_agent_starts": "W&B starts late on a busy machine, and knows no devices",
     "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
 }
-ON_ONE_DEVICE = {  # what torch refuses where devices differ, GPUs too: all replicas have the one object
-    "test_models[manual_allreduce-scripted layers]": "TorchScript layers keep their parameters on the first device",
-    "test_models[dp-scripted layers]": "TorchScript layers keep their parameters on the first device",
-    "states_are_the_replicas_own[new list-": "a tensor that a hook puts into a list stays on the first device",
-    "states_are_the_replicas_own[new object-": "a tensor that a hook puts into an object stays on the first device",
-    "test_python_objects_get_one_call_a_replica": "a list that steps append to holds tensors of all devices",
-    "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays on the CPU",
+SCRIPTED = "TorchScript layers keep their parameters on the first device"
+STAYS = "stays on the first device"
+ON_ONE_DEVICE = {  # what torch refuses where devices differ: all replicas have the one object
+    "test_models[manual_allreduce-scripted layers]": SCRIPTED,
+    "test_models[dp-scripted layers]": SCRIPTED,
+    "states_are_the_replicas_own[new list-": f"a tensor that a hook puts into a list {STAYS}",
+    "states_are_the_replicas_own[new object-": f"a tensor that a hook puts into an object {STAYS}",
+    "test_python_objects_get_one_call_a_replica": "a list that steps append to holds "
+    "tensors of all devices",
+    "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays "
+    "on the CPU",
 }
 IN_PROCESSES = {"command", "command_in", "shell"}  # fixtures; see test_commands.py
 TORCH = Path(torch.__file__).parent
@@ -71,7 +75,7 @@ PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
 
 
 def build() -> Path:
-    """Compile the devices, 20 s on a CPU core, into `build/`; once for a version of them and of torch."""
+    """Compile the devices, 20 s on a CPU core, into `build/`; once a version of them and torch."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = SOURCE.with_name("build") / f"{key}.so"
     if not library.exists():
@@ -148,7 +152,7 @@ class AfterLightning(MetaPathFinder):
 
 
 def autoload() -> None:
-    """Called by `import torch` where `PATHS` are on PYTHONPATH, through the entry point in `autoload/`."""
+    """Called by `import torch` with `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
     register()
     sys.meta_path.insert(0, AfterLightning())
 

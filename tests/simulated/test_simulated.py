@@ -68,9 +68,8 @@ def test_on_simulated_devices(group: str) -> None:
         "ignore",
     ]
     paths = [str(TESTS / "strategies" / name) for name in GROUPS[group]]
-    paths = [
-        path for path in paths if Path(path.partition("::")[0]).exists()
-    ]  # `new --drop` leaves some out
+    # `new --drop` leaves some out
+    paths = [path for path in paths if Path(path.partition("::")[0]).exists()]
     line = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,7 @@
 
     python -m pytest -p tests.simulated.devices tests/simulated/test_steps.py
 
-The Trainer's data are not pinned, which is a wait of its own (`batch_loader` pins them): it is left out.
+The Trainer's data are not pinned, a wait of its own (`batch_loader` pins them) that is left out.
 """
 
 import gc
@@ -103,7 +103,7 @@ class Unknown(SGD):
 def steps(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """What is seen in the steps of an epoch but its first (or in the first only), in copies of the model for bytes."""
+    """What is seen in an epoch's steps but the first, or in it; bytes in copies of the model."""
 
     def run(
         make: Callable[[], Any], engine: str, k: int = 2, first: bool = False, **kwargs: Any
@@ -166,7 +166,7 @@ def fast_lenet() -> LeNet:
 def test_data_of_this_package_wait_for_no_device(
     steps: Callable[..., Any], root: Path, resident: bool, engine: str, k: int
 ) -> None:
-    """Batches from pinned memory, or made on the device; a fused optimizer and a scheduler besides."""
+    """Batches from pinned memory, or made on the device; a fused optimizer and a scheduler, too."""
     settings = {"device_resident": resident, "augment": True, "cutout": 8, "normalize": True}
     data = FashionMNIST(root=str(root), batch_size=4, val_size=101, **settings)
     waits, _, _ = steps(fast_lenet, engine, k, data=data, limit_train_batches=3)
@@ -217,7 +217,7 @@ MOVED: dict[
 @ENGINES
 @pytest.mark.parametrize("name", MOVED)
 def test_what_a_step_moves(steps: Callable[..., Any], name: str, engine: str) -> None:
-    """Gradients there and back; optimizer states never, weights only where the first replica's are copied."""
+    """Gradients there and back; optimizer states never, weights only if the first's are copied."""
     make, kwargs, of_manual_allreduce, of_dp = MOVED[name]
     _, moved, _ = steps(make, engine, **kwargs)
     most = of_manual_allreduce if engine == "manual_allreduce" else of_dp
@@ -226,7 +226,7 @@ def test_what_a_step_moves(steps: Callable[..., Any], name: str, engine: str) ->
 
 @ENGINES
 def test_messages_of_a_resnet(steps: Callable[..., Any], engine: str) -> None:
-    """Buffers, averages and dp's gradients travel together; the book sums parameter by parameter."""
+    """Buffers, averages, dp's gradients travel together; the book sums parameter by parameter."""
     _, _, messages = steps(ResNet18, engine)
     num_parameters = len(list(ResNet18().parameters()))
     assert messages <= (2 * num_parameters if engine == "manual_allreduce" else 0) + 16
@@ -252,7 +252,7 @@ def test_nothing_stays_on_the_other_device(
 def test_a_devices_error_is_not_the_users_mistake(
     main: Callable[..., int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel fails in a step; the next wait is Lightning's. The traceback stays, and the status is not 2."""
+    """A kernel fails in a step; Lightning waits next. The traceback stays, the status is not 2."""
     options = (
         f"--data.root={root}",
         "--data.val_size=101",
@@ -266,9 +266,8 @@ def test_a_devices_error_is_not_the_users_mistake(
             return self(batch[0]).mean()
 
         monkeypatch.setattr(LeNet, "training_step", fails)
-        monkeypatch.setattr(
-            Callback, "on_exception", lambda *args: stack.close()
-        )  # or the teardown waits, too
+        # or the teardown waits, too
+        monkeypatch.setattr(Callback, "on_exception", lambda *args: stack.close())
         with pytest.raises(RuntimeError, match="device-side assert triggered") as caught:
             main("fit", *options)
     assert "lightning" in caught.traceback[-1].path.parts  # the wait: it copies the next batch

@@ -1,4 +1,4 @@
-"""Counts what a GPU's host would wait for, what goes between simulated devices, and what they hold."""
+"""Counts what a GPU's host would wait for, what goes between simulated devices, what they hold."""
 
 import ctypes
 import traceback
@@ -54,7 +54,7 @@ def watched() -> Iterator[Seen]:
 
 @contextmanager
 def broken_device() -> Iterator[None]:
-    """Every wait inside the block raises CUDA's error, as after an assertion that failed in a kernel."""
+    """Every wait in the block raises CUDA's error, as after a failed assertion in a kernel."""
     LIBRARY.sim_break(1)
     try:
         yield

@@ -74,7 +74,7 @@ def trainer_on(make_trainer: Callable[..., Trainer], engine: str) -> Callable[..
 def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., LightningModule]:
     """Build a module from the seed and fit it.
 
-    `val` validates after every epoch. `check` compares the replicas after every batch, which under `dp` are none.
+    `val` validates after every epoch. `check` compares replicas after every batch; `dp` has none.
     """
 
     def train(
@@ -115,7 +115,7 @@ def train(trainer_on: Callable[..., Trainer], engine: str) -> Callable[..., Ligh
 
 @pytest.fixture
 def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[LightningModule]]:
-    """Training on several devices ends where training on one does, logged values too; returns the modules."""
+    """Training on several devices ends as on one, logged values too; returns the modules."""
 
     def check(
         make: Make,
@@ -143,7 +143,7 @@ def assert_parity(train: Callable[..., LightningModule]) -> Callable[..., list[L
 
 @pytest.fixture
 def logged(trainer_on: Callable[..., Trainer]) -> Callable[..., list[Any]]:
-    """What a run of `Logs` on k devices writes: the logger's rows, `callback_metrics` after fit and after test."""
+    """What `Logs` on k devices writes: the logger's rows, `callback_metrics` after fit and test."""
 
     def logged(
         k: int,
@@ -181,8 +181,7 @@ def assert_logs_alike(logged: Callable[..., list[Any]]) -> Callable[..., None]:
         expected = logged(1, *args, **kwargs)
         assert len(expected) > 2
         options = {"strategy": strategy(3)} if strategy else {}
-        assert_close(
-            logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7
-        )  # aggregates are float32
+        # aggregates are float32
+        assert_close(logged(3, *args, **kwargs, **options), expected, 2e-6, 1e-7)
 
     return check

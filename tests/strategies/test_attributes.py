@@ -1,4 +1,4 @@
-"""What hooks and steps keep on the module: a hook's counts for all replicas, a step's is the replica's own."""
+"""What hooks and steps keep on the module: a hook's is for all replicas, a step's the replica's."""
 
 import math
 from collections import Counter
@@ -10,9 +10,8 @@ from tiny_runs import MANUAL, Manual, Regression, a_loader, assert_close
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_start"])
@@ -78,7 +77,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("kind", "place", "base"), PLACES)
 def test_hidden_states_are_the_replicas_own(assert_parity, kind, place, base):
-    """Truncated backpropagation through time: every replica goes on with its samples' state, until a hook resets it."""
+    """Truncated backpropagation through time: replicas keep their samples' state until a reset."""
     put, find = KINDS[kind]
 
     class Module(base):
@@ -145,7 +144,7 @@ def test_what_a_test_step_keeps(trainer_on):
 
 
 def test_python_objects_get_one_call_a_replica(train):
-    """In the order of the batch, so that a list of samples is that of one device; in validation, too."""
+    """In the batch's order, so that a list of samples is that of one device; in validation, too."""
 
     class Module(Regression):
         def on_train_start(self):
@@ -174,7 +173,7 @@ def test_python_objects_get_one_call_a_replica(train):
 
 @pytest.mark.parametrize("base", [Regression, Manual])
 def test_buffers_that_a_step_updates(assert_parity, base):
-    """Most replicas have no sample; those that have one in the next batch need the first one's buffers."""
+    """Most replicas have no sample; those with one in the next batch need the first's buffers."""
 
     class Module(base):
         def __init__(self):

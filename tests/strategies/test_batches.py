@@ -1,4 +1,4 @@
-"""Batches of any shape, from any loader, are split over the devices; what cannot be split goes whole to the first."""
+"""Batches of any shape and loader are split over the devices; others go whole to the first."""
 
 from collections import UserDict
 from types import MappingProxyType, SimpleNamespace
@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_mgpu.strategies.split_batch import split_batch
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 
 class Named(UserDict):

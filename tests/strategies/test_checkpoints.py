@@ -1,4 +1,4 @@
-"""A checkpoint is the plain module's; a run goes on from it on other devices as if it had never stopped."""
+"""A checkpoint is the plain module's; other devices go on from it as if nothing had stopped."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ MAKERS = [(lambda: Regression(optimizer=one_cycle), True), (lambda: Manual(optim
 @pytest.mark.parametrize(("make", "own_updates"), MAKERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_resumed(run, make, own_updates, before, after):
-    """From the end of the first epoch, and from the middle of the second; replicas update themselves from the start."""
+    """From the first epoch's end and amid the second; replicas update themselves from the start."""
     whole = run(make, before)
     for step in (4, 6):
         resumed = run(make, after, f"{before}/step={step}.ckpt", own_updates=own_updates)
@@ -73,7 +73,7 @@ def test_resumed_under_another_strategy(run, engine):
 
 
 def test_contents(run, tmp_path):
-    """Weights, optimizer and schedulers have the keys and values of one device's. One after the run has the weights."""
+    """Weights, optimizer, schedulers are as one device's. One after the run has the weights."""
     modules = {k: run(lambda: Regression(optimizer=adamw), k) for k in (1, 2)}
     one, two = (torch.load(tmp_path / str(k) / "step=7.ckpt", weights_only=False) for k in (1, 2))
     assert one.keys() == two.keys()
@@ -112,7 +112,7 @@ class HalfLater(ManualAllreduceStrategy):
 
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 def test_a_strategys_own_state(run, tmp_path):
-    """Resumed bit for bit. Another strategy leaves it out; a checkpoint of weights alone has none."""
+    """Resumed bit for bit. Another strategy leaves it out; a checkpoint of weights has none."""
     whole = run(Regression, 2, strategy=HalfLater())
     assert KEY in torch.load(tmp_path / "2/step=4.ckpt", weights_only=True)
     assert same_bits(run(Regression, 2, "2/step=4.ckpt", strategy=HalfLater()), whole)

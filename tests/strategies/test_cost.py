@@ -51,7 +51,7 @@ class Looks(Regression):
 def test_optimizer_states_are_copied_for_steps_that_look_at_them(
     train, monkeypatch, make, hook, copies
 ):
-    """In twelve steps of two replicas, with a hook of the user's: the first replica's update is copied."""
+    """In twelve steps of two replicas, with a user's hook: the first replica's update is copied."""
     asked, copy_of_state = [], Updates._copy_of_state
 
     def counted(self, state, i):

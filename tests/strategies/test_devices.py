@@ -1,4 +1,4 @@
-"""Devices by name, those of Apple's too, of which this machine has none: what torch is asked for is looked at."""
+"""Devices by name, Apple's too, of which there are none here: what torch is asked for counts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights that callbacks and hooks edit, with and without a trace: every replica goes on with the edited ones."""
+"""Weights that callbacks and hooks edit, with or without a trace: all replicas go on with them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What goes wrong ends at once, as itself, in one line where it is the user's mistake; nothing hangs or stays."""
+"""What goes wrong ends at once, as itself, a user's mistake in one line; nothing hangs or stays."""
 
 import threading
 
@@ -39,9 +39,8 @@ def test_options_that_do_not_fit(trainer_on, options, said):
 def test_cuda_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     strategy = ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:0", "cuda"])
-    assert (
-        strategy.devices == [torch.device("cuda:0")] * 3
-    )  # torch takes none without a number for the current one
+    # torch takes none without a number for the current one
+    assert strategy.devices == [torch.device("cuda:0")] * 3
     with refused("no 'cuda:1'; torch sees 1 CUDA device(s)"):
         ManualAllreduceStrategy(parallel_devices=["cuda:0", "cuda:1"])
 
@@ -121,7 +120,7 @@ def assert_clean_and_usable(trainer_on):
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("where", ["forward", "backward", "metric", "interrupt"])
 def test_a_failure_in_one_replica(trainer_on, where, base):
-    """It is that replica's exception, which says so. A metric of the user's fails for all of them at once."""
+    """It is that replica's exception, and says so. A metric of the user's fails for them all."""
     trainer = trainer_on()
     with pytest.raises((LookupError, KeyboardInterrupt, SystemExit)) as raised:
         trainer.fit(fails(where, base), ordered_loader())
@@ -161,7 +160,7 @@ def stops_after(num_calls, error):
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("error", [None, LookupError("cable")], ids=str)
 def test_an_allreduce_that_stops_working(train, trainer_on, monkeypatch, error, base):
-    """An exception is its own. If it leaves replicas with different sums, the next epoch's first step says so."""
+    """An exception is its own. If replicas' sums differ after it, the next epoch says so."""
     monkeypatch.setattr(manual_allreduce, "check_allreduce", lambda *_: None)
     with pytest.raises(LookupError if error else ValueError) as raised:
         train(

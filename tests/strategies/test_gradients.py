@@ -1,4 +1,4 @@
-"""Whoever looks at a gradient or edits it has the whole batch's: hooks, callbacks, clipping, `backward`."""
+"""Whoever sees or edits a gradient has the batch's: hooks, callbacks, clipping, `backward`."""
 
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback

@@ -1,4 +1,4 @@
-"""What `self.log` is given in a step: on several devices the values of one, in every step and epoch."""
+"""What `self.log` is given in a step: on several devices one's values, in every step and epoch."""
 
 from functools import partial
 
@@ -8,9 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tiny_runs import MANUAL, Regression
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 WHEN = [
     {"on_step": True, "on_epoch": False},

@@ -1,4 +1,4 @@
-"""Manual optimization: replicas meet in `manual_backward` and in `step`, and go on as one device does."""
+"""Manual optimization: replicas meet in `manual_backward` and `step`, and go on as one device."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def accumulates(self, batch, batch_idx):
 
 
 def two_updates(self, batch, batch_idx):
-    """The second from the weights after the first, and by the optimizer of torch itself; weights are clamped after."""
+    """The second from the weights after the first, and by torch's optimizer; they are clamped."""
     before = self.global_step
     self.update(loss := self.loss(batch))
     self.log("first", loss, on_step=True, on_epoch=True)
@@ -39,7 +39,7 @@ def two_updates(self, batch, batch_idx):
 
 
 def two_backwards(self, batch, batch_idx):
-    """Gradients add up; the second loss is computed with the gradients of the first, and edits them."""
+    """Gradients add up; the second loss is computed with the first's gradients, and edits them."""
     self.optimizers().zero_grad()
     self.manual_backward(self.loss(batch))
     norm = sum(parameter.grad.norm() for parameter in self.parameters())
@@ -91,7 +91,7 @@ def keeps_a_backup(self):
 
 
 def adversarial(self, batch, batch_idx):
-    """Weights are disturbed for a second backward pass, and put back from a dict (fast gradient method)."""
+    """Weights are disturbed for a second backward pass, then put back (fast gradient method)."""
     self.optimizers().zero_grad()
     self.manual_backward(self.loss(batch))
     for name, parameter in self.named_parameters():
@@ -104,7 +104,7 @@ def adversarial(self, batch, batch_idx):
 
 
 def updates_itself(self):
-    """Weights, by a hook as soon as their gradient is there: what the next pass of the step begins with."""
+    """Weights, by a hook once their gradient is there: what the step's next pass begins with."""
 
     @torch.no_grad()
     def update(weight):

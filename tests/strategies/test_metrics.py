@@ -1,4 +1,4 @@
-"""torchmetrics objects in a step: on several devices they have the values of one, in every step and epoch."""
+"""torchmetrics objects in a step: on several devices the values of one, in every step and epoch."""
 
 from collections import namedtuple
 from types import SimpleNamespace
@@ -20,9 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import classification as tc
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 
 def for_stages(make):
@@ -93,10 +92,8 @@ def test_a_returned_value_is_the_shards(assert_logs_alike):
     assert_logs_alike(step, METRICS["accuracy"])
 
 
-SMALL = {
-    "r2": tm.R2Score,
-    "extremes": lambda: tm.MinMaxMetric(tm.MeanSquaredError()),
-}  # the latter's are three
+# the latter's are three
+SMALL = {"r2": tm.R2Score, "extremes": lambda: tm.MinMaxMetric(tm.MeanSquaredError())}
 
 
 @pytest.mark.parametrize(
@@ -165,10 +162,8 @@ class WeightedError(Ratio):
 
 Target = namedtuple("Target", "values weights")
 OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
-    "squeezed": (
-        tm.MeanSquaredError,
-        lambda X, y: (X[:, 0].squeeze(), X[:, 1].squeeze()),
-    ),  # of one sample: 0-d
+    # of one sample: 0-d
+    "squeezed": (tm.MeanSquaredError, lambda X, y: (X[:, 0].squeeze(), X[:, 1].squeeze())),
     "pearson": (tm.PearsonCorrCoef, lambda X, y: (X[:, 0], X[:, 1] + X[:, 0])),
     "tokens": (lambda: tc.MulticlassAccuracy(5), lambda X, y: (X.repeat(5, 1), y.repeat(5) % 5)),
     "texts": (
@@ -188,7 +183,7 @@ OF_OTHER_SHAPES = {  # the metric, and what a step gives to it
     "nested": (WeightedError, lambda X, y: (X[:, 0], ([X[:, 1], X[:, 2:]], X[:, 1].abs()))),
     "named": (WeightedError, lambda X, y: (X[:, 0], Target([X[:, 1]], None))),
 }
-AGGREGATORS = {  # a float is the shard's mean, an integer a count: the metric is given the whole batch's
+AGGREGATORS = {  # a float is the shard's mean, an integer a count: metrics get the whole batch's
     "mean": (tm.MeanMetric, lambda x, _: (x.mean(),)),
     "mean of a number": (tm.MeanMetric, lambda x, _: (x.mean().item(),)),
     "mean with samples as weight": (tm.MeanMetric, lambda x, _: (x.mean(), len(x))),
@@ -214,7 +209,7 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("way", [update, forward, returned])
 def test_ways_to_log_a_metric(assert_logs_alike, way, table):
-    """Its arguments are the net's outputs and classes, samples and classes, or one value a sample."""
+    """Arguments are the net's outputs and classes, samples and classes, or one value a sample."""
 
     def step(module, stage, X, y, batch_idx):
         X = {
@@ -233,7 +228,7 @@ def test_ways_to_log_a_metric(assert_logs_alike, way, table):
 
 
 def collection(**kwargs):
-    """Top-1 and top-3 accuracy begin with equal states: compute groups must not take them for one."""
+    """Top-1 and top-3 accuracy begin equal: compute groups must not take them for one."""
     metrics = {f"top{k}": tc.MulticlassAccuracy(NUM_CLASSES, top_k=k) for k in (1, 3)}
     return tm.MetricCollection(
         {**metrics, "f1": METRICS["f1"](), "auroc": METRICS["auroc"]()}, **kwargs
@@ -289,7 +284,7 @@ def test_computed_at_the_end_of_an_epoch(assert_logs_alike, make):
 
 
 def test_metrics_in_plain_containers(assert_logs_alike):
-    """One for all stages; nobody logs it before the epoch ends. Nobody moves it to a device, either."""
+    """One for all stages; nobody logs it before an epoch's end, or moves it to a device."""
 
     def make():
         return {

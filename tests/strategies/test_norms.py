@@ -1,4 +1,4 @@
-"""BatchNorm: statistics of each replica's shard, averaged; or of the whole batch, as on one device."""
+"""BatchNorm: statistics of replicas' shards, averaged; or of the whole batch, as on one device."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ OPTIONS = [
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_synchronised(assert_parity, options, base):
-    """Running statistics and validation, too. In 2d a batch of one sample can be normalised, also by fewer replicas."""
+    """Running statistics, validation. In 2d one sample can be normalised, by few replicas, too."""
     no_single = {"limit_train_batches": 3, "limit_val_batches": 3}
     assert_parity(
         lambda: base(batch_norm_net(**options)), (3,), sync_batchnorm=True, val=True, **no_single
@@ -74,7 +74,7 @@ def test_a_layer_that_a_metric_holds_too(assert_parity):
 
 
 def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
-    """Where autograd has a thread a device, what replicas give back to each other comes in any order."""
+    """Where autograd has a thread a device, what replicas give each other comes in any order."""
 
     def make():
         return Regression(
@@ -101,7 +101,7 @@ def test_synchronised_images_in_half_precision(assert_parity):
 
 
 def test_what_synchronisation_refuses(train):
-    """A single value a channel as one device does; activation checkpointing and compiled layers in one line."""
+    """One value a channel as one device; activation checkpointing, compiled layers in one line."""
 
     class Checkpointed(Regression):
         def training_step(self, batch, batch_idx):
@@ -114,10 +114,8 @@ def test_what_synchronisation_refuses(train):
 
     for make, said in (
         (lambda: Regression(batch_norm_net()), "more than 1 value per channel"),
-        (
-            lambda: Checkpointed(batch_norm_net()),
-            "activation checkpointing|on the same device",
-        ),  # of GPUs, torch
+        # of GPUs, torch
+        (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),
         (compiled, "compiled layers"),
     ):
         with pytest.raises(Exception, match=said):
@@ -125,7 +123,7 @@ def test_what_synchronisation_refuses(train):
 
 
 class Fixed(Regression):
-    """BatchNorm of the input: its running mean is linear in the batches', so averaged it equals one device's."""
+    """Of the input: its running mean is linear in the batches', so averaged it is one device's."""
 
     def __init__(self):
         super().__init__(nn.BatchNorm1d(6))
@@ -157,7 +155,7 @@ class Looks(Callback):
 @pytest.mark.parametrize("base", [Fixed, type("FixedManual", (Fixed, Manual), {})])
 @pytest.mark.parametrize("split", [None, [0.75, 0.25]])
 def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
-    """Weighted by samples, whenever somebody looks. The variance is less than that between all samples."""
+    """Weighted by samples, whenever somebody looks. The variance is less than between them all."""
     kwargs = {"val": True, "limit_train_batches": 3}
     looks = [Looks(tmp_path / f"{k}.ckpt") for k in (1, 2)]
     strategies = (None, make_strategy(engine, split=split))
@@ -173,7 +171,7 @@ def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
 
 
 def test_a_shard_of_one_sample(train):
-    """BatchNorm refuses it, as torch does, where one device has two samples; synchronised it is right."""
+    """Refused, as by torch, where one device has two samples; synchronised BatchNorm is right."""
     loader = lambda: a_loader(2, 6)  # noqa: E731
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         train(lambda: Regression(batch_norm_net()), 2, loader=loader)

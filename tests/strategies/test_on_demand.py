@@ -1,4 +1,4 @@
-"""Gradients and optimizer states that replicas get when a step looks at them: in whatever way it looks."""
+"""Gradients and optimizer states that replicas get when a step looks at them: in whatever way."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Optimizers of all kinds, as users write them; which of them every replica steps for itself; what is refused."""
+"""Optimizers of all kinds, as users write them; which of them replicas step; what is refused."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_users_hooks_end_own_updates(assert_parity, hook):
 
 @pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 def test_updates_that_differ_are_copied(train, engine, monkeypatch):
-    """The first update of an epoch is compared: one of torch's own optimizers draws random numbers here."""
+    """An epoch's first update is compared: an optimizer of torch's draws random numbers here."""
     step = optim.SGD.step
 
     def draws(self, closure=None):

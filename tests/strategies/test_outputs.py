@@ -1,4 +1,4 @@
-"""What steps return is put together again; every sample is evaluated once; predictions come in the dataset's order."""
+"""What steps return is joined; samples are evaluated once; predictions come in dataset order."""
 
 import copy
 
@@ -11,9 +11,8 @@ from tiny_runs import MANUAL, Pair, Regression, Sample, a_loader, assert_close
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.parametrize(
-    "engine", [MANUAL], indirect=True
-)  # what both strategies share
+# what both strategies share
+pytestmark = pytest.mark.parametrize("engine", [MANUAL], indirect=True)
 
 PREDICTIONS = {
     "tensor": lambda Z, names: Z,
@@ -31,9 +30,8 @@ PREDICTIONS = {
     "nothing inside": lambda Z, names: {"Z": Z, "found": (), "meta": {}},
     "pair of tensors": lambda Z, names: [Z, Z[:, :2]],
     "tokens": lambda Z, names: Z.reshape(-1),
-    "samples second": lambda Z, names: Z[None].repeat(
-        2, 1, 1
-    ),  # as the hidden states of a recurrent layer
+    # as the hidden states of a recurrent layer
+    "samples second": lambda Z, names: Z[None].repeat(2, 1, 1),
 }
 
 
@@ -74,8 +72,9 @@ class Talkative(Regression):
         X, y = batch
         Z = self.net(X)
         return {
-            "loss": F.mse_loss(Z, y), "Z": Z.detach(), "tokens": X.reshape(-1), "count": (y[:, 0] > 0).sum(),
-            "number": int((y[:, 0] > 0).sum()), "mean": float(y.mean()), "names": [f"{x:.2f}" for x in y[:, 0]],
+            "loss": F.mse_loss(Z, y), "Z": Z.detach(), "tokens": X.reshape(-1),
+            "count": (y[:, 0] > 0).sum(), "number": int((y[:, 0] > 0).sum()),
+            "mean": float(y.mean()), "names": [f"{x:.2f}" for x in y[:, 0]],
             "nested": {"pair": (y, X)}, "none": None,
         }  # fmt: skip
 
@@ -91,7 +90,7 @@ def test_callbacks_see_whole_batches_and_outputs(train):
         assert_close(watches[k].seen, watches[1].seen)
 
 
-JOINED = {  # what a step returns of rows (N, 2), and what two shards of two samples and of one become
+JOINED = {  # what a step returns of rows (N, 2), and what two shards of two and one become
     "means": (lambda X: X.mean(), lambda X: X.mean()),
     "means as numbers": (lambda X: float(X.mean()), lambda X: float(X.mean())),
     "counts": (lambda X: torch.tensor(len(X)), lambda X: torch.tensor(3)),

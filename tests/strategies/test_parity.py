@@ -1,4 +1,4 @@
-"""Training on two and three devices is training on one: models, steps and what a Trainer can be told."""
+"""Training on two and three devices is training on one: models, steps, a Trainer's options."""
 
 import warnings
 

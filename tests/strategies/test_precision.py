@@ -1,4 +1,4 @@
-"""Every precision of the Trainer; the low ones to their own accuracy, with replicas equal bit for bit all the same."""
+"""Every precision of the Trainer; low ones to their own accuracy, replicas equal bit for bit."""
 
 import pytest
 import torch
@@ -38,9 +38,8 @@ def test_precisions(assert_parity, precision, tolerance, base):
     class Module(in_single(base)):
         def loss(self, batch):
             assert torch.is_autocast_enabled(self.device.type) == (precision == "bf16-mixed")
-            assert (torch.get_default_dtype() == torch.float64) == (
-                precision == "64-true"
-            )  # wherever a replica runs
+            # wherever a replica runs
+            assert (torch.get_default_dtype() == torch.float64) == (precision == "64-true")
             return super().loss(batch)
 
     assert_parity(Module, precision=precision, tolerance=tolerance)
@@ -50,7 +49,7 @@ KIND = "sim" if hasattr(torch, "sim") else "cpu"
 
 
 class Scaled(MixedPrecision):
-    """float16 with a GradScaler on the CPU, which Lightning does not offer; gradients overflow now and then."""
+    """float16 with a GradScaler on the CPU, which Lightning does not offer; gradients overflow."""
 
     def __init__(self, **kwargs):
         options = {"init_scale": 2.0**8, "growth_factor": 64.0, "growth_interval": 2, **kwargs}
@@ -76,7 +75,7 @@ SCALED += [(False, Manual, None), (False, TwoOptimizers, None)]
 
 @pytest.mark.parametrize(("fused", "base", "clip"), SCALED)
 def test_scaled_gradients(assert_parity, fused, base, clip):
-    """The same steps are skipped. The scaler has a hand in the update: the others get the first one's."""
+    """The same steps are skipped. The scaler takes part in updates: the others get the first's."""
     scales = []
 
     class Module(in_single(base)):

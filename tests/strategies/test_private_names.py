@@ -1,4 +1,4 @@
-"""Private names of torch, Lightning and torchmetrics that the engine leans on. A new release may move one."""
+"""Private names of torch, Lightning, torchmetrics that the engine needs. A release may move one."""
 
 import ast
 from operator import attrgetter

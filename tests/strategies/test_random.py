@@ -85,7 +85,7 @@ def test_shares_by_hand_do_not_change_the_training(assert_parity, split, base):
 
 
 def test_the_faster_device_gets_more(train, engine, monkeypatch):
-    """By a clock that stands still but for what a step says it takes. The first step does not count."""
+    """By a clock that moves only by what a step says it takes. The first step does not count."""
     clock = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(split_batch, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
     sizes = []

@@ -1,4 +1,4 @@
-"""The option `replicas`: the trained weights are the same bits on any number of devices of one kind."""
+"""The option `replicas`: trained weights are the same bits on any number of devices of one kind."""
 
 import pytest
 from tiny_runs import MANUAL, Manual, Regression, a_loader, make_strategy, relative_error, same_bits
@@ -38,7 +38,7 @@ def everything(base):
 
 @pytest.fixture
 def replicated(train):
-    """Three epochs of four batches, each of two samples a replica but the last's, on any number of devices."""
+    """Three epochs of 4 batches, 2 samples a replica but the last's, on any number of devices."""
 
     def replicated(make, k, replicas=REPLICAS, **kwargs):
         kwargs = {"loader": lambda: a_loader(16, 58), "max_epochs": 3, "check": False, **kwargs}
@@ -63,16 +63,14 @@ def test_same_bits_on_1_2_and_4_devices(replicated, base, kwargs):
         pytest.skip("Lightning does not clip in manual optimization")
     one, *others = (replicated(everything(base), k, **kwargs) for k in (1, 2, 4))
     assert all(same_bits(one, other) for other in others)
-    assert not same_bits(
-        one, replicated(everything(base), 2, replicas=2, **kwargs)
-    )  # whose number counts
+    # whose number counts
+    assert not same_bits(one, replicated(everything(base), 2, replicas=2, **kwargs))
 
 
 def test_small_batches_and_idle_replicas(replicated):
     """A batch of five and of one for four replicas."""
-    make = lambda: Regression(
-        nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3)), configure
-    )  # noqa: E731
+    layers = lambda: (nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))  # noqa: E731
+    make = lambda: Regression(nn.Sequential(*layers()), configure)  # noqa: E731
     one, *others = (replicated(make, k, loader=lambda: a_loader(5, 16)) for k in (1, 2, 4))
     assert all(same_bits(one, other) for other in others)
 

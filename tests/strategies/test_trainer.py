@@ -42,7 +42,7 @@ def test_several_runs_on_one_trainer(trainer_on):
 
 
 def test_after_a_run(train, tmp_path):
-    """A Trainer is pickled and copied; a step after the run is the module's alone; nothing of the replicas is left."""
+    """A Trainer is pickled and copied; a step after the run is the module's; no replica is left."""
     kept = []
 
     class Module(Regression):
@@ -107,7 +107,7 @@ def test_cpu_and_gpu_together(train, engine, places, base):
     devices = [place.replace("gpu", gpu) for place in places]
     strategy = make_strategy(engine, parallel_devices=devices)
     accelerator = "gpu" if devices[0] == "cuda:0" else "cpu"
-    # one device of the Trainer's own: a machine with one GPU has no more, and the strategy has its list
+    # one device of the Trainer's: a machine with one GPU has no more, and the strategy has a list
     one, two = train(Module), train(Module, 1, strategy, check=False, accelerator=accelerator)
     assert relative_error(two, one) < 1e-10
     assert_close(two.trainer.callback_metrics, one.trainer.callback_metrics, 1e-6)

@@ -1,4 +1,4 @@
-"""A small module in float64, its data, and how two trained modules are compared. The fixtures of conftest.py use it."""
+"""A small float64 module, its data, how two trained ones compare; for conftest.py's fixtures."""
 
 import math
 import re
@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_mgpu  # noqa: F401  registers the strategies
 
 MANUAL, DP = ENGINES = ("manual_allreduce", "dp")
-IS_SIMULATED = (
-    torch._C._get_privateuse1_backend_name() == "sim"
-)  # devices that differ: see tests/simulated
+# devices that differ: see tests/simulated
+IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"
 HOME = torch.device("sim:0" if IS_SIMULATED else "cpu")  # a Trainer's first device
 
 NUM_SAMPLES, BATCH_SIZE = 25, 8  # the last batch has one sample, so most devices have none
@@ -137,7 +136,7 @@ class EqualReplicas(Callback):
         own_updates: Whether every replica must have made its own update. None: either way is right.
     """
 
-    __module__ = "lightning.checks"  # else the strategy takes it for one that may edit weights, and takes care
+    __module__ = "lightning.checks"  # else the strategy takes it for one that edits weights
 
     def __init__(self, own_updates: bool | None = None) -> None:
         self.num_steps, self.own_updates = 0, own_updates
@@ -154,7 +153,7 @@ class EqualReplicas(Callback):
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:
-    """Nested values of the same types and shapes, numbers equal up to the order of sums, on whatever device."""
+    """Nested values of the same types and shapes, numbers up to sums' order, on any device."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(
@@ -219,7 +218,7 @@ NUM_CLASSES = 4
 
 
 def labelled(num_samples: int = 23, batch_size: int = 7, seed: int = 1) -> DataLoader:
-    """X (N, 5) and classes (N,), in batches of 7, 7, 7 and 2: uneven shards, and fewer samples than three devices."""
+    """X (N, 5), classes (N,) in batches of 7, 7, 7, 2: uneven shards, a batch of few samples."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
     y = (
@@ -229,7 +228,7 @@ def labelled(num_samples: int = 23, batch_size: int = 7, seed: int = 1) -> DataL
 
 
 class Logs(LightningModule):
-    """Calls `step(self, stage, X, y, batch_idx)` in every step, and `at_end(self, stage)` when an epoch ends."""
+    """Calls `step(self, stage, X, y, batch_idx)` in steps, `at_end(self, stage)` after epochs."""
 
     def __init__(self, step: Callable[..., Any], make: Callable[[], Any], at_end: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu sweep`: interrupted and killed, in two terminals, with trials that fail, and mistakes."""
+"""`python -m lightning_mgpu sweep`: interrupted, killed, in two terminals, failing, mistaken."""
 
 import csv
 import fcntl
@@ -104,9 +104,8 @@ class Fits:
     def __init__(self) -> None:
         self.given: list[list[str]] = []
         self.rates: list[str] = []
-        self.before: Callable[[], Any] = lambda: (
-            None
-        )  # called in every trial, before it has a result
+        # called in every trial, before it has a result
+        self.before: Callable[[], Any] = lambda: None
 
     def __call__(self, command: list[str], log: IO[str]) -> int:
         self.given.append(command[4:])
