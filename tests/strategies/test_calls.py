@@ -94,7 +94,7 @@ def gathered_by_name(self, batch):
     """A dict of tensors, of which one has no gradient."""
     own = {"Z": self.net(batch[0]), "y": batch[1]}
     every = self.all_gather(own, sync_grads=True)
-    return F.mse_loss(every["Z"].view(-1, 3), every["y"].view(-1, 3))
+    return (every["Z"].view(-1, 3) @ every["y"].view(-1, 3).T).logsumexp(1).mean()
 
 
 LOSSES = [contrastive, clip_loss, gathered_by_name]
