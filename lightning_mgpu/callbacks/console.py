@@ -15,6 +15,8 @@ NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")
 class EpochLines(RichProgressBar):
     """One line an epoch; on a terminal also Lightning's bar, with the `loss` last logged alone."""
 
+    edits_nothing = True  # see strategies/hooks.py
+
     def __init__(self) -> None:
         super().__init__(refresh_rate=int(sys.stdout.isatty()))  # 0: no bar
 

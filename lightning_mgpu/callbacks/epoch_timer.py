@@ -12,6 +12,8 @@ from lightning_mgpu.runs.devices import own_devices, synchronize
 class EpochTimer(Callback):
     """Logs `epoch_seconds` (s, of training only) after every epoch."""
 
+    edits_nothing = True  # see strategies/hooks.py
+
     def __init__(self) -> None:
         self.seconds: list[float] = []  # one an epoch
         self._elapsed = 0.0

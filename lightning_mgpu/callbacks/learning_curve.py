@@ -20,6 +20,8 @@ class LearningCurve(Callback):
     with checkpoints, so that a resumed run goes on drawing the same curve.
     """
 
+    edits_nothing = True  # see strategies/hooks.py
+
     def __init__(self) -> None:
         self.points: dict[
             str, list[tuple[int, float]]

@@ -40,6 +40,8 @@ class RunCheckpoint(ModelCheckpoint):
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
+    edits_nothing = True  # see strategies/hooks.py
+
     def __init__(
         self,
         monitor: str | None = None,
@@ -98,6 +100,8 @@ class LastCheckpoint(Callback):
 
     It stands before all other callbacks: what they do at an epoch's start belongs to it.
     """
+
+    edits_nothing = True  # see strategies/hooks.py
 
     def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
         self.best = best  # says where, and whether at all

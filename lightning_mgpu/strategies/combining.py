@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_mgpu.allreduce.messages import add_all
 from lightning_mgpu.strategies.equality import Notes
-from lightning_mgpu.strategies.split_batch import Array, bring_home, is_list, items_of, like
+from lightning_mgpu.strategies.split_batch import bring_home, hold_samples, is_list, items_of, like
 
 
 def gather(
@@ -135,11 +135,7 @@ def _are_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
         are_texts = all(isinstance(item, str) for output in outputs for item in output)
         lengths = {len(output) for output in outputs}
         return len(lengths) > 1 or (are_texts and any(output != outputs[0] for output in outputs))
-    items = [(item, size) for output, size in zip(outputs, sizes) for item in output]
-    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
-        return False  # [logits, features], as many as there are samples by chance
-    is_tuple = not isinstance(outputs[0], list)
-    return not is_tuple or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)
+    return hold_samples(outputs, sizes)
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

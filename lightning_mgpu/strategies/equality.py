@@ -81,7 +81,7 @@ class EqualityCheck:
         """The first name of a set whose tensors differ, a replica, and when. The host waits."""
         named = {name: tensors for name, tensors in sets.items() if _is_comparable(tensors)}
         found = differences(list(named.values())).tolist() if named else []
-        for (name, tensors), row in zip(named.items(), found):
+        for name, row in zip(named, found):
             if True in row:
                 i = row.index(True)
                 since = "" if self.last_equal is None else f"equal at step {self.last_equal}, "

@@ -190,16 +190,11 @@ class Gradients:
             for other in (other for params in sets for other in params[1:]):
                 other.grad = None
 
-    def push(self) -> None:
+    def push(self, *_: Any) -> None:
         """Give the replicas the first one's gradients if somebody may have changed one."""
         if self.replicas.unknown_code or not self._are_equal():
             self._push(list(self.replicas.parameter_sets.values()))
             self._equal = self._versions()
-
-    def push_when_read(self, tensor: Tensor) -> bool:
-        """A step looks at a gradient, of the step before: give the replicas the first one's."""
-        self.push()
-        return True
 
     def _push(self, sets: Sequence[Sequence[Tensor]]) -> None:
         for others in list(zip(*sets))[1:]:

@@ -53,7 +53,7 @@ on_predict_model_eval on_save_checkpoint on_load_checkpoint
 """.split()
 # of those, what may run between an update and the moment when replicas are compared
 BEFORE_CHECKS = """
-on_train_epoch_end on_train_end on_validation_start on_validation_model_eval on_test_start
+on_train_epoch_start on_train_epoch_end on_train_end on_validation_start on_validation_model_eval on_test_start
 on_predict_start on_save_checkpoint state_dict
 """.split()
 # what does not run between a step and its backward pass

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.wrappers import Running
 
-from lightning_mgpu.strategies.split_batch import Array, is_list, items_of, like
+from lightning_mgpu.strategies.split_batch import Array, hold_samples, is_list, items_of, like
 
 
 class Call(NamedTuple):
@@ -30,16 +30,18 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def call_once(calls: Sequence[Call], sizes: Sequence[int], device: torch.device, blank: Any) -> Any:
+def call_once(
+    calls: Sequence[Call], sizes: Sequence[int], devices: Sequence[torch.device], blank: Any
+) -> Any:
     """Update a metric with all shards, or call it. `blank` makes a copy of it without samples."""
-    metric, method, *_ = calls[0]
+    (metric, method, *_), device = calls[0], devices[0]
     if method == "reset":
         return metric.reset()
-    joined = _aggregated(calls, sizes, device) or _joined(calls, sizes, device)
+    joined = _aggregated(calls, sizes, devices) or _joined(calls, sizes, device)
     if joined is not None:
         return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
     of_batch = blank(metric)
-    for call in calls:
+    for call in [call for call in calls if not _is_empty(call)] or calls[:1]:
         args, kwargs = move_data_to_device((call.args, call.kwargs), device)
         metric.update(*args, **kwargs)
         if method == "forward":
@@ -51,6 +53,12 @@ def call_once(calls: Sequence[Call], sizes: Sequence[int], device: torch.device,
         if isinstance(part, Metric):  # private: what is logged
             part._forward_cache = value if its_copy is of_batch else its_copy.compute()
     return value
+
+
+def _is_empty(call: Call) -> bool:
+    """Whether all that a shard has given has no rows: one device would not have called for it."""
+    arrays = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Array)]
+    return bool(arrays) and all(each.ndim and not len(each) for each in arrays)
 
 
 def _joined(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
@@ -94,13 +102,13 @@ def _join(
         if all(part == first for part in parts):
             return first
         raise ValueError("different values")
-    if is_list(first) and all(len(part) == size for part, size in zip(parts, sizes)):
+    if is_list(first) and hold_samples(parts, sizes):
         multiples.add(1.0)
         items = (item for part in parts for item in part)
         return type(first)(move_data_to_device(item, device) for item in items)
     items = [items_of(part) for part in parts]
     keys = {tuple(part) if isinstance(part, dict) else len(items_of(part) or ()) for part in parts}
-    if any(each is None for each in items) or len(keys) > 1 or is_list(first):
+    if any(each is None for each in items) or len(keys) > 1:
         raise ValueError("nobody knows how to join it")
     return like(first, [_join(column, sizes, device, multiples) for column in zip(*items)])
 
@@ -112,25 +120,26 @@ def _alike(parts: Sequence[Any]) -> Iterator[Tensor]:
     yield from parts if are_on_cpu else (part.to(device) for part in parts)
 
 
-def _aggregated(calls: Sequence[Call], sizes: Sequence[int], device: torch.device) -> Any:
+def _aggregated(
+    calls: Sequence[Call], sizes: Sequence[int], devices: Sequence[torch.device]
+) -> Any:
     """Numbers of the shards for an aggregator, or vectors, weighted where it is a mean."""
-    metric = calls[0].metric
+    metric, device = calls[0].metric, devices[0]
     aggregator = metric.base_metric if isinstance(metric, Running) else metric
     if not isinstance(aggregator, BaseAggregator):
         return None
     given = [dict(zip(("value", "weight"), call.args)) | call.kwargs for call in calls]
     values = [torch.as_tensor(each["value"], device=device) for each in given]
-    is_mean = isinstance(aggregator, MeanMetric)
-    lengths = {value.shape for value in values}
+    is_mean, is_vector = isinstance(aggregator, MeanMetric), bool(values[0].ndim)
     has_rows = all(value.ndim and len(value) % size == 0 for value, size in zip(values, sizes))
-    if len(lengths) > 1 or has_rows or (values[0].ndim and not is_mean):
+    if len({value.shape for value in values}) > 1 or has_rows or (is_vector and not is_mean):
         return None
     if not is_mean:
         return [torch.stack(values)], {}
     weights = [each.get("weight", 1.0) for each in given]
     if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
-        weights = [weight * size / sum(sizes) for weight, size in zip(weights, sizes)]
-    rows = [
-        torch.as_tensor(weight, device=device).expand_as(v) for weight, v in zip(weights, values)
-    ]
+        # k vectors weigh as much as those of any batch, also where they are what shards have found
+        whole = sum(sizes) / (len(devices) if is_vector else 1)
+        weights = [weight * size / whole for weight, size in zip(weights, sizes)]
+    rows = [torch.as_tensor(each, device=device).expand_as(v) for each, v in zip(weights, values)]
     return [torch.stack(values), torch.stack(rows)], {}

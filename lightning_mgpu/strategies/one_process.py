@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 MAX_DEVICES = 64
 KEY = "lightning_mgpu_strategy"  # in a checkpoint

@@ -9,16 +9,14 @@ from torch import Tensor
 
 
 @contextmanager
-def on_read(attribute: str, look: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside the block `look(tensor)` is called before `tensor.<attribute>` is read.
-
-    Once it returns True it has seen enough.
-    """
+def on_read(attribute: str, look: Callable[[Tensor], None], once: bool = False) -> Iterator[None]:
+    """Inside the block `look(tensor)` is called before `tensor.<attribute>` is read."""
     itself: Any = getattr(torch._C.TensorBase, attribute)  # private: what `Tensor.grad` is
 
     def read(tensor: Tensor) -> Any:
-        if look(tensor):
+        if once:
             restore()
+        look(tensor)
         return itself.__get__(tensor)
 
     def restore() -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from numbers import Number
 from operator import getitem
 from typing import Any
@@ -130,7 +130,7 @@ class Recorder:
         return value
 
     def _blank(self, metric: Any) -> Any:
-        """A copy without samples, on the replica's device. On the CPU if the user has put it there."""
+        """A copy without samples, on the replica's device, or on the CPU where the user has it."""
         blank = self._blanks[id(metric)][1]
         blank.reset()
         types = {part.device.type for part in metric.modules() if isinstance(part, Metric)}
@@ -187,9 +187,8 @@ class Recorder:
                 if is_log:
                     self._log_once(*key[:2], calls, sizes)
                 else:
-                    blank = partial(self._blank, calls[0].metric)
-                    home = self.replicas.devices[0]
-                    self._values[key] = call_once(calls, sizes, home, blank)
+                    devices = self.replicas.devices
+                    self._values[key] = call_once(calls, sizes, devices, self._blank)
         for record in records.values():
             record.calls.clear()
 

@@ -189,13 +189,12 @@ class Replicas:
         is_tracking = lambda layer: isinstance(layer, _NormBase) and layer.training  # noqa: E731
         return [tensors[i] for each, tensors in found if is_tracking(each.layer)]
 
-    def note_data_read(self, tensor: Tensor) -> bool:
+    def note_data_read(self, tensor: Tensor) -> None:
         """A step has read `tensor.data`: if that is a weight or buffer, it may edit it unseen."""
         is_weight = isinstance(tensor, nn.Parameter)
         sets = self.buffer_sets.values()
         is_buffer = any(tensor is each for buffers in sets for each in buffers)
         self.data_was_read |= is_weight or is_buffer
-        return self.data_was_read
 
     def compare_edited(self, active: Sequence[int]) -> None:
         """Note the weights and buffers that the step has edited, if by what was in its shards.
@@ -257,10 +256,10 @@ def copy_tensors(sets: Iterable[TensorSet]) -> None:
 
 def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
     """What changes with an edit: torch counts those in place, and setting `.data` moves a tensor."""
+    tensors = (tensor for tensors in sets for tensor in tensors)
     return [
-        (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-        for tensors in sets
-        for tensor in tensors
+        (0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0)
+        for t in tensors
     ]
 
 

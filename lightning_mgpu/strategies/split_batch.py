@@ -225,3 +225,14 @@ def is_list(part: Any) -> bool:
 
 def _has_arrays(part: Any) -> bool:
     return any(isinstance(leaf, Array) for leaf in leaves(part))
+
+
+def hold_samples(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists or tuples, one per shard, hold an item per sample."""
+    if any(len(part) != size for part, size in zip(parts, sizes)):
+        return False
+    items = [(item, size) for part, size in zip(parts, sizes) for item in part]
+    if all(isinstance(item, Array) and item.ndim and len(item) == size for item, size in items):
+        return False  # [logits, features], as many as there are samples by chance
+    is_tuple = not isinstance(parts[0], list)
+    return not is_tuple or not any(isinstance(item, (Tensor, int, float)) for item, _ in items)

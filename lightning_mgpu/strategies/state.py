@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import cache
 from operator import is_
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from lightning_mgpu.strategies.split_batch import bring_home, send
 
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")  # of a layer
 OF_MODULES = {*vars(LightningModule()), *TENSORS}  # no state of the user's
-CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
+CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, SimpleNamespace)
 NUMBERS = (int, float, complex)
 PLAIN = (*NUMBERS, str, bytes, type(None))
 NO_STATE = (nn.Module, type, Enum, Optimizer, Trainer, Strategy, Callback, Dataset, DataLoader)
@@ -57,6 +58,16 @@ class Changes(NamedTuple):
     dropped: int  # how many items at the front
 
 
+class Found(NamedTuple):
+    """A layer, an object or a container that replicas have their own of."""
+
+    value: Any
+    store: Any  # its namespace, or the container itself
+    place: tuple[int, Any] | None = None  # where it was found: the id of a store, and a key in it
+    depth: int = 0
+    is_owner: bool = True  # a turn exchanges its `__dict__`; else a copy stands where it was found
+
+
 class State:
     """The namespaces and containers of k replicas. Those of the first are the user's."""
 
@@ -67,14 +78,11 @@ class State:
 
     def clear(self) -> None:
         """Let go of all copies but of hidden states."""
+        self._found: list[Found] = []
+        self._links: list[tuple[int, Any, int]] = []  # a store, a key, the container there
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
-        self.stores: list[Any] = []  # namespaces, then containers
-        self.places: list[
-            tuple[int, Any]
-        ] = []  # where each was found: the number of a store, a key
-        self.links: list[tuple[int, Any, int]] = []  # a store, a key in it, and the store there
-        self.own: list[list[Any]] = []  # by replica: its namespaces and containers
-        self.start: list[list[Any]] = []  # the same, when the step began
+        self.own: list[list[Any]] = []  # by replica: its namespaces, then its containers
+        self._start: list[list[Any]] = []  # the same, when the step began
 
     def begin(
         self, step: int, layers: Sequence[nn.Module], shared: Sequence[Any], others: Sequence[Any]
@@ -82,59 +90,60 @@ class State:
         """A step begins. `shared` are objects that stay one for all replicas, `others` do not."""
         self.clear()
         self.step = step
-        others = [each for each in others if _store_of(each) is not None]
         self._find([*layers, *others], {id(each) for each in shared})
-        self.own = [self.stores, *(self._copy_for(i) for i in range(1, len(self.devices)))]
-        self.start = [[copy.copy(store) for store in stores] for stores in self.own]
+        first = [each.store for each in self._found]
+        self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
+        self._start = [[copy.copy(store) for store in stores] for stores in self.own]
 
     def _find(self, owners: Sequence[Any], shared: set[int]) -> None:
-        found = [
-            (vars(owner), owner, None, 0) for owner in owners
-        ]  # store, owner, place, depth
-        seen, links = {id(store) for store, *_ in found}, []
-        for store, _, _, depth in found:  # which grows
-            for key, value in _children(store) if depth < DEPTH else ():
-                child = None if id(value) in shared else _store_of(value)
-                if child is value:
-                    links.append((id(store), key, id(value)))
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    found.append(
-                        (child, None if child is value else value, (id(store), key), depth + 1)
-                    )
-        found.sort(key=lambda each: each[1] is None)  # containers come last
-        self.stores = [store for store, *_ in found]
-        self.owners = [owner for _, owner, *_ in found if owner is not None]
-        number = {id(store): n for n, store in enumerate(self.stores)}
-        self.places = [
-            place and (number[place[0]], place[1]) for _, _, place, _ in found
-        ]
-        self.links = [(number[parent], key, number[child]) for parent, key, child in links]
+        found = [Found(owner, vars(owner)) for owner in owners]
+        seen, links = {id(each.store) for each in found}, []
+        for parent in found:  # which grows
+            for key, value in _children(parent.store) if parent.depth < DEPTH else ():
+                if (store := _store_of(value)) is None or id(value) in shared:
+                    continue
+                place, is_owner = (id(parent.store), key), type(value) not in CONTAINERS
+                if not is_owner:
+                    links.append((*place, id(store)))
+                if id(store) not in seen:
+                    seen.add(id(store))
+                    found.append(Found(value, store, place, parent.depth + 1, is_owner))
+        self._found = sorted(found, key=lambda each: not each.is_owner)
+        self._number = {id(each.store): n for n, each in enumerate(self._found)}
+        self._links = [(self._number[a], key, self._number[b]) for a, key, b in links]
+        self.owners = [each.value for each in self._found if each.is_owner]
 
     def _copy_for(self, i: int) -> list[Any]:
         """The namespaces and containers of replica i, with what it has kept of earlier steps."""
-        copies = [copy.copy(store) for store in self.stores]
-        for parent, key, child in self.links:
-            copies[parent][key] = copies[child]
         home, device = self.devices[0], self.devices[i]
-        for store, own in zip(self.stores, copies):
-            if home != device and not isinstance(store, set) and len(store) <= FEW:
+        values = [copy.copy(each.store if each.is_owner else each.value) for each in self._found]
+        stores = [_namespace(value) for value in values]
+        for own in stores if home != device else ():
+            if not isinstance(own, (set, tuple)) and len(own) <= FEW:
                 for key, value in list(_items(own)):
                     if isinstance(value, (Tensor, tuple)):  # which a hook has put there
                         own[key] = send(value, home, device)
-            kept = self.kept.get((self.step, i, id(store)))
+        for parent, key, child in reversed(self._links):  # so a tuple is complete before its holder
+            if isinstance(holder := stores[parent], tuple):
+                items = (*holder[:key], values[child], *holder[key + 1 :])
+                stores[parent] = values[parent] = items
+            else:
+                holder[key] = values[child]
+        for each, own in zip(self._found, stores):
+            kept = self.kept.get((self.step, i, id(each.store)))
             for key, (value, base, versions) in kept[1].items() if kept else ():
-                if _get(store, key) is base and _versions(base) == versions:  # no hook changed it
+                is_current = _get(each.store, key) is base and _versions(base) == versions
+                if is_current:  # no hook has changed it
                     own[key] = value
-        return copies
+        return stores
 
     def combine(self, sizes: dict[int, int]) -> None:
         """The active replicas are through: put together what they have changed."""
-        for n, store in enumerate(self.stores):
-            if all(_is_same(self.start[i][n], self.own[i][n]) for i in sizes):
+        for n, (_, store, *_) in enumerate(self._found):
+            if all(_is_same(self._start[i][n], self.own[i][n]) for i in sizes):
                 continue
             changes = {
-                i: _changes(self.start[i][n], self.own[i][n], size) for i, size in sizes.items()
+                i: _changes(self._start[i][n], self.own[i][n], size) for i, size in sizes.items()
             }
             if isinstance(store, set):
                 store.update(*(change.added for change in changes.values()))
@@ -151,13 +160,19 @@ class State:
     def _combine_values(
         self, n: int, key: Any, changes: dict[int, Changes], sizes: dict[int, int]
     ) -> None:
-        store, before = self.stores[n], _get(self.start[0][n], key)
+        store, before = self._found[n].store, _get(self._start[0][n], key)
         values = {i: each.assigned[key] for i, each in changes.items() if key in each.assigned}
         given, home = list(values.values()), self.devices[0]
         is_number = all(isinstance(value, NUMBERS) for value in given)
         if isinstance(store, Counter):
-            parts = [value - self.start[i][n].get(key, 0) for i, value in values.items()]
-            store[key] = self.start[0][n].get(key, 0) + sum(parts)
+            parts = [value - self._start[i][n].get(key, 0) for i, value in values.items()]
+            store[key] = self._start[0][n].get(key, 0) + sum(parts)
+        elif (
+            n >= len(self.owners)
+            and before is MISSING
+            and (whole := _put_together(given, [sizes[i] for i in values])) is not None
+        ):
+            store[key] = bring_home(whole, home)
         elif is_number and n < len(self.owners) and len(values) < len(sizes):
             self._warn_of_first(n, key)
         elif len(values) < len(sizes):  # the others have not touched it
@@ -191,7 +206,7 @@ class State:
 
     def _combine_items(self, n: int, changes: dict[int, Changes], sizes: dict[int, int]) -> None:
         """Replay on the first replica's list what the others have dropped and added."""
-        store = self.stores[n]
+        store = self._found[n].store
         limit = store.maxlen if isinstance(store, deque) else None
         if limit is None and any(change.dropped for change in changes.values()):
             self.notes.warn(
@@ -207,11 +222,12 @@ class State:
     def _name(self, n: int, *key: Any) -> str:
         """A namespace or container, or a value in it, as a message says it."""
         path = list(key)
-        while place := self.places[n]:
-            n, key = place
-            path.insert(0, key)
+        while place := self._found[n].place:
+            n, key_there = self._number[place[0]], place[1]
+            path.insert(0, key_there)
         attribute, *keys = path
-        return f"{attribute}{''.join(f'[{each!r}]' for each in keys)} of {type(self.owners[n]).__name__}"
+        owner = type(self._found[n].value).__name__
+        return f"{attribute}{''.join(f'[{each!r}]' for each in keys)} of {owner}"
 
 
 def _children(store: Any) -> Iterator[tuple[Any, Any]]:
@@ -226,9 +242,16 @@ def _children(store: Any) -> Iterator[tuple[Any, Any]]:
 
 def _store_of(value: Any) -> Any:
     """The container itself, or the namespace of an object. None if neither is the replicas' own."""
+    if type(value) is tuple:
+        return value if any(_store_of(item) is not None for item in value) else None
     if type(value) in CONTAINERS:
-        return value if isinstance(value, (list, deque)) or len(value) <= MANY else None
+        is_long = isinstance(value, (dict, set)) and len(value) > MANY
+        return None if is_long else _namespace(value)
     return vars(value) if _has_state(type(value)) and hasattr(value, "__dict__") else None
+
+
+def _namespace(value: Any) -> Any:
+    return vars(value) if isinstance(value, SimpleNamespace) else value  # which has no other one
 
 
 @cache
@@ -279,6 +302,19 @@ def _changes(start: Any, own: Any, size: int) -> Changes:
 
 def _are_states(items: list[Any], size: int) -> bool:
     return all(isinstance(each, Tensor) and each.ndim and len(each) == size for each in items)
+
+
+def _put_together(values: list[Any], sizes: list[int]) -> Any:
+    """New lists or sets of k replicas, in which each has collected something, as one."""
+    are_states = all(
+        isinstance(value, list) and _are_states(value, size) for value, size in zip(values, sizes)
+    )
+    if type(values[0]) not in (list, set, deque) or are_states:
+        return None
+    whole = copy.copy(values[0])
+    for value in values[1:]:
+        (whole.update if isinstance(whole, set) else whole.extend)(value)
+    return whole
 
 
 def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:

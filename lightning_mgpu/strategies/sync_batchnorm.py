@@ -7,7 +7,6 @@ gives the whole gradient.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch

@@ -220,7 +220,6 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         with ExitStack() as stack:
             if self._are_several:  # puts attributes on the module: `begin` follows
                 stack.enter_context(self.recorder.recording(records))
-            stack.enter_context(only_known_optimizers(self))
             self._begin(name, trains, *args, *kwargs.values())
             self._run_replicas(name, shards, records, trains, *args, **kwargs)
             self._combine(records, trains)
@@ -277,9 +276,10 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
         self.lockstep.is_one_graph = False
         with ExitStack() as stack:
+            stack.enter_context(only_known_optimizers(self))
             stack.enter_context(on_read("data", self.replicas.note_data_read))
             if trains and self._is_automatic:
-                stack.enter_context(on_read("grad", self.gradients.push_when_read))
+                stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
                 stack.enter_context(meetings(self, self.updates.optimizers))
                 stack.enter_context(self._synchronized())

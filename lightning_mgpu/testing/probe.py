@@ -175,7 +175,7 @@ class Fails(Probe):
 class Sees(Callback):
     """Keeps gradients before each update and what is logged; counts steps that part replicas."""
 
-    __module__ = "lightning_mgpu.testing"  # which tells our strategies that it edits nothing
+    edits_nothing = True  # our strategies let replicas make their own updates beside it
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
@@ -208,5 +208,7 @@ class Sees(Callback):
 def replicas_of(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
     """The parameters of every replica. A strategy that is none of ours is taken to have one."""
     replicas: Any = getattr(strategy, "replicas", None)
-    all_parameters = [module.parameters()] if replicas is None else zip(*replicas.parameters)
+    all_parameters = (
+        [module.parameters()] if replicas is None else zip(*replicas.parameter_sets.values())
+    )
     return [[parameter.detach().cpu() for parameter in parameters] for parameters in all_parameters]

@@ -201,7 +201,7 @@ def test_collectives_need_lockstep(train, name, step):
         COLLECTIVES[name](self, batch[0])
         return self.loss(batch)
 
-    with pytest.raises(RuntimeError), refused("lockstep=True"):
+    with refused("lockstep=True"):
         train(type("Module", (Regression,), {step: training_step}), 2, val=True, check=False)
 
 

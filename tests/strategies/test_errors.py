@@ -14,7 +14,7 @@ from lightning_mgpu.strategies import ManualAllreduceStrategy, manual_allreduce
 
 WRONG_OPTIONS = [  # given for two devices; what the one line says
     *(
-        ({"split": split}, "one positive share a device (2)")
+        ({"split": split}, "one positive share per device (2)")
         for split in ([1.0], [1.0, 0.0], "even")
     ),
     *(({"split": [1.0, share]}, "one positive share") for share in (float("nan"), float("inf"))),

@@ -101,7 +101,7 @@ JOINED = {  # what a step returns of rows (N, 2), and what two shards of two and
     "flags": (lambda X: len(X) == 1, lambda X: True),
     "flags in tensors": (lambda X: torch.tensor(len(X) == 1), lambda X: torch.tensor(True)),
     "one shard has the key": (lambda X: {"a": 1} if len(X) == 1 else {}, lambda X: {"a": 1}),
-    "of another length": (lambda X: X[:, : len(X)], lambda X: [*X[:2], X[2, :1]]),
+    "of another length": (lambda X: X[:, : len(X)], lambda X: [X[:2], X[2:, :1]]),
     "anything": (lambda X: "x" * len(X), lambda X: ["xx", "x"]),
     "arrays": (lambda X: X.cpu().numpy()[:, 0], lambda X: np.array(X[:, 0])),
 }

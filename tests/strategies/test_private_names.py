@@ -10,6 +10,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from tiny_runs import Regression
 from torch import nn
+from torch.optim import optimizer
 
 from lightning_mgpu import strategies
 
@@ -32,9 +33,10 @@ NAMES = {  # who has it, outside of a run
     "_foreach_copy_": torch,
     "_dynamo": torch,
     "_C": torch,
-    "_current_graph_task_id": torch._C,
     "_autograd": torch._C,
     "_get_current_graph_task_keep_graph": torch._C._autograd,
+    "_global_optimizer_pre_hooks": optimizer,
+    "_global_optimizer_post_hooks": optimizer,
     "_optimizer_step_pre_hooks": SGD,
     "_optimizer_step_post_hooks": SGD,
     "_device": LightningModule(),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mgpu.strategies import split_batch
+from lightning_mgpu.strategies import auto_split
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
@@ -87,7 +87,7 @@ def test_shares_by_hand_do_not_change_the_training(assert_parity, split, base):
 def test_the_faster_device_gets_more(train, engine, monkeypatch):
     """By a clock that moves only by what a step says it takes. The first step does not count."""
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(split_batch, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    monkeypatch.setattr(auto_split, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
     sizes = []
 
     class Timed(Regression):
@@ -112,8 +112,8 @@ def test_the_faster_device_gets_more(train, engine, monkeypatch):
 
 
 def test_batches_too_small_to_time_all_keep_even_shares():
-    split = split_batch.AutoSplit()
-    for _ in range(split_batch.NUM_TIMED + 2):
+    split = auto_split.AutoSplit()
+    for _ in range(auto_split.NUM_TIMED + 2):
         with split.timed(0, torch.device("cpu")):
             pass
         assert split.end_step([1.0, 1.0]) == [1.0, 1.0]

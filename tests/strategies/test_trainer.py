@@ -47,7 +47,8 @@ def test_after_a_run(train, tmp_path):
 
     class Module(Regression):
         def on_train_end(self):
-            kept.extend(map(weakref.ref, self.trainer.strategy.replicas.parameters[0][1:]))
+            sets = self.trainer.strategy.replicas.parameter_sets
+            kept.extend(map(weakref.ref, next(iter(sets.values()))[1:]))
 
     module = train(Module, 2, check=False)
     trainer = module.trainer

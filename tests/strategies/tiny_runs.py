@@ -136,14 +136,14 @@ class EqualReplicas(Callback):
         own_updates: Whether every replica must have made its own update. None: either way is right.
     """
 
-    __module__ = "lightning.checks"  # else the strategy takes it for one that edits weights
+    edits_nothing = True  # else the strategy takes it for one that may edit weights
 
     def __init__(self, own_updates: bool | None = None) -> None:
         self.num_steps, self.own_updates = 0, own_updates
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        for first, *others in strategy.replicas.parameters:
+        for first, *others in strategy.replicas.parameter_sets.values():
             copies = (first, *others)
             assert len({copy.data_ptr() for copy in copies}) == len(copies) or first.numel() == 0
             assert all(torch.equal(first.cpu(), other.cpu()) for other in others)
