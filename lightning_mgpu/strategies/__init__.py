@@ -1,26 +1,29 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-The way of a batch, from the loader to the update. The methods that the Trainer calls stand in `train_batch.py`. Read
-the other files in the order of the stops.
+The way of a batch, from the loader to the update. The Trainer calls methods in `train_batch.py`;
+read the other files in the order of the stops.
 
-    `optimizer_step`          the Trainer's update: stops 1 to 9 are its closure           train_batch.py
- 1.   `training_step`         the whole batch comes, on the first device                   train_batch.py
- 2.     `split_batch`         the batch is cut into one shard a replica                    split_batch.py
- 3.     `Recorder.recording`  what replicas log is written down, and logged once           recording.py
- 4.     `Replicas.begin`      `get_params`: every replica has copies of the parameters     replicas.py
- 5.     `turn(i)`             they become the module's; the user's step runs on shard i    replicas.py
- 6.     `Gradients.join`      k losses become the whole batch's, which the Trainer gets    gradients.py
- 7.   `backward`              its backward pass runs every replica's, each in its turn     gradients.py
- 8.     `reduce_gradients`    the allreduce                                                manual_allreduce.py, dp.py
- 9.   hooks, clipping         the Trainer's, on the first replica's gradients
-10.   the user's optimizer    updates the first replica
-11.   `update_replicas`       the others repeat the update, or get a copy                  updates.py
+    optimizer_step         the Trainer's update: stops 1 to 9 are its closure   train_batch.py
+ 1.   training_step        the whole batch comes, on the first device           train_batch.py
+ 2.     split_batch        it is split into one shard per replica               split_batch.py
+ 3.     Recorder           what replicas log is written into their records      records.py
+ 4.     Replicas.begin     get_params: every replica has its own parameters,    replicas.py
+                           attributes, lists and dicts                          state.py
+ 5.     turn(i)            they become the module's; the step runs on shard i   replicas.py
+ 6.     combine            k records become one step's                          combining.py,
+                                                                     metric_calls.py, state.py
+ 7.     Gradients.join     k losses become one, which the Trainer gets          gradients.py
+ 8.   backward             each replica's backward pass runs in its turn        gradients.py
+ 9.     reduce_gradients   the allreduce                                  manual_allreduce.py, dp.py
+10.   hooks, clipping      the Trainer's, on the first replica's gradients
+11.   the optimizer        updates the first replica
+12. update_replicas        the others make the same update, or get a copy       updates.py
 
-Besides:
-
-`lockstep.py` runs replicas that wait for each other in a step: in manual optimization (`manual_optimization.py`), and
-in BatchNorm (`sync_batchnorm.py`). `one_process.py` has devices by name, ranks and launchers, and a strategy's own part
-of a checkpoint.
+Besides: `hooks.py` knows which code of the user's may edit weights between two steps. `equality.py`
+compares replicas. `lockstep.py` runs replicas that wait for each other in a step, for manual
+optimization (`manual_optimization.py`), BatchNorm (`sync_batchnorm.py`), `all_gather`
+(`collectives.py`), or a metric's `compute()`. `one_process.py` has devices by name, launchers, and
+a strategy's own part of a checkpoint; `streams.py` random numbers; `auto_split.py` uneven shares.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -42,7 +45,7 @@ __all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
 StrategyRegistry.register(
     "dp",
     DataParallelStrategy,
-    description="one set of parameters, replicated to several devices of one process for every step",
+    description="one set of parameters, copied to several devices of one process for every step",
     override=True,
 )
 
@@ -58,7 +61,7 @@ for _name, _allreduce in {
     StrategyRegistry.register(
         _name,
         ManualAllreduceStrategy,
-        description=f"replicas on several devices of one process, {_allreduce.__name__} of their gradients",
+        description=f"replicas on several devices of one process, {_allreduce.__name__}",
         override=True,
         allreduce=_allreduce,
     )

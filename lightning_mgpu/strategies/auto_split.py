@@ -14,7 +14,7 @@ NUM_TIMED = 5  # steps
 
 
 class AutoSplit:
-    """`split='auto'`: times the replicas in the first steps, and turns the times into shares of the batch."""
+    """Times the replicas in the first steps, and turns the times into shares of the batch."""
 
     def __init__(self, is_asked: bool = True) -> None:
         self.is_done = not is_asked

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.split_batch import send
 
 
 class Collectives:
     """The collectives of a strategy."""
 
-    lockstep: Lockstep | None = None
+    lockstep: Any = None  # a Lockstep, while the strategy is set up
     in_plain_step = False  # whether several replicas run a step one after the other
 
     @property
@@ -32,7 +31,7 @@ class Collectives:
 
     @property
     def world_size(self) -> int:
-        return len(self.lockstep.active) if self.lockstep and self._running else 1
+        return len(self.lockstep.active) if self._running else 1
 
     @property
     def is_global_zero(self) -> bool:
@@ -50,8 +49,8 @@ class Collectives:
         given = [each for (each,) in lockstep.exchange("all_gather", [tensor])]
         if len(shapes := {tuple(each.shape) for each in given}) > 1:
             raise RuntimeError(
-                f"all_gather stacks tensors of one shape, but the shards' differ: {sorted(shapes)}. "
-                "Use a batch size that the replicas can share evenly, and drop_last=True."
+                f"all_gather stacks tensors of one shape, but the shards' are {sorted(shapes)}: "
+                "use a batch size that the replicas can share evenly, and drop_last=True."
             )
         return torch.stack(given)
 
@@ -92,7 +91,7 @@ class Collectives:
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Nothing that is done once can overtake replicas."""
 
-    def _lockstep(self, name: str) -> Lockstep | None:
+    def _lockstep(self, name: str) -> Any:
         """What a replica exchanges by. None outside of steps."""
         if self.in_plain_step:
             raise RuntimeError(

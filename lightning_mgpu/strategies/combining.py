@@ -47,8 +47,8 @@ def gather(
     if notes and 0 < len(present) < len(outputs):
         notes.warn(
             f"{name} is None in {len(outputs) - len(present)} of {len(outputs)} replicas: their "
-            "samples do not count, in the loss or in whatever is made of it. A step must not decide "
-            "by its shard."
+            "samples do not count, in the loss or in what else is made of it. A step must not "
+            "decide by its shard."
         )
     outputs, sizes = [output for output, _ in present], [size for _, size in present]
     if len(outputs) < 2:
@@ -124,7 +124,7 @@ def _gather_tensors(
     if notes and not has_rows and len({len(tensor) for tensor in tensors}) == 1:
         notes.warn(
             f"{name}: every replica returns a tensor of {len(tensors[0])} rows, which are not its "
-            f"samples. They are joined to {sum(map(len, tensors))} rows, neither added nor averaged."
+            f"samples. They are joined to {sum(map(len, tensors))} rows, not added or averaged."
         )
     return torch.cat(list(tensors))
 
@@ -151,8 +151,8 @@ def average_statistics(
 ) -> None:
     """Average what BatchNorm has tracked into the first replica's, weighted by samples.
 
-    A moving average is linear. It is written by `.data`: the backward pass may have kept the tensor,
-    and checks that nobody has edited it.
+    A moving average is linear. It is written by `.data`: the backward pass may have kept the
+    tensor, and checks that nobody has edited it.
     """
     means = [torch.zeros_like(each) for each in statistics[0]]
     for i, size in sizes.items() if means else ():

@@ -1,7 +1,8 @@
 """`dp`, data parallelism as in `torch.nn.DataParallel`, which the Lightning Trainer dropped in 2.0.
 
-One set of parameters counts, on the first device. Gradients meet there, one optimizer makes one update, and the other
-devices get copies of the result. In `manual_allreduce` gradients meet on all devices, and every replica updates itself.
+One set of parameters counts, on the first device. Gradients are added up there, one optimizer
+makes one update, and the other devices get copies of the result. In `manual_allreduce` all devices
+get the sums, and every replica updates itself.
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
 """
@@ -20,7 +21,7 @@ class DataParallelStrategy(TrainBatchStrategy):
     The options are those of `ManualAllreduceStrategy`, without `allreduce`.
 
     Raises:
-        MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
+        MisconfigurationException: If an option does not fit the devices, or under torchrun, SLURM.
     """
 
     name = "dp"

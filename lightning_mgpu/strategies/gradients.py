@@ -59,7 +59,7 @@ class Gradients:
         Args:
             losses: By replica, the mean over its shard.
             sizes: By replica, the samples of its shard.
-            is_one_graph: Whether replicas have exchanged tensors with graphs: one pass runs for all.
+            is_one_graph: Whether replicas have exchanged tensors with graphs: one pass is for all.
             batch_graph: Tensors of the whole batch that have graphs, and the leaves that the shards
                 are cut from.
         """
@@ -104,7 +104,7 @@ class Gradients:
         ]
         if any(old is not new for old, new in after):
             raise RuntimeError(
-                "The backward pass has put an attribute on a weight (gradients of single samples?): "
+                "The backward pass has put an attribute on a weight (a single sample's gradient?): "
                 "replicas have one each, of their shards. Use one device."
             )
         with torch.no_grad():
@@ -163,8 +163,8 @@ class Gradients:
             wrong = gradients[name][i]
             raise ValueError(
                 f"The allreduce left replica {i} ({wrong.device}) with another sum than replica 0 "
-                f"for the gradient of {name}, of shape {tuple(wrong.shape)} ({when}): replicas must "
-                "be bit-identical."
+                f"for the gradient of {name}, of shape {tuple(wrong.shape)} ({when}): replicas "
+                "must be bit-identical."
             )
 
     def _accumulate(self, before: Sequence[Tensor | None]) -> None:
@@ -214,7 +214,10 @@ class Gradients:
         self._equal = []
 
     def _are_equal(self) -> bool:
-        """Whether all gradients are as they were when the replicas' were equal. An edit of `.data` is not seen."""
+        """Whether all gradients are as they were when the replicas' were equal.
+
+        An edit of `.data` is not seen.
+        """
         equal, now = self._equal, self._versions()
         return len(equal) == len(now) and all(
             a is b and n == m for (a, n), (b, m) in zip(equal, now)
@@ -227,7 +230,7 @@ class Gradients:
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def check_manual(self, active: Sequence[int]) -> None:
-        """Refuse gradients that differ: replicas may have edited them, or computed them, themselves.
+        """Refuse gradients that differ: replicas may have edited or computed them themselves.
 
         They are compared in an epoch's first step, and where torch has counted an edit. The host
         waits once.
@@ -256,9 +259,9 @@ def _no_layers_called() -> Iterator[None]:
     def refuse(layer: nn.Module, _: Any) -> None:
         if any(True for _ in layer.parameters()):
             raise RuntimeError(
-                f"The backward pass calls {type(layer).__name__} again (activation checkpointing, an "
-                "adjoint method), which does not work where replicas have exchanged tensors: leave "
-                "out sync_batchnorm=True, or all_gather, or the repeated call."
+                f"The backward pass calls {type(layer).__name__} again (activation checkpointing, "
+                "an adjoint method), which does not work where replicas have exchanged tensors: "
+                "leave out sync_batchnorm=True, or all_gather, or the repeated call."
             )
 
     handle = register_module_forward_pre_hook(refuse)

@@ -39,7 +39,7 @@ toggled_optimizer save_hyperparameters load_from_checkpoint remove_ignored_hpara
 to_tensorrt to_torchscript automatic_optimization current_epoch device device_mesh dtype
 example_input_array fabric global_rank global_step hparams hparams_initial local_rank logger loggers
 on_gpu strict_loading trainer
-""".split()
+""".split()  # noqa: SIM905
 # the strategy distrusts its replicas after these
 BETWEEN = """
 setup teardown prepare_data train_dataloader val_dataloader test_dataloader predict_dataloader
@@ -50,18 +50,18 @@ on_validation_start on_validation_end on_validation_epoch_start on_validation_ep
 on_validation_model_eval on_test_start on_test_end on_test_epoch_start on_test_epoch_end
 on_test_model_eval on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end
 on_predict_model_eval on_save_checkpoint on_load_checkpoint
-""".split()
+""".split()  # noqa: SIM905
 # of those, what may run between an update and the moment when replicas are compared
 BEFORE_CHECKS = """
-on_train_epoch_start on_train_epoch_end on_train_end on_validation_start on_validation_model_eval on_test_start
-on_predict_start on_save_checkpoint state_dict
-""".split()
+on_train_epoch_start on_train_epoch_end on_train_end on_validation_start on_validation_model_eval
+on_test_start on_predict_start on_save_checkpoint state_dict
+""".split()  # noqa: SIM905
 # what does not run between a step and its backward pass
 NOT_BEFORE_BACKWARD = """
 on_train_batch_start on_train_batch_end on_after_backward on_before_optimizer_step optimizer_step
 configure_gradient_clipping clip_gradients lr_scheduler_step on_before_batch_transfer
 transfer_batch_to_device on_after_batch_transfer
-""".split()
+""".split()  # noqa: SIM905
 OF_MODULES = {name for name in dir(LightningModule) if name not in dir(nn.Module)}
 AROUND = {name for name in OF_MODULES | {*vars(Callback)} if not name.startswith("_")}
 AROUND -= {*OF_STEPS, *BETWEEN}
@@ -76,7 +76,7 @@ def unknown_code(module: Any, optimizers: Sequence[Optimizer]) -> set[str]:
     """The names of hooks and classes that run around steps and are not known to edit nothing."""
     trainer = module.trainer
     owners = [module, *trainer.callbacks]
-    found = {name for owner in owners for name in overridden(type(owner)) & AROUND}
+    found = {name for owner in owners for name in overridden(type(owner)) & AROUND}  # type: ignore
     found |= {name for owner in owners for name in vars(owner).keys() & AROUND}  # LambdaCallback
     found |= {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
     found |= {name for name in GLOBAL_HOOKS if getattr(optimizer, name)}
@@ -88,12 +88,13 @@ def unknown_code(module: Any, optimizers: Sequence[Optimizer]) -> set[str]:
 
 def may_edit_before_checks(module: Any) -> bool:
     """Whether hooks of the user's run between an update and the moment when it is compared."""
-    owners, names = [module, *module.trainer.callbacks], {*BEFORE_CHECKS}
-    return any(names & (overridden(type(owner)) | vars(owner).keys()) for owner in owners)
+    names, owners = {*BEFORE_CHECKS}, [module, *module.trainer.callbacks]
+    hooks = [overridden(type(owner)) | vars(owner).keys() for owner in owners]  # type: ignore
+    return any(names & each for each in hooks)
 
 
 @cache
-def overridden(cls: type) -> frozenset[str]:
+def overridden(cls: Any) -> frozenset[str]:
     """The hooks of a module's or callback's class that others wrote than those known to read."""
     names = [name for name in {*AROUND, *BEFORE_CHECKS} if hasattr(cls, name)]
     return frozenset(name for name in names if not _is_reader(_definer(cls, name)))

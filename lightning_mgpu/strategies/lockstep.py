@@ -1,8 +1,8 @@
 """Replicas that meet in the middle of a step: a thread each, of which one runs at a time.
 
-The caller's thread lets one replica after the other run until it meets or is through. When all have come to the same
-meeting it does what they meet for, once, and lets them go on. So replicas never run side by side, and what is done for
-all of them is done in the caller's thread.
+The caller's thread lets one replica after the other run until it meets or is through. When all
+have come to the same meeting it does what they meet for, once, and lets them go on. So replicas
+never run side by side, and what is done for all of them is done in the caller's thread.
 """
 
 import contextvars
@@ -73,7 +73,7 @@ class Lockstep:
     def meet(
         self, where: tuple[str, Any], value: Any, action: Callable[[dict[int, Any]], Any]
     ) -> Any:
-        """Wait for the other replicas, let `action` be called once with what all have brought, and return its answer.
+        """Wait for the others, let `action` be called once with what all bring; return its answer.
 
         `where` is a name, and something that must be the same for all.
         """
@@ -103,8 +103,9 @@ def _agreed(stops: dict[int, Stop]) -> Callable[[dict[int, Any]], Any] | None:
     for i, (other, *_) in others:
         if other != where:
             raise RuntimeError(
-                f"replica {first} is at {where[0]}, replica {i} at {other[0]}: every replica must call "
-                "manual_backward and step as often, and for the same optimizer, whatever is in its shard."
+                f"replica {first} is at {where[0]}, replica {i} at {other[0]}: every replica must "
+                "call manual_backward and step as often, and for the same optimizer, whatever is "
+                "in its shard."
             )
     return action
 

@@ -1,11 +1,12 @@
 """The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-The minibatch is split over the devices. Every replica computes the gradient of its shard. The allreduce leaves the sum
-in each of them. Every replica updates itself.
+The minibatch is split over the devices. Every replica computes the gradient of its shard. The
+allreduce leaves the sum in each of them. Every replica updates itself.
 
     python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
     python -m lightning_mgpu fit --trainer.strategy=manual_allreduce \\
-        --trainer.strategy.parallel_devices='[cpu, cpu, cpu]' --trainer.strategy.allreduce=my_module.my_allreduce
+        --trainer.strategy.parallel_devices='[cpu, cpu, cpu]' \\
+        --trainer.strategy.allreduce=my_module.my_allreduce
 """
 
 from collections.abc import Callable
@@ -21,22 +22,25 @@ from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
 class ManualAllreduceStrategy(TrainBatchStrategy):
-    """k replicas of the module on the devices of one process, kept equal by a hand-written allreduce.
+    """k replicas of the module on devices of one process, kept equal by a hand-written allreduce.
 
     Args:
-        allreduce: Leaves the sum of k tensors, one a replica, in each of them (see `lightning_mgpu.allreduce`). A
-            function of your own goes here, on the command line by its dotted path; it is tried on small tensors first.
-        parallel_devices: The devices, `["cuda:0", "cpu"]` say; one may stand there several times. Left out: those of
-            `Trainer(accelerator, devices)`.
-        split: Shares of the batch, one a device, or `auto`: in proportion to each device's speed, timed in the first
-            steps. Left out: even ones.
-        replicas: How many there are, a multiple of the number of devices, over which they are spread in order. The
-            trained weights are the same bits on any number of devices of one kind. Left out: one a device.
-        lockstep: Let replicas wait for each other wherever a step calls `compute()` of a metric.
+        allreduce: Leaves the sum of k tensors, one per replica, in each of them (see
+            `lightning_mgpu.allreduce`). A function of your own goes here, on the command line by
+            its dotted path; it is tried on small tensors first.
+        parallel_devices: The devices, for example `["cuda:0", "cpu"]`; one may stand there several
+            times. Left out: those of `Trainer(accelerator, devices)`.
+        split: Shares of the batch, one per device, or `auto`: in proportion to each device's speed,
+            timed in the first steps. Left out: even ones.
+        replicas: How many there are, a multiple of the number of devices, over which they are
+            spread in order. The trained weights are the same bits on any number of devices of one
+            kind. Left out: one per device.
+        lockstep: Let replicas wait for each other wherever a step calls `compute()` of a metric,
+            `all_gather`, `reduce` or `broadcast`.
 
     Raises:
-        ValueError: If `allreduce` does not compute the sum in place, with what each device got instead.
-        MisconfigurationException: If an option does not fit the devices, or under torchrun or SLURM.
+        ValueError: If `allreduce` does not compute the sum in place, with what each device got.
+        MisconfigurationException: If an option does not fit the devices, or under torchrun, SLURM.
     """
 
     name = "manual_allreduce"
@@ -70,7 +74,11 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
 
     @override
     def update_replicas(self, optimizer: Optimizer) -> None:
-        """Every other replica makes its own update, from its gradient; where it cannot, it gets the first one's."""
+        """Every other replica makes its own update from its gradients, or gets the first's weights.
+
+        Raises:
+            RuntimeError: If replicas have drifted apart.
+        """
         self.own_updates = self.updates.repeat(optimizer, self.gradients.push)
         if self.own_updates:
             if self.is_check_due and not self._is_first_step:  # else `repeat` has compared them

@@ -104,11 +104,11 @@ def _join(
         raise ValueError("different values")
     if is_list(first) and hold_samples(parts, sizes):
         multiples.add(1.0)
-        items = (item for part in parts for item in part)
-        return type(first)(move_data_to_device(item, device) for item in items)
-    items = [items_of(part) for part in parts]
+        every = (item for part in parts for item in part)
+        return type(first)(move_data_to_device(item, device) for item in every)
+    items = [items_of(part) or [] for part in parts]
     keys = {tuple(part) if isinstance(part, dict) else len(items_of(part) or ()) for part in parts}
-    if any(each is None for each in items) or len(keys) > 1:
+    if any(items_of(part) is None for part in parts) or len(keys) > 1:
         raise ValueError("nobody knows how to join it")
     return like(first, [_join(column, sizes, device, multiples) for column in zip(*items)])
 

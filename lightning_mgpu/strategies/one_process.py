@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy beside training: devices, ranks and launchers, and its own part of a checkpoint."""
+"""What Lightning asks of a strategy beside training: devices, launchers, part of a checkpoint."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,12 @@ KEY = "lightning_mgpu_strategy"  # in a checkpoint
 
 
 def device_module(device: torch.device) -> Any:
-    """`torch.cuda` for an NVIDIA or AMD GPU, `torch.mps` for Apple's, and so on; `None` for the CPU."""
+    """`torch.cuda` for an NVIDIA or AMD GPU, `torch.mps` for Apple's, ...; `None` for the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Make a device the thread's current one, on which kernels start. Apple's has nothing to choose."""
+    """Make a device the thread's current one, on which kernels start. Apple's has no choice."""
     module = device_module(device)
     return module.device(device) if hasattr(module, "device") else nullcontext()
 
@@ -32,7 +32,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def gpus_first(replicas: Iterable[int], devices: Sequence[torch.device]) -> list[int]:
-    """The order in which replicas are started: a GPU goes on by itself, while a CPU's replica is computed in place."""
+    """The order in which replicas start: GPUs go on by themselves, a CPU's is computed in place."""
     return sorted(replicas, key=lambda i: devices[i].type == "cpu")
 
 
@@ -66,7 +66,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 class OneProcess:
-    """A strategy of one process, whatever the number of its devices and the environment: rank 0 of 1."""
+    """A strategy of one process, whatever the number of its devices, and the environment."""
 
     name = "this strategy"
     num_nodes = 1  # the Trainer sets what it was asked for
@@ -74,21 +74,18 @@ class OneProcess:
     cluster_environment: Any
     node_rank = 0
     is_distributed = False
-    distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012 - the whole batch comes from here
+    # the whole batch comes from here
+    distributed_sampler_kwargs = {"num_replicas": 1, "rank": 0}  # noqa: RUF012
 
     def check_launch(self) -> None:
         """Refuse torchrun and SLURM with several processes, several nodes, and too many devices."""
         processes = 1
-        with contextlib.suppress(
-            AttributeError, KeyError
-        ):  # no launcher, or one that has launched nothing
+        # no launcher, or one that has launched nothing
+        with contextlib.suppress(AttributeError, KeyError):
             processes = self.cluster_environment.world_size()
         if processes > 1 or self.num_nodes > 1:
-            what = (
-                f"num_nodes={self.num_nodes}"
-                if processes == 1
-                else f"{processes} were launched (torchrun, SLURM)"
-            )
+            what = f"{processes} were launched (torchrun, SLURM)"
+            what = what if processes > 1 else f"num_nodes={self.num_nodes}"
             raise MisconfigurationException(
                 f"{self.name} drives all its devices from one process on one node, but {what}: use "
                 "--trainer.strategy=ddp for several processes, or start a single one."
@@ -99,11 +96,17 @@ class OneProcess:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a strategy of one's own keeps from step to step: tensors and plain values. Checkpoints have it."""
+        """What a strategy of one's own keeps from step to step: tensors and plain values.
+
+        Checkpoints have it.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, perhaps on another number of devices. Tensors come on the CPU."""
+        """Take back what `state_dict` gave, perhaps on another number of devices.
+
+        Tensors come on the CPU.
+        """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "optimizer_states" in checkpoint and (state := self.state_dict()):

@@ -215,7 +215,7 @@ class Recorder:
 
 
 def find_metrics(module: nn.Module) -> dict[int, tuple[Any, str]]:
-    """Every metric and collection with a name, by its id; those in lists, dicts and objects, too."""
+    """Every metric and collection with its name, by its id; those in lists and objects, too."""
     found: dict[int, tuple[Any, str]] = {}
     for prefix, owner in module.named_modules():
         if isinstance(owner, METRICS):

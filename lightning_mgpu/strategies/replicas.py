@@ -86,7 +86,7 @@ class Replicas:
 
     @property
     def are_as_marked(self) -> bool:
-        """Whether the replicas were equal, and nobody has edited one since, as far as torch knows."""
+        """Whether replicas were equal and, as far as torch knows, nobody has edited one since."""
         return not self.is_distrusted and self._marks == _marks(self.parameter_sets.values())
 
     def push_weights(self, knows_code: bool = False) -> None:
@@ -118,7 +118,7 @@ class Replicas:
             others: Objects besides the module that replicas have a state of.
         """
         self.streams.begin(step, *numbers)
-        skipped = {each for each in self.module.modules() if isinstance(each, SHARED)}
+        skipped: set[nn.Module] = {m for m in self.module.modules() if isinstance(m, SHARED)}
         named = list(self.module.named_modules(skipped))
         self._layers = [layer for _, layer in named]
         parameters, buffers = _find(named, "_parameters"), _find(named, "_buffers")
@@ -211,7 +211,7 @@ class Replicas:
             compared = [tensors[i] for i in active]
             alike = {(one.shape, one.dtype, one.layout) for one in compared}
             is_edited = self.data_was_read or now[place] != before[place]
-            # of another shape it is a shard's own, as an output; statistics of BatchNorm are averaged
+            # of another shape it is a shard's own output; BatchNorm's statistics are averaged
             is_state = len(alike) == 1 and not isinstance(each.layer, _NormBase)
             if is_edited and is_state and compared[0].layout == torch.strided:
                 self.notes.compare(
@@ -255,7 +255,7 @@ def copy_tensors(sets: Iterable[TensorSet]) -> None:
 
 
 def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
-    """What changes with an edit: torch counts those in place, and setting `.data` moves a tensor."""
+    """What changes with an edit: torch counts those in place; setting `.data` moves a tensor."""
     tensors = (tensor for tensors in sets for tensor in tensors)
     return [
         (0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0)
@@ -268,8 +268,8 @@ def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise MisconfigurationException(
-                f"{name}: {type(layer).__name__}(max_norm=...) edits its weights in `forward`: each "
-                "replica would edit others. Use one device, or shorten the rows in "
+                f"{name}: {type(layer).__name__}(max_norm=...) edits its weights in `forward`: "
+                "each replica would edit others. Use one device, or shorten the rows in "
                 "`on_train_batch_start`."
             )
         is_compiled = isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl

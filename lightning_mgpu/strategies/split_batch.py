@@ -1,8 +1,9 @@
-"""`split_batch` of the book, for any nesting of tensors, and its inverse, `gather`, for what the replicas return.
+"""`split_batch` of the book, for any nesting of tensors. Its inverse is `gather` in combining.py.
 
-Samples lie along dimension 0 of all tensors and arrays, and in lists of that length (names, say). Tensors of length 1,
-0-d tensors, numbers and strings belong to all samples. What nobody knows how to cut is not split: parts of different
-lengths (a graph's nodes and edges, lists of images), and objects that move to a device as a whole.
+Samples lie along dimension 0 of all tensors and arrays, and in lists of that length, for example
+of names. Tensors of length 1, 0-d tensors, numbers and strings belong to all samples. Not split are
+parts of different lengths (a graph's nodes and edges, lists of images), and objects that move to a
+device as a whole.
 """
 
 import copy
@@ -23,7 +24,9 @@ Array = (Tensor, np.ndarray)
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a batch along dimension 0 into shards of the given sizes (d2l.ai, 'Training on Multiple GPUs').
+    """Split a batch along dimension 0 into shards of the given sizes.
+
+    See d2l.ai, 'Training on Multiple GPUs'.
 
     Tensors are cut without copying them.
     """
@@ -36,8 +39,8 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 def cut_graph(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """The batch with leaves in place of tensors that have a graph, and pairs of both.
 
-    A hook such as `on_after_batch_transfer` may have computed with the module's parameters. Its graph
-    is of the whole batch: its backward pass runs once, after those of the replicas.
+    A hook such as `on_after_batch_transfer` may have computed with the module's parameters. Its
+    graph is of the whole batch: its backward pass runs once, after those of the replicas.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -72,7 +75,7 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
-    """How many of the samples each replica gets, in proportion to its share; even shares as `tensor_split`.
+    """How many samples each replica gets, in proportion to its share; even ones as `tensor_split`.
 
     Every size is the exact proportion rounded down or up; the largest remainders are rounded up.
     """
@@ -87,15 +90,15 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
 def share_out(
     batch: Any, shares: Sequence[float], device: torch.device, loader_batch_sizes: set[int]
 ) -> list[int]:
-    """Samples of each replica. What cannot be split goes whole to the first, which never goes without.
+    """Samples of each replica. The first never goes without; it gets what cannot be split.
 
     `loader_batch_sizes` are the loaders' batch sizes: a list as long holds samples.
     """
     num_samples = find_batch_size(batch, loader_batch_sizes)
     if num_samples is None:
         rank_zero_warn(
-            "A batch whose parts differ in length along dimension 0, or that nobody knows how to cut, is not split: "
-            f"{device} computes it alone."
+            "A batch whose parts differ in length along dimension 0, or that nobody knows how to "
+            f"split, is not split: {device} computes it alone."
         )
         return [1] + [0] * (len(shares) - 1)
     sizes = shard_sizes(num_samples, shares)
@@ -109,7 +112,7 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
     """A shard on a replica's device. What the user has put elsewhere stays there."""
     if home == device:
         return shard
-    # a copy to the CPU is read at once; one to Apple's GPU races with the memory it is made of, as in Lightning
+    # a copy to the CPU is read at once; one to Apple's GPU races with its source, as in Lightning
     is_async = device.type not in ("cpu", "mps")
     return apply_to_collection(
         shard, Tensor, lambda t: t.to(device, non_blocking=is_async) if t.device == home else t
@@ -148,7 +151,7 @@ def find_batch_size(batch: Any, loader_batch_sizes: set[int]) -> int | None:
 
 
 def _is_opaque(leaf: Any) -> bool:
-    """Whether something moves to a device as a whole, or holds tensors: nobody here knows how to cut it."""
+    """Whether something moves to a device as a whole, or holds tensors: it cannot be split."""
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
     if isinstance(leaf, (np.ndarray, type)):
@@ -159,7 +162,10 @@ def _is_opaque(leaf: Any) -> bool:
 
 
 def _is_loaded(part: Any, loader_batch_sizes: set[int]) -> bool:
-    """Whether a list is as long as a loader's batch. From then on so are shorter ones, which a last batch may have."""
+    """Whether a list is as long as a loader's batch.
+
+    From then on so are shorter ones, which a last batch may have.
+    """
     if is_loaded := len(part) in loader_batch_sizes:
         loader_batch_sizes.update(range(max(loader_batch_sizes)))
     return is_loaded
@@ -200,11 +206,8 @@ def like(part: Any, items: list[Any]) -> Any:
         return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
     if isinstance(part, Mapping):  # by its constructor, as Lightning moves a batch to a device
         named = dict(zip(part, items))
-        return (
-            type(part)(part.default_factory, named)
-            if isinstance(part, defaultdict)
-            else type(part)(named)
-        )  # type: ignore[call-arg]
+        has_default = isinstance(part, defaultdict)
+        return type(part)(part.default_factory, named) if has_default else type(part)(named)  # type: ignore
     changed: Any = copy.copy(part)
     for field, item in zip(fields(part), items):
         object.__setattr__(changed, field.name, item)  # frozen dataclasses, too

@@ -9,7 +9,7 @@ replicas have changed is put together in the first one's, which are the user's:
 | a key or an attribute that only some replicas have assigned or deleted | so for all |
 | a number, text or `None` that every replica has assigned | the first one's |
 | anything else that every replica has assigned: a hidden state | each its own, in its next step |
-| items added to a list, a deque, a set, or by a `Counter` | all of them, in the order of the batch |
+| items added to a list, a deque, a set; what a `Counter` counts | all, in the batch's order |
 
 What may not be what one device would have is warned of by its name.
 """
@@ -40,8 +40,8 @@ OF_MODULES = {*vars(LightningModule()), *TENSORS}  # no state of the user's
 CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, SimpleNamespace)
 NUMBERS = (int, float, complex)
 PLAIN = (*NUMBERS, str, bytes, type(None))
-NO_STATE = (nn.Module, type, Enum, Optimizer, Trainer, Strategy, Callback, Dataset, DataLoader)
-NO_STATE += (LightningDataModule, Logger, logging.Logger)
+NO_STATE: tuple[type, ...] = (nn.Module, type, Enum, Optimizer, Trainer, Strategy, Callback)
+NO_STATE += (Dataset, DataLoader, LightningDataModule, Logger, logging.Logger)
 DEPTH = 4  # containers in containers
 MANY = 1000  # a larger dict or set is one for all replicas
 FEW = 100  # in larger lists no containers are looked for
@@ -196,7 +196,7 @@ class State:
         return f"A step gives {self._name(n, key)} a value of its shard: the first replica's stays."
 
     def _keep(self, i: int, store: Any, key: Any, value: Any) -> None:
-        """Keep replica i's value for its next such step, unless a hook assigns or edits the first's.
+        """Keep replica i's value for its next such step, unless a hook edits the first one's.
 
         What a training step has assigned, validation does not see.
         """
@@ -231,7 +231,7 @@ class State:
 
 
 def _children(store: Any) -> Iterator[tuple[Any, Any]]:
-    """What may hold containers: values of a layer's own attributes, of a dict, and of a short list."""
+    """What may hold containers: values of a layer's attributes, of a dict, and of a short list."""
     if isinstance(store, set) or (isinstance(store, (list, deque)) and len(store) > FEW):
         return
     is_namespace = "_modules" in store if isinstance(store, dict) else False
@@ -247,7 +247,7 @@ def _store_of(value: Any) -> Any:
     if type(value) in CONTAINERS:
         is_long = isinstance(value, (dict, set)) and len(value) > MANY
         return None if is_long else _namespace(value)
-    return vars(value) if _has_state(type(value)) and hasattr(value, "__dict__") else None
+    return vars(value) if _has_state(type(value)) else None  # type: ignore[arg-type]
 
 
 def _namespace(value: Any) -> Any:
@@ -255,10 +255,10 @@ def _namespace(value: Any) -> Any:
 
 
 @cache
-def _has_state(cls: type) -> bool:
+def _has_state(cls: Any) -> bool:
     """Whether instances have a `__dict__` that a turn can exchange, and are nobody else's."""
     is_pythons = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
-    return is_pythons and not issubclass(cls, NO_STATE) and isinstance(cls, type)
+    return is_pythons and not issubclass(cls, NO_STATE)
 
 
 def _items(store: Any) -> Any:
@@ -318,7 +318,10 @@ def _put_together(values: list[Any], sizes: list[int]) -> Any:
 
 
 def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:
-    """Whether what all replicas have assigned may not be the whole batch's: it differs, or counts."""
+    """Whether what all replicas have assigned may not be the whole batch's.
+
+    It differs, or it counts samples.
+    """
     if any(value != values[0] for value in values if value == value):  # but NaN
         return True
     if not all(isinstance(value, NUMBERS) for value in (before, *values)):

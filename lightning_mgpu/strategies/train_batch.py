@@ -1,8 +1,8 @@
 """`train_batch` of the book as a Lightning Strategy: k replicas, k shards, k losses, one gradient.
 
-The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas take
-turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU. Where
-replicas must wait for each other in the middle of a step (manual optimization, synchronised
+The Trainer calls `optimizer_step`, whose closure calls `training_step` and `backward`. Replicas
+take turns in the caller's thread. GPUs work side by side all the same, as no call waits for a GPU.
+Where replicas must wait for each other in the middle of a step (manual optimization, synchronised
 BatchNorm, `lockstep=True`), `lockstep.py` runs them.
 """
 
@@ -59,8 +59,8 @@ def _evaluation(name: str, context: str) -> Any:
 class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     """Trains k replicas of a module, each on its shard of the batch.
 
-    For the options see `ManualAllreduceStrategy`. Subclasses say in `reduce_gradients` how gradients
-    meet, and in `update_replicas` who makes the update.
+    For the options see `ManualAllreduceStrategy`. Subclasses say in `reduce_gradients` how
+    gradients are summed, and in `update_replicas` who makes the update.
     """
 
     replicas: Replicas
@@ -107,7 +107,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     @property
     def is_split(self) -> bool:
-        """Whether there are replicas to split a step over. With a single one Lightning does it all."""
+        """Whether there are replicas to split a step over. With one, Lightning does it all."""
         return self._is_set_up and len(self.replicas.devices) > 1
 
     @override
@@ -117,13 +117,11 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         are_mixed = len({device.type for device in own}) > 1
         if count is not None and (count < 1 or count % len(own) or split or are_mixed):
             raise MisconfigurationException(
-                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be of "
-                "one kind, and leave `split` out."
+                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be "
+                "of one kind, and leave `split` out."
             )
-        is_shares = isinstance(split, list) and len(split) == len(own)
-        if split not in (None, "auto") and not (
-            is_shares and all(0 < share < float("inf") for share in split)
-        ):
+        shares = split if isinstance(split, list) and len(split) == len(own) else [0.0]
+        if split not in (None, "auto") and not all(0 < s < float("inf") for s in shares):
             raise MisconfigurationException(
                 f"split={split!r}: give 'auto', or one positive share per device ({len(own)})."
             )
@@ -166,7 +164,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     # What subclasses differ in
 
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """For every parameter, by its name: leave the sum of k gradients in each, or in the first."""
+        """For every parameter, by its name: leave the sum of k gradients in all, or the first."""
         raise NotImplementedError
 
     def update_replicas(self, optimizer: Optimizer) -> None:
@@ -406,7 +404,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     @property
     def is_check_due(self) -> bool:
-        """Whether replicas are compared after this update: an epoch's first and last, every 50th."""
+        """Whether replicas are compared at this update: an epoch's first and last, every 50th."""
         trainer, step = self.replicas.module.trainer, self.replicas.module.global_step + 1
         is_last = trainer.is_last_batch or step == trainer.max_steps
         return self._is_first_step or is_last or step % CHECK_EVERY == 0

@@ -50,8 +50,8 @@ class Updates:
             is_known = isinstance(optimizer, Optimizer) and not hasattr(type(optimizer), "state")
             if not is_known:  # Lightning takes others, too
                 raise MisconfigurationException(
-                    f"{type(optimizer).__name__} is no torch.optim.Optimizer with a state: derive it "
-                    "from that."
+                    f"{type(optimizer).__name__} is no torch.optim.Optimizer with a state: derive "
+                    "it from that."
                 )
             if optimizer not in self._repeated:
                 self.offer_state(optimizer)
@@ -160,16 +160,17 @@ class Updates:
         self._are_equal.clear()
 
     def _is_repeatable(self, optimizer: Optimizer) -> bool:
-        """Whether replicas can make this update themselves: an optimizer of torch's, as it is, on like devices."""
-        module, sets = (
-            self.replicas.module,
-            self.replicas.set_of,
-        )  # not of scripted layers' parameters
+        """Whether replicas can make this update themselves.
+
+        They can with an optimizer of torch's as it is, on devices of one kind, where no code of the
+        user's has a hand in it.
+        """
+        module, sets = self.replicas.module, self.replicas.set_of  # without scripted layers'
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's
         return (
             module.automatic_optimization
             and not self.replicas.unknown_code
-            and module.trainer.strategy.scaler is None  # which may skip an update
+            and getattr(module.trainer.precision_plugin, "scaler", None) is None  # it may skip one
             and type(optimizer) in TORCH_OPTIMIZERS
             and not isinstance(optimizer, LBFGS)
             and (step is None or getattr(step, "__wrapped__", None) is type(optimizer).step)
@@ -231,6 +232,6 @@ def _ask_the_copy(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.load(), name)(*args)
 
 
-for _name in "getitem setitem delitem contains iter len eq or ior repr".split():
+for _name in "getitem setitem delitem contains iter len eq or ior repr".split():  # noqa: SIM905
     setattr(CopyOnDemand, f"__{_name}__", _ask_the_copy(f"__{_name}__"))  # found on the class only
 MutableMapping.register(CopyOnDemand)

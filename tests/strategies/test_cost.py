@@ -22,7 +22,8 @@ def test_copies_go_when_training_ends(trainer_on, base):
     held = []
 
     def look(trainer, *_):
-        copies = [copy for _, *others in trainer.strategy.replicas.parameter_sets.values() for copy in others]
+        sets = trainer.strategy.replicas.parameter_sets.values()
+        copies = [copy for _, *others in sets for copy in others]
         held[:] = [
             weakref.ref(each) for copy in copies for each in (copy, copy.grad) if each is not None
         ]

@@ -45,7 +45,7 @@ NAMES = {  # who has it, outside of a run
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),
 }
 IN_A_RUN = ["_results", "strategy._layer_sync", "strategy._lightning_optimizers"]  # of a Trainer
-WORDS = {"_fields", "_hooks"}  # of named tuples; an ending
+WORDS = {"_fields", "_hooks", "_"}  # of named tuples; an ending, a beginning
 
 
 @pytest.mark.parametrize("name", NAMES)
