@@ -6,7 +6,7 @@ each is done once.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,7 +26,7 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.metric_calls import Call, call_once
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.split_batch import leaves
-from lightning_mgpu.strategies.state import MISSING, OF_MODULES
+from lightning_mgpu.strategies.state import MISSING, OF_MODULES, Changes
 
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
@@ -37,12 +37,13 @@ Path = tuple[Any, ...]  # to a tensor in what a metric has returned
 
 @dataclass
 class Record:
-    """What a replica's step leaves behind, besides the state of Python objects (`state.py`)."""
+    """What a replica's step leaves behind."""
 
     size: int  # samples of its shard
     output: Any = None  # what it has returned
     calls: dict[Key, Call] = field(default_factory=dict)  # of metrics and `self.log`, in order
-    statistics: list[Tensor] = field(default_factory=list)  # that BatchNorm layers have tracked
+    statistics: Sequence[Tensor] = ()  # that BatchNorm layers have tracked
+    changes: Mapping[int, Changes] = field(default_factory=dict)  # of attributes and containers
 
 
 class Recorder:

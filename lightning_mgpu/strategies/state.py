@@ -16,8 +16,9 @@ What may not be what one device would have is warned of by its name.
 
 import copy
 import logging
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import is_
@@ -41,7 +42,8 @@ CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, 
 NUMBERS = (int, float, complex)
 PLAIN = (*NUMBERS, str, bytes, type(None))
 NO_STATE: tuple[type, ...] = (nn.Module, type, Enum, Optimizer, Trainer, Strategy, Callback)
-NO_STATE += (Dataset, DataLoader, LightningDataModule, Logger, logging.Logger)
+NO_STATE += (Dataset, DataLoader, LightningDataModule, Logger, logging.Logger, threading.local)
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Thread)
 DEPTH = 4  # containers in containers
 MANY = 1000  # a larger dict or set is one for all replicas
 FEW = 100  # in larger lists no containers are looked for
@@ -137,60 +139,64 @@ class State:
                     own[key] = value
         return stores
 
-    def combine(self, sizes: dict[int, int]) -> None:
-        """The active replicas are through: put together what they have changed."""
-        for n, (_, store, *_) in enumerate(self._found):
-            if all(_is_same(self._start[i][n], self.own[i][n]) for i in sizes):
-                continue
-            changes = {
-                i: _changes(self._start[i][n], self.own[i][n], size) for i, size in sizes.items()
-            }
+    def changes(self, i: int, size: int) -> dict[int, Changes]:
+        """What replica i's step has changed, by the number of the namespace or container."""
+        pairs = enumerate(zip(self._start[i], self.own[i]))
+        return {n: _changes(*pair, size) for n, pair in pairs if not _is_same(*pair)}
+
+    def combine(self, changes: Mapping[int, Mapping[int, Changes]], sizes: dict[int, int]) -> None:
+        """Put together what the active replicas have changed, in the first one's."""
+        for n in sorted({n for each in changes.values() for n in each}):
+            store, by_replica = (
+                self._found[n].store,
+                {i: c[n] for i, c in changes.items() if n in c},
+            )
             if isinstance(store, set):
-                store.update(*(change.added for change in changes.values()))
-                store.difference_update(*(change.removed for change in changes.values()))
+                store.update(*(change.added for change in by_replica.values()))
+                store.difference_update(*(change.removed for change in by_replica.values()))
                 continue
             if isinstance(store, (list, deque)):
-                self._combine_items(n, changes, sizes)
-            for key in dict.fromkeys(key for each in changes.values() for key in each.removed):
+                self._combine_items(n, by_replica)
+            for key in dict.fromkeys(key for each in by_replica.values() for key in each.removed):
                 store.pop(key, None)
-            for key in dict.fromkeys(key for each in changes.values() for key in each.assigned):
+            for key in dict.fromkeys(key for each in by_replica.values() for key in each.assigned):
                 if not (n < len(self.owners) and key in TENSORS):
-                    self._combine_values(n, key, changes, sizes)
+                    assigned = {
+                        i: c.assigned[key] for i, c in by_replica.items() if key in c.assigned
+                    }
+                    self._combine_values(n, key, assigned, sizes)
 
     def _combine_values(
-        self, n: int, key: Any, changes: dict[int, Changes], sizes: dict[int, int]
+        self, n: int, key: Any, values: dict[int, Any], sizes: dict[int, int]
     ) -> None:
-        store, before = self._found[n].store, _get(self._start[0][n], key)
-        values = {i: each.assigned[key] for i, each in changes.items() if key in each.assigned}
-        given, home = list(values.values()), self.devices[0]
-        is_number = all(isinstance(value, NUMBERS) for value in given)
+        store, before, given = (
+            self._found[n].store,
+            _get(self._start[0][n], key),
+            [*values.values()],
+        )
+        is_attribute, is_partial = n < len(self.owners), len(values) < len(sizes)
         if isinstance(store, Counter):
-            parts = [value - self._start[i][n].get(key, 0) for i, value in values.items()]
-            store[key] = self._start[0][n].get(key, 0) + sum(parts)
-        elif (
-            n >= len(self.owners)
-            and before is MISSING
-            and (whole := _put_together(given, [sizes[i] for i in values])) is not None
-        ):
-            store[key] = bring_home(whole, home)
-        elif is_number and n < len(self.owners) and len(values) < len(sizes):
-            self._warn_of_first(n, key)
-        elif len(values) < len(sizes):  # the others have not touched it
-            store[key] = bring_home(given[-1], home)
+            store[key] += sum(count for i, count in values.items() if i)
+        elif not is_attribute and before is MISSING and _are_collected(values, sizes):
+            whole = given[0]
+            for value in given[1:]:
+                (whole.extend if hasattr(whole, "extend") else whole.update)(value)
+            store[key] = bring_home(whole, self.devices[0])
+        elif is_partial and not (is_attribute and all(map(_is_number, given))):
+            store[key] = bring_home(given[-1], self.devices[0])  # the others have not touched it
         elif all(isinstance(value, PLAIN) for value in given):
-            if _are_of_shards(before, given, list(sizes.values())):
-                self._warn_of_first(n, key)
+            if isinstance(store, dict):
+                store.setdefault(key, given[0])
+            if is_partial or _are_of_shards(before, given, [*sizes.values()]):
+                self.notes.warn(self._first_stays(n, key))
         else:
-            if key not in store:
-                store[key] = bring_home(given[0], home)
+            if _get(store, key) is MISSING:
+                store[key] = bring_home(given[0], self.devices[0])
             if all(isinstance(value, Tensor) and not value.ndim for value in given):
                 self.notes.compare(self._first_stays(n, key), given)
             for i, value in values.items():
                 if i:
                     self._keep(i, store, key, value)
-
-    def _warn_of_first(self, n: int, key: Any) -> None:
-        self.notes.warn(self._first_stays(n, key))
 
     def _first_stays(self, n: int, key: Any) -> str:
         return f"A step gives {self._name(n, key)} a value of its shard: the first replica's stays."
@@ -204,18 +210,18 @@ class State:
         _, kept = self.kept.setdefault((self.step, i, id(store)), (store, {}))
         kept[key] = value, base, _versions(base)
 
-    def _combine_items(self, n: int, changes: dict[int, Changes], sizes: dict[int, int]) -> None:
+    def _combine_items(self, n: int, changes: dict[int, Changes]) -> None:
         """Replay on the first replica's list what the others have dropped and added."""
         store = self._found[n].store
-        limit = store.maxlen if isinstance(store, deque) else None
-        if limit is None and any(change.dropped for change in changes.values()):
+        is_limited = isinstance(store, deque) and store.maxlen is not None
+        if not is_limited and any(change.dropped for change in changes.values()):
             self.notes.warn(
                 f"A step drops items from {self._name(n)}: which stay may depend on the number of "
                 "devices. Collect them in a hook."
             )
         for i, change in changes.items():
             if i:
-                for _ in range(min(change.dropped, len(store)) if limit is None else 0):
+                for _ in range(0 if is_limited else min(change.dropped, len(store))):
                     del store[0]
                 store.extend(bring_home(change.added, self.devices[0]))
 
@@ -247,7 +253,10 @@ def _store_of(value: Any) -> Any:
     if type(value) in CONTAINERS:
         is_long = isinstance(value, (dict, set)) and len(value) > MANY
         return None if is_long else _namespace(value)
-    return vars(value) if _has_state(type(value)) else None  # type: ignore[arg-type]
+    if not _has_state(type(value)):  # type: ignore[arg-type]
+        return None
+    is_of_threads = any(isinstance(each, LOCKS) for each in vars(value).values())
+    return None if is_of_threads else vars(value)  # which other threads may write into
 
 
 def _namespace(value: Any) -> Any:
@@ -257,8 +266,8 @@ def _namespace(value: Any) -> Any:
 @cache
 def _has_state(cls: Any) -> bool:
     """Whether instances have a `__dict__` that a turn can exchange, and are nobody else's."""
-    is_pythons = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
-    return is_pythons and not issubclass(cls, NO_STATE)
+    is_pythons = cls.__flags__ & HEAP_TYPE and cls.__dictoffset__ and not hasattr(cls, "__next__")
+    return bool(is_pythons) and not issubclass(cls, NO_STATE)
 
 
 def _items(store: Any) -> Any:
@@ -287,10 +296,10 @@ def _changes(start: Any, own: Any, size: int) -> Changes:
     if isinstance(own, set):
         return Changes({}, start - own, list(own - start), 0)
     if isinstance(own, dict):
-        assigned = {
-            key: value for key, value in own.items() if start.get(key, MISSING) is not value
-        }
-        return Changes(assigned, start.keys() - own.keys(), [], 0)
+        new = {key: each for key, each in own.items() if start.get(key, MISSING) is not each}
+        if isinstance(own, Counter):
+            new = {key: count - start[key] for key, count in new.items()}
+        return Changes(new, start.keys() - own.keys(), [], 0)
     before, now = list(start), list(own)
     dropped = next((n for n, item in enumerate(before) if now and item is now[0]), len(before))
     is_in_place = any(map(is_, before, now)) or (dropped == len(before) and _are_states(now, size))
@@ -300,21 +309,24 @@ def _changes(start: Any, own: Any, size: int) -> Changes:
     return Changes({}, set(), now[len(before) - dropped :], dropped)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, NUMBERS) and not isinstance(value, bool)
+
+
 def _are_states(items: list[Any], size: int) -> bool:
     return all(isinstance(each, Tensor) and each.ndim and len(each) == size for each in items)
 
 
-def _put_together(values: list[Any], sizes: list[int]) -> Any:
-    """New lists or sets of k replicas, in which each has collected something, as one."""
-    are_states = all(
-        isinstance(value, list) and _are_states(value, size) for value, size in zip(values, sizes)
-    )
-    if type(values[0]) not in (list, set, deque) or are_states:
-        return None
-    whole = copy.copy(values[0])
-    for value in values[1:]:
-        (whole.update if isinstance(whole, set) else whole.extend)(value)
-    return whole
+def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
+    """Whether new lists, sets and dicts hold what replicas have collected, and not their states."""
+    kinds, first = {type(value) for value in values.values()}, next(iter(values.values()))
+    if len(kinds) > 1 or not isinstance(first, (list, deque, set, dict)):
+        return False
+    if isinstance(first, dict):  # of other keys
+        return len({key for each in values.values() for key in each}) == sum(
+            map(len, values.values())
+        )
+    return isinstance(first, set) or not all(_are_states(v, sizes[i]) for i, v in values.items())
 
 
 def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:

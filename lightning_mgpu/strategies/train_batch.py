@@ -7,7 +7,7 @@ BatchNorm, `lockstep=True`), `lockstep.py` runs them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -213,14 +213,12 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
         shards = self._split(batch)
-        trains = name == STEPS[0]
         records = {i: Record(size) for i, size in self.sizes.items()}
-        with ExitStack() as stack:
-            if self._are_several:  # puts attributes on the module: `begin` follows
-                stack.enter_context(self.recorder.recording(records))
-            self._begin(name, trains, *args, *kwargs.values())
-            self._run_replicas(name, shards, records, trains, *args, **kwargs)
-            self._combine(records, trains)
+        with self.recorder.recording(records) if self._are_several else nullcontext():
+            # the former puts attributes on the module
+            self._begin(name, *args, *kwargs.values())
+            self._run_replicas(name, shards, records, *args, **kwargs)
+            self._combine(records)
         return [record.output for record in records.values()]
 
     def _split(self, batch: Any) -> dict[int, Any]:
@@ -237,22 +235,18 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         # before the first replica runs: a copy from a GPU waits for what was asked of it before
         return {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
 
-    def _begin(self, name: str, trains: bool, *args: Any) -> None:
-        optimizers = self.optimizers if trains else []
-        is_manual = trains and not self._is_automatic
-        self._meet = self._are_several and (
-            self.is_locked or is_manual or self._layer_sync is not None
-        )
-        self.replicas.unknown_code = unknown_code(self.replicas.module, optimizers)
+    def _begin(self, name: str, *args: Any) -> None:
+        """Give the replicas what the module has."""
+        module, self._trains = self.replicas.module, name == STEPS[0]
+        is_manual = self._trains and not self._is_automatic
+        self._meet = self._are_several and (self.is_locked or is_manual or bool(self._layer_sync))
+        optimizers = self.optimizers if self._trains else []
+        self.replicas.unknown_code = unknown_code(module, optimizers)
         numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.replicas.begin(
-            STEPS.index(name),
-            self.replicas.module.current_epoch,
-            *numbers,
-            shared=schedulers if self._meet else (),
-            others=() if self._meet else schedulers,
-        )
+        shared, others = (schedulers, []) if self._meet else ([], schedulers)
+        step = STEPS.index(name)
+        self.replicas.begin(step, module.current_epoch, *numbers, shared=shared, others=others)
         self.updates.begin(optimizers)
         if is_manual:
             self.gradients.push()
@@ -262,11 +256,10 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         name: str,
         shards: dict[int, Any],
         records: dict[int, Record],
-        trains: bool,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Each in its turn, or together where they meet. Every record gets the output."""
+        """Each in its turn, or together where they meet: every record is filled."""
 
         def step(i: int) -> Any:
             with autocast_like(self.devices[0], self.devices[i]):
@@ -276,33 +269,41 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         with ExitStack() as stack:
             stack.enter_context(only_known_optimizers(self))
             stack.enter_context(on_read("data", self.replicas.note_data_read))
-            if trains and self._is_automatic:
+            if self._trains and self._is_automatic:
                 stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
                 stack.enter_context(meetings(self, self.updates.optimizers))
-                stack.enter_context(self._synchronized())
-                for record, output in zip(records.values(), self.lockstep.run(step, list(shards))):
-                    record.output = output
-                return
-            for i in gpus_first(records, self.devices):
-                with self.turn(i):
-                    self.in_plain_step = self._are_several
-                    try:
-                        records[i].output = step(i)
-                    finally:
-                        self.in_plain_step = False
+                if self._layer_sync is not None:
+                    stack.enter_context(synchronized_batch_norm(self.lockstep))
+                outputs = self.lockstep.run(step, list(shards))
+            else:
+                outputs = self._take_turns(step)
+        for (i, record), output in zip(records.items(), outputs):
+            record.output = output
+            record.statistics = self.replicas.statistics(i)
+            record.changes = self.replicas.state.changes(i, record.size)
 
-    def _combine(self, records: dict[int, Record], trains: bool) -> None:
-        """k records become one step: see the tables in state.py, combining.py, metric_calls.py."""
-        replicas = self.replicas
+    def _take_turns(self, step: Callable[[int], Any]) -> list[Any]:
+        outputs: dict[int, Any] = {}
+        self.in_plain_step = self._are_several
+        try:
+            for i in gpus_first(self.sizes, self.devices):
+                with self.turn(i):
+                    outputs[i] = step(i)
+        finally:
+            self.in_plain_step = False
+        return [outputs[i] for i in self.sizes]
+
+    def _combine(self, records: dict[int, Record]) -> None:
+        """k records become one step's. The rules: state.py, combining.py, metric_calls.py."""
         if self._are_several:
             self.recorder.combine_calls()
-        if self._layer_sync is None and (trains or replicas.module.training):
-            statistics = {i: replicas.statistics(i) for i in records}
-            average_statistics(statistics, self.sizes)
-        replicas.state.combine(self.sizes)
+        if self._layer_sync is None:
+            average_statistics({i: each.statistics for i, each in records.items()}, self.sizes)
+        replicas = self.replicas
+        replicas.state.combine({i: each.changes for i, each in records.items()}, self.sizes)
         replicas.compare_edited(list(self.sizes))
-        if trains:  # the step may have edited the parameters of the replicas that ran
+        if self._trains:  # the step may have edited the parameters of the replicas that ran
             if not self._is_automatic or len(self.sizes) < len(replicas.devices):
                 replicas.distrust()
             replicas.push_weights()
@@ -319,9 +320,6 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         except Exception as error:
             error.add_note(f"raised in replica {i} on {self.devices[i]}")
             raise
-
-    def _synchronized(self) -> AbstractContextManager:
-        return nullcontext() if self._layer_sync is None else synchronized_batch_norm(self.lockstep)
 
     # From losses to updates
 

@@ -1,5 +1,7 @@
 """State in plain containers: replicas have their own, and what they add is put together."""
 
+import queue
+import threading
 import warnings
 from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
@@ -325,3 +327,25 @@ def test_a_metric_in_a_list_of_a_layer_by_any_name(train):
 
     one, two = (train(make, k, loader=lambda: numbered(21, 7), check=False) for k in (1, 2))
     assert_close(two.net.kept[0].compute(), one.net.kept[0].compute(), 1e-6)
+
+
+def test_what_other_threads_write_into_is_one_for_all(train):
+    """Copies of it would lose what a thread writes meanwhile. Nor has an iterator copies."""
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.queue, self.batches, self.writer = queue.Queue(), iter(range(9)), Writer()
+
+        def training_step(self, batch, batch_idx):
+            self.queue.put(next(self.batches))
+            self.writer.count += 1
+            return self.loss(batch)
+
+    class Writer:
+        def __init__(self):
+            self.lock, self.count = threading.Lock(), 0
+
+    module = train(Module, 2, max_steps=2, check=False)
+    assert [module.queue.get_nowait() for _ in range(4)] == [0, 1, 2, 3]
+    assert module.writer.count == 4
