@@ -88,7 +88,8 @@ class Gradients:
             )
         if self.replicas.unknown_code.difference(NOT_BEFORE_BACKWARD):
             self.replicas.distrust()
-        self.replicas.push_weights(knows_code=True)
+        if self.replicas.is_distrusted:
+            self.replicas.push_weights()
         sets = list(self.replicas.parameter_sets.values())
         before = [params[0].grad for params in sets]
         self._equal.clear()  # nothing holds the old ones

@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mgpu.strategies.combining import reduce_logged
@@ -26,7 +26,7 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.metric_calls import Call, call_once
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.split_batch import leaves
-from lightning_mgpu.strategies.state import MISSING, OF_MODULES, Changes
+from lightning_mgpu.strategies.state import MISSING, Changes
 
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
@@ -61,6 +61,7 @@ class Recorder:
         # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned
         self._sources: dict[int, tuple[Key, Path, Tensor]] = {}
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
+        self._names: dict[int, str] = {}  # of metrics, by id
 
     @contextmanager
     def recording(self, records: Mapping[int, Record]) -> Iterator[None]:
@@ -68,11 +69,14 @@ class Recorder:
         module = self.replicas.module
         results: Any = module.trainer._results  # private: where `self.log` puts values, if anywhere
         patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
-        self._names = find_metrics(module)
-        for metric in (metric for metric, _ in self._names.values()):
-            if id(metric) not in self._blanks:
-                self._blanks[id(metric)] = metric, _blank_copy(metric)
-            patches += [(metric, name, self._recorded(metric, name)) for name in METHODS]
+        self._names = {}
+        for holder, name in self.replicas.modules().items():
+            for metric in holder.modules():
+                if isinstance(metric, METRICS) and id(metric) not in self._names:
+                    self._names[id(metric)] = name
+                    if id(metric) not in self._blanks:
+                        self._blanks[id(metric)] = metric, _blank_copy(metric)
+                    patches += [(metric, each, self._recorded(metric, each)) for each in METHODS]
         if results is not None:
             self._log = results.log
             patches.append((results, "log", self._record_log))
@@ -180,7 +184,7 @@ class Recorder:
                 calls, sizes = list(by_replica.values()), [records[i].size for i in by_replica]
                 is_log = calls[0].method == "log"
                 if len(calls) < len(records):
-                    name = key[1] if is_log else f"{self._names[key[0]][1]}.{key[1]}()"
+                    name = key[1] if is_log else f"{self._names[key[0]]}.{key[1]}()"
                     notes.warn(
                         f"{name} was called by {len(calls)} of {len(records)} replicas: it has not "
                         "seen the samples of the others. A step must not decide by its shard."
@@ -213,28 +217,6 @@ class Recorder:
                 values = [torch.as_tensor(value, dtype=dtype, device="cpu") for value in values]
             value = reduce_logged(values, sizes, kwargs.get("reduce_fx", "mean")).to(home)
         self._log(fx, name, value, **kwargs)
-
-
-def find_metrics(module: nn.Module) -> dict[int, tuple[Any, str]]:
-    """Every metric and collection with its name, by its id; those in lists and objects, too."""
-    found: dict[int, tuple[Any, str]] = {}
-    for prefix, owner in module.named_modules():
-        if isinstance(owner, METRICS):
-            found.setdefault(id(owner), (owner, prefix))
-        for name, value in vars(owner).items() if not isinstance(owner, METRICS) else ():
-            if name not in OF_MODULES and not isinstance(value, (Tensor, Number, str)):
-                found |= {id(each): (each, name) for each in _metrics_in(value)}
-    return found
-
-
-def _metrics_in(value: Any, depth: int = 3) -> Iterator[Any]:
-    if isinstance(value, nn.Module):
-        yield from (part for part in value.modules() if isinstance(part, METRICS))
-    elif depth:
-        mapping = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        items = value if isinstance(value, (list, tuple)) else mapping.values()
-        for item in list(items)[:100]:
-            yield from _metrics_in(item, depth - 1)
 
 
 def _paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

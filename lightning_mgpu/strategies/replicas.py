@@ -7,6 +7,7 @@ a list of such dicts, one per layer, with tensors of its own in them. A turn exc
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class Found(NamedTuple):
     tensor: Tensor
     layer: nn.Module
     name: str  # in the layer
-    prefix: str  # of the layer
+    path: str  # in the module
 
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -56,23 +57,20 @@ class Replicas:
     ) -> None:
         self.module, self.devices = module, list(devices)
         self.streams, self.notes = Streams(devices, own_streams), Notes()
-        self.state = State(devices, self.notes)
+        self.state = State(devices, self.notes, self._localize)
         self.current = 0  # whose turn it is
         self.unknown_code: set[str] = set()  # names of what may edit weights unseen in every step
         self.parameter_sets: dict[str, TensorSet] = {}
         self.buffer_sets: dict[str, TensorSet] = {}
         self.set_of: dict[int, TensorSet] = {}  # of parameters and buffers, by the original's id
         self._found: dict[int, Found] = {}  # by the original's id
-        self._layers: list[nn.Module] = []
-        self._own: list[list[dict[str, Any]]] = []  # by replica: the `__dict__` of layers, objects
+        self._named: list[tuple[str, nn.Module]] = []  # layers and metrics
+        self._layers: list[nn.Module] = []  # the same
+        self._tensors: list[Tensor | None] = []  # of all layers, in order
         self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
         self._buffer_marks: list[tuple[int, int]] = []  # when the step began
-        self.is_distrusted = (
-            True  # somebody may have edited weights in ways that torch does not count
-        )
-        self.data_was_read = (
-            False  # a step has looked at `.data` of a weight, and may have edited it
-        )
+        self.is_distrusted = True  # somebody may have edited weights, and torch has not counted it
+        self.data_was_read = False  # of a weight or buffer by a step, which may have edited it
 
     # Weights
 
@@ -89,75 +87,67 @@ class Replicas:
         """Whether replicas were equal and, as far as torch knows, nobody has edited one since."""
         return not self.is_distrusted and self._marks == _marks(self.parameter_sets.values())
 
-    def push_weights(self, knows_code: bool = False) -> None:
+    def push_weights(self, is_sure: bool = True) -> None:
         """Copy the first replica's parameters to the others if they may have become other ones.
 
-        After code of the user's they may, unless `knows_code` that none has run.
+        They may where nobody `is_sure` that no code of the user's has run since.
         """
+        if (self.unknown_code and not is_sure) or not self.are_as_marked:
+            copy_tensors(self.parameter_sets.values())
+            self.mark_equal()
+
+    # A step
+
+    def find(self, shared: Sequence[Any], others: Sequence[Any]) -> None:
+        """Find the layers and tensors of the module, which may have come and gone, and its state.
+
+        Args:
+            shared: Objects that stay one for all replicas.
+            others: Objects besides the module that replicas have a state of.
+        """
+        self._named = named = _walk(self.module)
+        layers = [layer for _, layer in named]
+        tensors = [tensor for layer in layers for tensor in _tensors(layer)]
+        if not (_are(layers, self._layers) and _are(tensors, self._tensors)):
+            self._layers, self._tensors = layers, tensors
+            parameters, buffers = _find(named, "_parameters"), _find(named, "_buffers")
+            self._found = parameters | buffers
+            new = [each.tensor for key, each in self._found.items() if key not in self.set_of]
+            sets = zip(*[new, *(get_params(new, device) for device in self.devices[1:])])
+            known = {**self.set_of, **{id(copies[0]): copies for copies in sets}}
+            self.set_of = {key: known[key] for key in self._found}
+            self.parameter_sets = {each.path: known[key] for key, each in parameters.items()}
+            self.buffer_sets = {each.path: known[key] for key, each in buffers.items()}
+        self.state.find(
+            [layer for layer in layers if not isinstance(layer, SHARED)], shared, others
+        )
+
+    def begin(self, step: int, *numbers: int) -> None:
+        """A step begins, after `find`: give the replicas what the first has.
+
+        `step` says which, and the numbers which epoch and batch.
+        """
+        self.streams.begin(step, *numbers)
         for original, *others in self.parameter_sets.values():
             for other in others:
                 if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read
                     vars(other).update(attributes)
                 if other.requires_grad != original.requires_grad:
                     other.requires_grad_(original.requires_grad)
-        if (self.unknown_code and not knows_code) or not self.are_as_marked:
-            copy_tensors(self.parameter_sets.values())
-            self.mark_equal()
-
-    # A step
-
-    def begin(
-        self, step: int, *numbers: int, shared: Sequence[Any] = (), others: Sequence[Any] = ()
-    ) -> None:
-        """A step begins: give the replicas what the first has. Layers may have come and gone.
-
-        Args:
-            step: Which one.
-            numbers: Of the epoch and the batch.
-            shared: Objects that stay one for all replicas.
-            others: Objects besides the module that replicas have a state of.
-        """
-        self.streams.begin(step, *numbers)
-        skipped: set[nn.Module] = {m for m in self.module.modules() if isinstance(m, SHARED)}
-        named = list(self.module.named_modules(skipped))
-        self._layers = [layer for _, layer in named]
-        parameters, buffers = _find(named, "_parameters"), _find(named, "_buffers")
-        self._found = parameters | buffers
-        self._make_sets()
-        self.parameter_sets = self._named_sets(parameters)
-        self.buffer_sets = self._named_sets(buffers)
-        self.push_weights()
+        self.push_weights(is_sure=False)
         copy_tensors(self.buffer_sets.values())
         self._buffer_marks, self.data_was_read = _marks(self.buffer_sets.values()), False
-        self.state.begin(step, self._layers, shared, others)
-        self._own = [
-            [self._localized(own, i) for own in stores[: len(self.state.owners)]]
-            for i, stores in enumerate(self.state.own)
-        ]
+        self.state.begin(step)
 
-    def _make_sets(self) -> None:
-        new = [each.tensor for key, each in self._found.items() if key not in self.set_of]
-        sets = zip(*[new, *(get_params(new, device) for device in self.devices[1:])])
-        known = {**self.set_of, **{id(copies[0]): copies for copies in sets}}
-        self.set_of = {key: known[key] for key in self._found}
-
-    def _named_sets(self, found: dict[int, Found]) -> dict[str, TensorSet]:
-        return {
-            f"{each.prefix}.{each.name}".lstrip("."): self.set_of[key]
-            for key, each in found.items()
-        }
-
-    def _localized(self, own: dict[str, Any], i: int) -> dict[str, Any]:
-        """The `__dict__` of a layer, or of another object, with replica i's tensors in it."""
-        if i and "_parameters" in own and "_buffers" in own:
-            for name in ("_parameters", "_buffers"):
-                if own[name]:
-                    own[name] = {key: self.own_tensor(each, i) for key, each in own[name].items()}
-            if "_flat_weights" in own:  # what recurrent layers compute with
-                own["_flat_weights"] = [self.own_tensor(w, i) for w in own["_flat_weights"]]
-            if "_device" in own:  # a LightningModule's
-                own["_device"] = self.devices[i]
-        return own
+    def _localize(self, own: dict[str, Any], i: int) -> None:
+        """Put replica i's tensors into the copy of a layer's `__dict__`."""
+        for name in ("_parameters", "_buffers"):
+            if own.get(name):
+                own[name] = {key: self.own_tensor(each, i) for key, each in own[name].items()}
+        if "_flat_weights" in own:  # what recurrent layers compute with
+            own["_flat_weights"] = [self.own_tensor(w, i) for w in own["_flat_weights"]]
+        if "_device" in own:  # a LightningModule's
+            own["_device"] = self.devices[i]
 
     def own_tensor(self, tensor: Any, i: int) -> Any:
         """Replica i's of a parameter or buffer; anything else is what it is."""
@@ -176,8 +166,13 @@ class Replicas:
     def _put_in(self, i: int) -> None:
         if i != self.current:
             self.current = i
-            for owner, own in zip(self.state.owners, self._own[i]):
+            for owner, own in zip(self.state.owners, self.state.own[i]):
                 object.__setattr__(owner, "__dict__", own)
+
+    def modules(self) -> dict[nn.Module, str]:
+        """Metrics, and modules in containers and objects that may hold some, with a name each."""
+        metrics = {layer: name for name, layer in self._named if isinstance(layer, SHARED)}
+        return metrics | self.state.modules
 
     def statistics(self, i: int) -> list[Tensor]:
         """What BatchNorm layers have tracked in replica i."""
@@ -202,17 +197,17 @@ class Replicas:
         The first replica's values are everybody's from now on.
         """
         sets = [*self.parameter_sets.values(), *self.buffer_sets.values()]
-        before = [*self._marks, *self._buffer_marks]
-        now = [*_marks(self.parameter_sets.values()), *_marks(self.buffer_sets.values())]
-        size = len(self.devices)
-        for n, tensors in enumerate(sets) if self.data_was_read or now != before else ():
-            place = slice(n * size, (n + 1) * size)
-            each = self._found[id(tensors[0])]
-            compared = [tensors[i] for i in active]
-            alike = {(one.shape, one.dtype, one.layout) for one in compared}
-            is_edited = self.data_was_read or now[place] != before[place]
+        before, now = [*self._marks, *self._buffer_marks], _marks(sets)
+        if now == before and not self.data_was_read:
+            return
+        self.distrust()
+        for n, tensors in enumerate(sets):
+            place = slice(n * len(tensors), (n + 1) * len(tensors))
+            each, compared = self._found[id(tensors[0])], [tensors[i] for i in active]
+            alike = {(tensor.shape, tensor.dtype, tensor.layout) for tensor in compared}
             # of another shape it is a shard's own output; BatchNorm's statistics are averaged
             is_state = len(alike) == 1 and not isinstance(each.layer, _NormBase)
+            is_edited = self.data_was_read or now[place] != before[place]
             if is_edited and is_state and compared[0].layout == torch.strided:
                 self.notes.compare(
                     f"A step edits {each.name} of {type(each.layer).__name__} by what is in its "
@@ -220,25 +215,51 @@ class Replicas:
                     "example `on_train_batch_start`.",
                     compared,
                 )
-        self.is_distrusted |= self.data_was_read
 
     def release(self) -> None:
         """Let go of all copies. Cycles would keep them until Python's collector runs."""
         self.streams.begin()
         self.state.clear()
-        del self._layers[:], self._own[:], self._marks[:], self._buffer_marks[:]
+        del self._named[:], self._layers[:], self._tensors[:], self._marks[:], self._buffer_marks[:]
         for held in (self.parameter_sets, self.buffer_sets, self.set_of, self._found):
             held.clear()  # type: ignore[attr-defined]
         self.state.kept.clear()
+
+
+def _walk(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """All layers with their names, each once. What metrics and scripted layers hold is theirs."""
+    found: dict[nn.Module, str] = {}
+
+    def walk(layer: nn.Module, name: str) -> None:
+        if layer not in found:
+            found[layer] = name
+            for key, child in layer._modules.items() if not isinstance(layer, SHARED) else ():
+                if child is not None:
+                    walk(child, f"{name}.{key}" if name else key)
+
+    walk(module, prefix)
+    return [(name, layer) for layer, name in found.items()]
+
+
+def _tensors(layer: nn.Module) -> list[Tensor | None]:
+    if isinstance(layer, SHARED):
+        return []
+    return [*layer._parameters.values(), *layer._buffers.values()]
+
+
+def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def _find(named: list[tuple[str, nn.Module]], where: str) -> dict[int, Found]:
     """All parameters, or all buffers, by their ids."""
     found: dict[int, Found] = {}
     for prefix, layer in named:
-        for name, tensor in vars(layer)[where].items():
+        for name, tensor in vars(layer)[where].items() if not isinstance(layer, SHARED) else ():
             if tensor is not None:
-                found.setdefault(id(tensor), Found(tensor, layer, name, prefix))
+                path = f"{prefix}.{name}".lstrip(".")
+                found.setdefault(id(tensor), Found(tensor, layer, name, path))
     return found
 
 
@@ -256,11 +277,17 @@ def copy_tensors(sets: Iterable[TensorSet]) -> None:
 
 def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
     """What changes with an edit: torch counts those in place; setting `.data` moves a tensor."""
-    tensors = (tensor for tensors in sets for tensor in tensors)
-    return [
-        (0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0)
-        for t in tensors
-    ]
+    tensors = [tensor for tensors in sets for tensor in tensors]
+    try:
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    except RuntimeError:  # of tensors made under inference, or sparse
+        return [
+            (
+                0 if t.is_inference() else t._version,
+                t.data_ptr() if t.layout == torch.strided else 0,
+            )
+            for t in tensors
+        ]
 
 
 def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:

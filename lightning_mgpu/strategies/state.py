@@ -18,7 +18,7 @@ import copy
 import logging
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import is_
@@ -73,8 +73,14 @@ class Found(NamedTuple):
 class State:
     """The namespaces and containers of k replicas. Those of the first are the user's."""
 
-    def __init__(self, devices: Sequence[torch.device], notes: Notes) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        notes: Notes,
+        localize: Callable[[dict[str, Any], int], None],
+    ) -> None:
         self.devices, self.notes = devices, notes
+        self.localize = localize  # puts replica i's tensors into the namespace of a layer
         self.kept: dict[Any, tuple[Any, dict[Any, tuple[Any, ...]]]] = {}  # see `_keep`
         self.clear()
 
@@ -82,38 +88,41 @@ class State:
         """Let go of all copies but of hidden states."""
         self._found: list[Found] = []
         self._links: list[tuple[int, Any, int]] = []  # a store, a key, the container there
+        self.modules: dict[nn.Module, str] = {}  # in containers and objects, with a name each
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
         self.own: list[list[Any]] = []  # by replica: its namespaces, then its containers
         self._start: list[list[Any]] = []  # the same, when the step began
 
-    def begin(
-        self, step: int, layers: Sequence[nn.Module], shared: Sequence[Any], others: Sequence[Any]
-    ) -> None:
-        """A step begins. `shared` are objects that stay one for all replicas, `others` do not."""
-        self.clear()
-        self.step = step
-        self._find([*layers, *others], {id(each) for each in shared})
-        first = [each.store for each in self._found]
-        self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
-        self._start = [[copy.copy(store) for store in stores] for stores in self.own]
+    def find(self, layers: Sequence[Any], shared: Sequence[Any], others: Sequence[Any]) -> None:
+        """Find every namespace and container once, from the layers and `others` on, and metrics.
 
-    def _find(self, owners: Sequence[Any], shared: set[int]) -> None:
-        found = [Found(owner, vars(owner)) for owner in owners]
-        seen, links = {id(each.store) for each in found}, []
+        `shared` are objects that stay one for all replicas.
+        """
+        self.clear()
+        found = [Found(owner, vars(owner)) for owner in (*layers, *others)]
+        seen, links = {id(each.store) for each in found} | {id(vars(each)) for each in shared}, []
         for parent in found:  # which grows
             for key, value in _children(parent.store) if parent.depth < DEPTH else ():
-                if (store := _store_of(value)) is None or id(value) in shared:
-                    continue
-                place, is_owner = (id(parent.store), key), type(value) not in CONTAINERS
-                if not is_owner:
-                    links.append((*place, id(store)))
-                if id(store) not in seen:
-                    seen.add(id(store))
-                    found.append(Found(value, store, place, parent.depth + 1, is_owner))
+                if isinstance(value, nn.Module):  # of which no layer knows, a metric perhaps
+                    self.modules[value] = str(key)
+                elif (store := _store_of(value)) is not None:
+                    place, is_owner = (id(parent.store), key), type(value) not in CONTAINERS
+                    if not is_owner:
+                        links.append((*place, id(store)))
+                    if id(store) not in seen:
+                        seen.add(id(store))
+                        found.append(Found(value, store, place, parent.depth + 1, is_owner))
         self._found = sorted(found, key=lambda each: not each.is_owner)
         self._number = {id(each.store): n for n, each in enumerate(self._found)}
         self._links = [(self._number[a], key, self._number[b]) for a, key, b in links]
         self.owners = [each.value for each in self._found if each.is_owner]
+
+    def begin(self, step: int) -> None:
+        """A step begins: give every replica its own."""
+        self.step = step
+        first = [each.store for each in self._found]
+        self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
+        self._start = [[copy.copy(store) for store in stores] for stores in self.own]
 
     def _copy_for(self, i: int) -> list[Any]:
         """The namespaces and containers of replica i, with what it has kept of earlier steps."""
@@ -125,6 +134,9 @@ class State:
                 for key, value in list(_items(own)):
                     if isinstance(value, (Tensor, tuple)):  # which a hook has put there
                         own[key] = send(value, home, device)
+        for each, own in zip(self._found, stores):
+            if isinstance(each.value, nn.Module):
+                self.localize(own, i)
         for parent, key, child in reversed(self._links):  # so a tuple is complete before its holder
             if isinstance(holder := stores[parent], tuple):
                 items = (*holder[:key], values[child], *holder[key + 1 :])

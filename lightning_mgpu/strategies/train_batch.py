@@ -214,9 +214,9 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         """Run a step on every replica that gets samples, and return what they return."""
         shards = self._split(batch)
         records = {i: Record(size) for i, size in self.sizes.items()}
+        self._prepare(name)
         with self.recorder.recording(records) if self._are_several else nullcontext():
-            # the former puts attributes on the module
-            self._begin(name, *args, *kwargs.values())
+            self._begin(name, *args, *kwargs.values())  # after attributes were put on the module
             self._run_replicas(name, shards, records, *args, **kwargs)
             self._combine(records)
         return [record.output for record in records.values()]
@@ -235,20 +235,24 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         # before the first replica runs: a copy from a GPU waits for what was asked of it before
         return {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
 
+    def _prepare(self, name: str) -> None:
+        """Find out how to run a step, and what there is for replicas to have."""
+        self._trains = name == STEPS[0]
+        self._is_manual = self._trains and not self._is_automatic
+        self._meet = self._are_several and (
+            self.is_locked or self._is_manual or self._layer_sync is not None
+        )
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self.replicas.find(*((schedulers, []) if self._meet else ([], schedulers)))
+        optimizers = self.optimizers if self._trains else []
+        self.replicas.unknown_code = unknown_code(self.replicas.module, optimizers)
+
     def _begin(self, name: str, *args: Any) -> None:
         """Give the replicas what the module has."""
-        module, self._trains = self.replicas.module, name == STEPS[0]
-        is_manual = self._trains and not self._is_automatic
-        self._meet = self._are_several and (self.is_locked or is_manual or bool(self._layer_sync))
-        optimizers = self.optimizers if self._trains else []
-        self.replicas.unknown_code = unknown_code(module, optimizers)
         numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        shared, others = (schedulers, []) if self._meet else ([], schedulers)
-        step = STEPS.index(name)
-        self.replicas.begin(step, module.current_epoch, *numbers, shared=shared, others=others)
-        self.updates.begin(optimizers)
-        if is_manual:
+        self.replicas.begin(STEPS.index(name), self.replicas.module.current_epoch, *numbers)
+        self.updates.begin(self.optimizers if self._trains else [])
+        if self._is_manual:
             self.gradients.push()
 
     def _run_replicas(
@@ -306,7 +310,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if self._trains:  # the step may have edited the parameters of the replicas that ran
             if not self._is_automatic or len(self.sizes) < len(replicas.devices):
                 replicas.distrust()
-            replicas.push_weights()
+            if replicas.is_distrusted:
+                replicas.push_weights()
             self.shares = self.auto_split.end_step(self.shares)
 
     @contextmanager
@@ -367,7 +372,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if not self._is_automatic:
             self.gradients.push()  # those that the module's own `backward` has changed
             # hooks may have stepped an optimizer, and the step's next forward pass is to come
-            self.replicas.push_weights()
+            self.replicas.push_weights(is_sure=False)
         self.replicas.distrust()  # before its update an optimizer may try other weights
         return loss
 
