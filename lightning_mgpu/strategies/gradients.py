@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.combining import weighted_mean
@@ -120,7 +120,7 @@ class Gradients:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
         if is_one_graph:
-            with _no_layers_called():
+            with _no_weights_read():
                 every = [loss for loss, _ in losses.values()]
                 torch.autograd.backward(every, list(parts.values()), keep_graph)
         else:
@@ -254,22 +254,21 @@ class Gradients:
 
 
 @contextmanager
-def _no_layers_called() -> Iterator[None]:
-    """Refuse a backward pass that calls layers again. It would find the first replica's weights."""
+def _no_weights_read() -> Iterator[None]:
+    """Refuse a backward pass that computes layers again. It would find the first's weights."""
+    itself = nn.Module.__getattr__
 
-    def refuse(layer: nn.Module, _: Any) -> None:
-        if any(True for _ in layer.parameters()):
+    def refuse(layer: nn.Module, name: str) -> Any:
+        if vars(layer).get("_parameters", {}).get(name) is not None:
             raise RuntimeError(
-                f"The backward pass calls {type(layer).__name__} again (activation checkpointing, "
-                "an adjoint method), which does not work where replicas have exchanged tensors: "
-                "leave out sync_batchnorm=True, or all_gather, or the repeated call."
+                f"The backward pass computes {type(layer).__name__} again (activation "
+                "checkpointing, an adjoint method), which does not work where replicas have "
+                "exchanged tensors: leave out sync_batchnorm=True, or all_gather, or that."
             )
+        return itself(layer, name)
 
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    with patch.object(nn.Module, "__getattr__", refuse):
         yield
-    finally:
-        handle.remove()
 
 
 def _unshared(gradient: Tensor, places: set[int]) -> Tensor:

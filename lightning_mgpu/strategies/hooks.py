@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, callbacks
 from lightning.pytorch.plugins import precision
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler, optimizer
 
@@ -66,7 +67,7 @@ OF_MODULES = {name for name in dir(LightningModule) if name not in dir(nn.Module
 AROUND = {name for name in OF_MODULES | {*vars(Callback)} if not name.startswith("_")}
 AROUND -= {*OF_STEPS, *BETWEEN}
 TORCH_OPTIMIZERS = {each for each in vars(torch.optim).values() if isinstance(each, type)}
-TORCH_SCHEDULES = {each.step for each in vars(lr_scheduler).values() if hasattr(each, "step")}
+TORCH_SCHEDULERS = {each for each in vars(lr_scheduler).values() if isinstance(each, type)}
 PRECISIONS = {each for each in vars(precision).values() if isinstance(each, type)}
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private
 GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # private
@@ -75,15 +76,26 @@ GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  
 def unknown_code(module: Any, optimizers: Sequence[Optimizer]) -> set[str]:
     """The names of hooks and classes that run around steps and are not known to edit nothing."""
     trainer = module.trainer
-    owners = [module, *trainer.callbacks]
+    owners = [module, *trainer.callbacks, getattr(trainer, "datamodule", None)]
     found = {name for owner in owners for name in overridden(type(owner)) & AROUND}  # type: ignore
-    found |= {name for owner in owners for name in vars(owner).keys() & AROUND}  # LambdaCallback
+    found |= {name for owner in owners[:-1] for name in vars(owner).keys() & AROUND}  # instances'
     found |= {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
     found |= {name for name in GLOBAL_HOOKS if getattr(optimizer, name)}
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-    others = [each for each in schedulers if getattr(type(each), "step", 0) not in TORCH_SCHEDULES]
-    others += [trainer.precision_plugin] * (type(trainer.precision_plugin) not in PRECISIONS)
-    return found | {type(each).__name__ for each in others}
+    found |= {type(each).__name__ for each in schedulers if not _is_torchs(each)}
+    plugin = trainer.precision_plugin
+    methods = {name for name, each in vars(Precision).items() if callable(each)}
+    is_known = type(plugin) in PRECISIONS and not vars(plugin).keys() & methods
+    return found if is_known else found | {type(plugin).__name__}
+
+
+def _is_torchs(scheduler: Any) -> bool:
+    """Whether a scheduler is one of torch's as it is, and so are those that it holds."""
+    return (
+        type(scheduler) in TORCH_SCHEDULERS
+        and "step" not in vars(scheduler)
+        and all(map(_is_torchs, getattr(scheduler, "_schedulers", ())))
+    )
 
 
 def may_edit_before_checks(module: Any) -> bool:

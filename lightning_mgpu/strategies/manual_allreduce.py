@@ -79,10 +79,6 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         Raises:
             RuntimeError: If replicas have drifted apart.
         """
-        self.own_updates = self.updates.repeat(optimizer, self.gradients.push)
-        if self.own_updates:
-            if self.is_check_due and not self._is_first_step:  # else `repeat` has compared them
-                self.updates.check_equality()
-        else:
+        if not self.updates.repeat(optimizer, self.gradients.push):
             self.replicas.distrust()
             self.replicas.push_weights()

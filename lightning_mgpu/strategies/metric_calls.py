@@ -7,6 +7,7 @@
 | anything else: sums of classes, weights of classes, objects | one update per shard |
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ def call_once(
         return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
     of_batch = blank(metric)
     for call in [call for call in calls if not _is_empty(call)] or calls[:1]:
-        args, kwargs = move_data_to_device((call.args, call.kwargs), device)
+        args = tuple(_bring(each, device) for each in call.args)
+        kwargs = {name: _bring(each, device) for name, each in call.kwargs.items()}
         metric.update(*args, **kwargs)
         if method == "forward":
             of_batch.update(*args, **kwargs)
@@ -53,6 +55,17 @@ def call_once(
         if isinstance(part, Metric):  # private: what is logged
             part._forward_cache = value if its_copy is of_batch else its_copy.compute()
     return value
+
+
+def _bring(given: Any, device: torch.device) -> Any:
+    """An argument on the device, also if it is an object that holds tensors (a distribution)."""
+    given = move_data_to_device(given, device)
+    held = dict(getattr(given, "__dict__", {}))
+    if isinstance(given, Tensor) or not any(isinstance(each, Tensor) for each in held.values()):
+        return given
+    moved = copy.copy(given)
+    vars(moved).update(move_data_to_device(held, device))
+    return moved
 
 
 def _is_empty(call: Call) -> bool:

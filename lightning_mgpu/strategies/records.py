@@ -70,7 +70,7 @@ class Recorder:
         results: Any = module.trainer._results  # private: where `self.log` puts values, if anywhere
         patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
         self._names = {}
-        for holder, name in self.replicas.modules().items():
+        for name, holder in self.replicas.modules():
             for metric in holder.modules():
                 if isinstance(metric, METRICS) and id(metric) not in self._names:
                     self._names[id(metric)] = name

@@ -41,12 +41,17 @@ class Found(NamedTuple):
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """A replica's own parameters, as in the book: copies on its device. Buffers, too."""
-    with torch.inference_mode(False), torch.no_grad():
-        copies = [(param, param.detach().to(device, copy=True)) for param in params]
-    return [
-        nn.Parameter(own, param.requires_grad) if isinstance(param, nn.Parameter) else own
-        for param, own in copies
-    ]
+    copies: list[Tensor] = []
+    for param in params:
+        with torch.inference_mode(False), torch.no_grad():
+            own = param.detach().to(device, copy=True)
+        if isinstance(param, nn.Parameter):
+            own = nn.Parameter(own, param.requires_grad)
+            if type(param) is not nn.Parameter:  # a class of one's own, for example with a manifold
+                own.__class__ = type(param)
+                vars(own).update(vars(param))
+        copies.append(own)
+    return copies
 
 
 class Replicas:
@@ -169,10 +174,9 @@ class Replicas:
             for owner, own in zip(self.state.owners, self.state.own[i]):
                 object.__setattr__(owner, "__dict__", own)
 
-    def modules(self) -> dict[nn.Module, str]:
+    def modules(self) -> list[tuple[str, nn.Module]]:
         """Metrics, and modules in containers and objects that may hold some, with a name each."""
-        metrics = {layer: name for name, layer in self._named if isinstance(layer, SHARED)}
-        return metrics | self.state.modules
+        return [each for each in self._named if isinstance(each[1], SHARED)] + self.state.modules
 
     def statistics(self, i: int) -> list[Tensor]:
         """What BatchNorm layers have tracked in replica i."""
@@ -184,12 +188,10 @@ class Replicas:
         is_tracking = lambda layer: isinstance(layer, _NormBase) and layer.training  # noqa: E731
         return [tensors[i] for each, tensors in found if is_tracking(each.layer)]
 
-    def note_data_read(self, tensor: Tensor) -> None:
-        """A step has read `tensor.data`: if that is a weight or buffer, it may edit it unseen."""
-        is_weight = isinstance(tensor, nn.Parameter)
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a replica's parameter or buffer."""
         sets = self.buffer_sets.values()
-        is_buffer = any(tensor is each for buffers in sets for each in buffers)
-        self.data_was_read |= is_weight or is_buffer
+        return isinstance(tensor, nn.Parameter) or any(tensor is b for each in sets for b in each)
 
     def compare_edited(self, active: Sequence[int]) -> None:
         """Note the weights and buffers that the step has edited, if by what was in its shards.
@@ -228,17 +230,17 @@ class Replicas:
 
 def _walk(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """All layers with their names, each once. What metrics and scripted layers hold is theirs."""
-    found: dict[nn.Module, str] = {}
+    found: dict[int, tuple[str, nn.Module]] = {}  # by id: metrics are equal where states are
 
     def walk(layer: nn.Module, name: str) -> None:
-        if layer not in found:
-            found[layer] = name
+        if id(layer) not in found:
+            found[id(layer)] = name, layer
             for key, child in layer._modules.items() if not isinstance(layer, SHARED) else ():
                 if child is not None:
                     walk(child, f"{name}.{key}" if name else key)
 
     walk(module, prefix)
-    return [(name, layer) for layer, name in found.items()]
+    return list(found.values())
 
 
 def _tensors(layer: nn.Module) -> list[Tensor | None]:

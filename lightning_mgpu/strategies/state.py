@@ -25,20 +25,23 @@ from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mgpu.strategies.equality import Notes
-from lightning_mgpu.strategies.split_batch import bring_home, send
+from lightning_mgpu.strategies.split_batch import bring_home, leaves, send
 
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")  # of a layer
 OF_MODULES = {*vars(LightningModule()), *TENSORS}  # no state of the user's
 CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, SimpleNamespace)
+ARRAYS = (Tensor, np.ndarray)
 NUMBERS = (int, float, complex)
 PLAIN = (*NUMBERS, str, bytes, type(None))
 NO_STATE: tuple[type, ...] = (nn.Module, type, Enum, Optimizer, Trainer, Strategy, Callback)
@@ -88,7 +91,8 @@ class State:
         """Let go of all copies but of hidden states."""
         self._found: list[Found] = []
         self._links: list[tuple[int, Any, int]] = []  # a store, a key, the container there
-        self.modules: dict[nn.Module, str] = {}  # in containers and objects, with a name each
+        self._arrays: list[tuple[int, Any]] = []  # a store, and a key of tensors or arrays in it
+        self.modules: list[tuple[str, nn.Module]] = []  # that no layer holds as such
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
         self.own: list[list[Any]] = []  # by replica: its namespaces, then its containers
         self._start: list[list[Any]] = []  # the same, when the step began
@@ -100,11 +104,15 @@ class State:
         """
         self.clear()
         found = [Found(owner, vars(owner)) for owner in (*layers, *others)]
-        seen, links = {id(each.store) for each in found} | {id(vars(each)) for each in shared}, []
+        seen = {id(each.store) for each in found} | {id(vars(each)) for each in shared}
+        links: list[tuple[int, Any, int]] = []
+        arrays: list[tuple[int, Any]] = []
         for parent in found:  # which grows
             for key, value in _children(parent.store) if parent.depth < DEPTH else ():
                 if isinstance(value, nn.Module):  # of which no layer knows, a metric perhaps
-                    self.modules[value] = str(key)
+                    self.modules.append((str(key), value))
+                elif isinstance(value, (Tensor, np.ndarray)):
+                    arrays.append((id(parent.store), key))
                 elif (store := _store_of(value)) is not None:
                     place, is_owner = (id(parent.store), key), type(value) not in CONTAINERS
                     if not is_owner:
@@ -112,9 +120,12 @@ class State:
                     if id(store) not in seen:
                         seen.add(id(store))
                         found.append(Found(value, store, place, parent.depth + 1, is_owner))
+                elif isinstance(value, tuple) and any(map(_is_array, leaves(value))):
+                    arrays.append((id(parent.store), key))
         self._found = sorted(found, key=lambda each: not each.is_owner)
         self._number = {id(each.store): n for n, each in enumerate(self._found)}
         self._links = [(self._number[a], key, self._number[b]) for a, key, b in links]
+        self._arrays = [(self._number[store], key) for store, key in arrays]
         self.owners = [each.value for each in self._found if each.is_owner]
 
     def begin(self, step: int) -> None:
@@ -123,17 +134,19 @@ class State:
         first = [each.store for each in self._found]
         self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
         self._start = [[copy.copy(store) for store in stores] for stores in self.own]
+        self._versions = [
+            [(n, key, stores[n][key], _versions(stores[n][key])) for n, key in self._arrays]
+            for stores in self.own
+        ]
 
     def _copy_for(self, i: int) -> list[Any]:
         """The namespaces and containers of replica i, with what it has kept of earlier steps."""
-        home, device = self.devices[0], self.devices[i]
         values = [copy.copy(each.store if each.is_owner else each.value) for each in self._found]
         stores = [_namespace(value) for value in values]
-        for own in stores if home != device else ():
-            if not isinstance(own, (set, tuple)) and len(own) <= FEW:
-                for key, value in list(_items(own)):
-                    if isinstance(value, (Tensor, tuple)):  # which a hook has put there
-                        own[key] = send(value, home, device)
+        memo: dict[int, Any] = {}  # tensors that are the same stay the same
+        for n, key in self._arrays:
+            if not isinstance(stores[n], tuple):
+                stores[n][key] = self._copy_array(stores[n][key], i, memo)
         for each, own in zip(self._found, stores):
             if isinstance(each.value, nn.Module):
                 self.localize(own, i)
@@ -151,10 +164,28 @@ class State:
                     own[key] = value
         return stores
 
+    def _copy_array(self, value: Any, i: int, memo: dict[int, Any]) -> Any:
+        """Replica i's copy of a tensor, an array, or a tuple of them, which a step may edit."""
+        if isinstance(value, tuple):
+            return apply_to_collection(value, ARRAYS, lambda each: self._copy_array(each, i, memo))
+        if id(value) not in memo:
+            is_home = isinstance(value, Tensor) and value.device == self.devices[0]
+            if isinstance(value, np.ndarray):
+                memo[id(value)] = value.copy()
+            elif value.requires_grad:  # of a graph, or a parameter
+                memo[id(value)] = send(value, self.devices[0], self.devices[i])
+            else:
+                memo[id(value)] = value.to(self.devices[i] if is_home else value.device, copy=True)
+        return memo[id(value)]
+
     def changes(self, i: int, size: int) -> dict[int, Changes]:
         """What replica i's step has changed, by the number of the namespace or container."""
         pairs = enumerate(zip(self._start[i], self.own[i]))
-        return {n: _changes(*pair, size) for n, pair in pairs if not _is_same(*pair)}
+        changes = {n: _changes(*pair, size) for n, pair in pairs if not _is_same(*pair)}
+        for n, key, value, versions in self._versions[i]:
+            if _get(self.own[i][n], key) is value and _versions(value) != versions:
+                changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
+        return changes
 
     def combine(self, changes: Mapping[int, Mapping[int, Changes]], sizes: dict[int, int]) -> None:
         """Put together what the active replicas have changed, in the first one's."""
@@ -204,8 +235,8 @@ class State:
         else:
             if _get(store, key) is MISSING:
                 store[key] = bring_home(given[0], self.devices[0])
-            if all(isinstance(value, Tensor) and not value.ndim for value in given):
-                self.notes.compare(self._first_stays(n, key), given)
+            if _are_values(given, [*sizes.values()]):
+                self.notes.compare(self._first_stays(n, key), list(map(torch.as_tensor, given)))
             for i, value in values.items():
                 if i:
                     self._keep(i, store, key, value)
@@ -252,10 +283,16 @@ def _children(store: Any) -> Iterator[tuple[Any, Any]]:
     """What may hold containers: values of a layer's attributes, of a dict, and of a short list."""
     if isinstance(store, set) or (isinstance(store, (list, deque)) and len(store) > FEW):
         return
-    is_namespace = "_modules" in store if isinstance(store, dict) else False
+    is_namespace = isinstance(store, dict) and "_modules" in store
+    if is_namespace and "dynamo_ctx" in store:  # of a compiled module: torch's own
+        return
     for key, value in _items(store):
-        if not isinstance(value, (Tensor, *PLAIN)) and not (is_namespace and key in OF_MODULES):
+        if not isinstance(value, PLAIN) and not (is_namespace and key in OF_MODULES):
             yield key, value
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, ARRAYS)
 
 
 def _store_of(value: Any) -> Any:
@@ -329,6 +366,16 @@ def _are_states(items: list[Any], size: int) -> bool:
     return all(isinstance(each, Tensor) and each.ndim and len(each) == size for each in items)
 
 
+def _are_values(values: list[Any], sizes: list[int]) -> bool:
+    """Whether tensors are of one shape in which no dimension is the samples': no hidden states."""
+    if not all(
+        _is_array(value) and getattr(value, "is_sparse", False) is False for value in values
+    ):
+        return False
+    is_of_samples = any(size in value.shape for value, size in zip(values, sizes))
+    return len({(value.shape, value.dtype) for value in values}) == 1 and not is_of_samples
+
+
 def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
     """Whether new lists, sets and dicts hold what replicas have collected, and not their states."""
     kinds, first = {type(value) for value in values.values()}, next(iter(values.values()))
@@ -355,6 +402,8 @@ def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:
 
 
 def _versions(value: Any) -> list[int]:
-    """How often a tensor, or each in a tuple, was edited in place."""
+    """What changes when a tensor, an array, or one in a tuple, is edited in place."""
+    if isinstance(value, np.ndarray):
+        return [hash(value.tobytes())]
     tensors = value if isinstance(value, tuple) else (value,)
     return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]

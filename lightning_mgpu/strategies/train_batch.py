@@ -23,7 +23,11 @@ from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.collectives import Collectives
 from lightning_mgpu.strategies.combining import average_statistics, gather
 from lightning_mgpu.strategies.gradients import Gradients
-from lightning_mgpu.strategies.hooks import may_edit_before_checks, unknown_code
+from lightning_mgpu.strategies.hooks import (
+    TORCH_OPTIMIZERS,
+    may_edit_before_checks,
+    unknown_code,
+)
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
 from lightning_mgpu.strategies.one_process import (
@@ -64,6 +68,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     """
 
     replicas: Replicas
+    own_updates = False  # whether every replica has made the last update itself
     sums_everywhere: (
         bool  # whether `reduce_gradients` leaves the sum in every replica, or the first
     )
@@ -79,7 +84,6 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         devices = [find_device(name) for name in parallel_devices] if parallel_devices else None
         super().__init__(parallel_devices=devices, **kwargs)
         self.split, self.num_replicas, self.is_locked = split, replicas, lockstep
-        self.own_updates = False  # whether every replica has made the last update itself
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
         self.loader_batch_sizes: set[int] = set()
         self.batch_graph: list[tuple[Tensor, Tensor]] = []  # see `cut_graph`
@@ -272,7 +276,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.lockstep.is_one_graph = False
         with ExitStack() as stack:
             stack.enter_context(only_known_optimizers(self))
-            stack.enter_context(on_read("data", self.replicas.note_data_read))
+            stack.enter_context(on_read("data", self._note_data_read))
             if self._trains and self._is_automatic:
                 stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
@@ -286,6 +290,13 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             record.output = output
             record.statistics = self.replicas.statistics(i)
             record.changes = self.replicas.state.changes(i, record.size)
+
+    def _note_data_read(self, tensor: Tensor) -> None:
+        """A step has read `.data`, and may edit it: nobody counts that."""
+        if self.replicas.holds(tensor):
+            self.replicas.data_was_read = True
+        else:  # of a gradient?
+            self.gradients.is_manual_check_due = True
 
     def _take_turns(self, step: Callable[[int], Any]) -> list[Any]:
         outputs: dict[int, Any] = {}
@@ -383,6 +394,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         if not self.is_split:
             return step(closure=closure)
+        if type(optimizer) not in TORCH_OPTIMIZERS:
+            self.replicas.distrust()  # it may edit weights before its closure runs the step
         return self.step_and_follow(optimizer, step, closure)
 
     def step_and_follow(
@@ -392,7 +405,9 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         result = step(closure=closure, **kwargs)
         if self.scaler is not None:
             self.gradients.forget()  # unscaling edits them, and torch does not count it
+        self.updates.is_check_due = self.is_check_due
         self.update_replicas(optimizer)
+        self.own_updates = self.updates.are_own
         if not self._is_automatic:
             self.gradients.push()  # by the optimizer, or by unscaling
             self.updates.offer_state(optimizer)  # as it is after the update
@@ -416,7 +431,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if not self.is_split:
             return
         module = self.replicas.module
-        if self.own_updates and self.replicas.are_as_marked and not may_edit_before_checks(module):
+        is_claimed = self.updates.are_own and self.replicas.are_as_marked
+        if is_claimed and not may_edit_before_checks(module):
             self.updates.check_equality()
         self.replicas.notes.flush()
         self.replicas.distrust()

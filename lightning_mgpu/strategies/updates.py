@@ -33,6 +33,8 @@ class Updates:
         self._states: dict[Optimizer, list[Any]] = {}  # by replica
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self.check = EqualityCheck()  # of the replicas' weights after their own updates
+        self.is_check_due = False
+        self.are_own = False  # whether every replica has made the last update itself
         self._are_equal: dict[
             Optimizer, bool
         ] = {}  # the replicas, after its first step of an epoch
@@ -122,13 +124,14 @@ class Updates:
                 theirs may be others.
 
         Returns:
-            Whether they have made it, and hold the first one's bits. The first one in an epoch is
-            compared.
+            Whether they have made it, and hold the first one's bits. An epoch's first such update
+            is compared.
 
         Raises:
             RuntimeError: If replicas were equal after such updates, and are not any more.
         """
-        if optimizer not in self._repeated or not self._is_repeatable(optimizer):
+        self.are_own = optimizer in self._repeated and self._is_repeatable(optimizer)
+        if not self.are_own:
             self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
         push_gradients()
@@ -139,9 +142,12 @@ class Updates:
         if optimizer not in self._are_equal:
             step = self.replicas.module.global_step
             self._are_equal[optimizer] = not self.check.find(self.replicas.parameter_sets, step)
-        if self._are_equal[optimizer]:
+        elif self.is_check_due:
+            self.check_equality()
+        self.are_own = self._are_equal[optimizer]
+        if self.are_own:
             self.replicas.mark_equal()
-        return self._are_equal[optimizer]
+        return self.are_own
 
     def check_equality(self) -> None:
         """Raise an error if replicas that make their own updates have drifted apart."""
@@ -156,6 +162,7 @@ class Updates:
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare again."""
+        self.are_own = False
         self._repeated.clear()
         self._are_equal.clear()
 
