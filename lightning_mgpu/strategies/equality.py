@@ -71,8 +71,13 @@ class Notes:
     def compare(self, message: str, tensors: Sequence[Tensor]) -> None:
         """Warn if tensors differ, when `flush` is called."""
         if message not in self._said:
-            flag = differences([tensors]).any()
-            self._flags[message] = self._flags.get(message, flag) | flag
+            self.flag(message, differences([tensors]).any())
+
+    def flag(self, message: str, is_true: Tensor) -> None:
+        """Warn if a 0-d bool tensor turns out to be true, when `flush` is called."""
+        if message not in self._said:
+            before = self._flags.get(message, is_true)
+            self._flags[message] = before | is_true.to(before.device)
 
     def flush(self) -> None:
         """Say what has turned out. The host waits, once."""

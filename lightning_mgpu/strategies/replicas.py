@@ -127,10 +127,10 @@ class Replicas:
             [layer for layer in layers if not isinstance(layer, SHARED)], shared, others
         )
 
-    def begin(self, step: int, *numbers: int) -> None:
+    def begin(self, step: int, *numbers: int, meets: bool) -> None:
         """A step begins, after `find`: give the replicas what the first has.
 
-        `step` says which, and the numbers which epoch and batch.
+        `step` says which, the numbers which epoch and batch, and `meets` whether replicas may meet.
         """
         self.streams.begin(step, *numbers)
         for original, *others in self.parameter_sets.values():
@@ -142,7 +142,7 @@ class Replicas:
         self.push_weights(is_sure=False)
         copy_tensors(self.buffer_sets.values())
         self._buffer_marks, self.data_was_read = _marks(self.buffer_sets.values()), False
-        self.state.begin(step)
+        self.state.begin(step, meets)
 
     def _localize(self, own: dict[str, Any], i: int) -> None:
         """Put replica i's tensors into the copy of a layer's `__dict__`."""

@@ -17,8 +17,8 @@ What may not be what one device would have is warned of by its name.
 import copy
 import logging
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import is_
@@ -40,7 +40,7 @@ from lightning_mgpu.strategies.split_batch import bring_home, leaves, send
 
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")  # of a layer
 OF_MODULES = {*vars(LightningModule()), *TENSORS}  # no state of the user's
-CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, SimpleNamespace)
+CONTAINERS = (list, deque, dict, set, SimpleNamespace)
 ARRAYS = (Tensor, np.ndarray)
 NUMBERS = (int, float, complex)
 PLAIN = (*NUMBERS, str, bytes, type(None))
@@ -49,7 +49,7 @@ NO_STATE += (Dataset, DataLoader, LightningDataModule, Logger, logging.Logger, t
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Thread)
 DEPTH = 4  # containers in containers
 MANY = 1000  # a larger dict or set is one for all replicas
-FEW = 100  # in larger lists no containers are looked for
+FEW = 100  # in larger containers nothing is looked for
 MISSING = object()
 HEAP_TYPE = 1 << 9  # CPython's flag of classes that were written in Python
 
@@ -71,6 +71,22 @@ class Found(NamedTuple):
     place: tuple[int, Any] | None = None  # where it was found: the id of a store, and a key in it
     depth: int = 0
     is_owner: bool = True  # a turn exchanges its `__dict__`; else a copy stands where it was found
+
+
+class Queue(deque):
+    """A replica's copy of a `deque`, which knows what was added: the first items may have left."""
+
+    def __init__(self, items: Iterable[Any], maxlen: int | None) -> None:
+        super().__init__(items, maxlen)
+        self.added: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.added.append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        for item in items:
+            self.append(item)
 
 
 class State:
@@ -114,7 +130,7 @@ class State:
                 elif isinstance(value, (Tensor, np.ndarray)):
                     arrays.append((id(parent.store), key))
                 elif (store := _store_of(value)) is not None:
-                    place, is_owner = (id(parent.store), key), type(value) not in CONTAINERS
+                    place, is_owner = (id(parent.store), key), not _is_container(value)
                     if not is_owner:
                         links.append((*place, id(store)))
                     if id(store) not in seen:
@@ -128,12 +144,15 @@ class State:
         self._arrays = [(self._number[store], key) for store, key in arrays]
         self.owners = [each.value for each in self._found if each.is_owner]
 
-    def begin(self, step: int) -> None:
-        """A step begins: give every replica its own."""
-        self.step = step
+    def begin(self, step: int, meets: bool) -> None:
+        """A step begins, in which replicas may meet: give every replica its own."""
+        self.step, self.meets = step, meets
         first = [each.store for each in self._found]
         self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
-        self._start = [[copy.copy(store) for store in stores] for stores in self.own]
+        self._start = [
+            [list(each) if isinstance(each, deque) else copy.copy(each) for each in stores]
+            for stores in self.own
+        ]
         self._versions = [
             [(n, key, stores[n][key], _versions(stores[n][key])) for n, key in self._arrays]
             for stores in self.own
@@ -142,6 +161,7 @@ class State:
     def _copy_for(self, i: int) -> list[Any]:
         """The namespaces and containers of replica i, with what it has kept of earlier steps."""
         values = [copy.copy(each.store if each.is_owner else each.value) for each in self._found]
+        values = [Queue(each, each.maxlen) if type(each) is deque else each for each in values]
         stores = [_namespace(value) for value in values]
         memo: dict[int, Any] = {}  # tensors that are the same stay the same
         for n, key in self._arrays:
@@ -159,9 +179,9 @@ class State:
         for each, own in zip(self._found, stores):
             kept = self.kept.get((self.step, i, id(each.store)))
             for key, (value, base, versions) in kept[1].items() if kept else ():
-                is_current = _get(each.store, key) is base and _versions(base) == versions
-                if is_current:  # no hook has changed it
-                    own[key] = value
+                now = _get(each.store, key)
+                if _is_still(now, base) and _versions(now) == versions:  # no hook has changed it
+                    own[key] = value if _has_graph(now) else _detached(value)
         return stores
 
     def _copy_array(self, value: Any, i: int, memo: dict[int, Any]) -> Any:
@@ -200,6 +220,8 @@ class State:
                 continue
             if isinstance(store, (list, deque)):
                 self._combine_items(n, by_replica)
+                if any(change.added for change in by_replica.values()):
+                    continue
             for key in dict.fromkeys(key for each in by_replica.values() for key in each.removed):
                 store.pop(key, None)
             for key in dict.fromkeys(key for each in by_replica.values() for key in each.assigned):
@@ -212,11 +234,9 @@ class State:
     def _combine_values(
         self, n: int, key: Any, values: dict[int, Any], sizes: dict[int, int]
     ) -> None:
-        store, before, given = (
-            self._found[n].store,
-            _get(self._start[0][n], key),
-            [*values.values()],
-        )
+        """Put together what replicas have assigned to an attribute, a key or an index."""
+        store, before = self._found[n].store, _get(self._start[0][n], key)
+        given, home, sized = [*values.values()], self.devices[0], [sizes[i] for i in values]
         is_attribute, is_partial = n < len(self.owners), len(values) < len(sizes)
         if isinstance(store, Counter):
             store[key] += sum(count for i, count in values.items() if i)
@@ -224,22 +244,51 @@ class State:
             whole = given[0]
             for value in given[1:]:
                 (whole.extend if hasattr(whole, "extend") else whole.update)(value)
-            store[key] = bring_home(whole, self.devices[0])
-        elif is_partial and not (is_attribute and all(map(_is_number, given))):
-            store[key] = bring_home(given[-1], self.devices[0])  # the others have not touched it
-        elif all(isinstance(value, PLAIN) for value in given):
-            if isinstance(store, dict):
-                store.setdefault(key, given[0])
-            if is_partial or _are_of_shards(before, given, [*sizes.values()]):
+            store[key] = bring_home(whole, home)
+        elif isinstance(before, list) and all(_begins_with(value, before) for value in given):
+            store[key] = before + [
+                item for each in given for item in bring_home(each[len(before) :], home)
+            ]
+        elif is_partial:
+            is_first = is_attribute and all(map(_is_number, given))
+            if _get(store, key) is MISSING or not is_first:
+                store[key] = bring_home(given[-1], home)  # the others have not touched it
+            if all(map(_is_number, (before, *given))) and not (self.meets and [*values] == [0]):
+                self.notes.warn(self._first_stays(n, key))
+        elif all(map(_is_plain, given)):
+            if _are_of_shards(before, given, sized):
                 self.notes.warn(self._first_stays(n, key))
         else:
             if _get(store, key) is MISSING:
-                store[key] = bring_home(given[0], self.devices[0])
-            if _are_values(given, [*sizes.values()]):
-                self.notes.compare(self._first_stays(n, key), list(map(torch.as_tensor, given)))
+                store[key] = bring_home(given[0], home)
+            self._note_values(self._first_stays(n, key), before, given, sized)
             for i, value in values.items():
                 if i:
                     self._keep(i, store, key, value)
+
+    def _note_values(self, message: str, before: Any, given: list[Any], sizes: list[int]) -> None:
+        """Note what looks like a result of a shard, and not like a hidden state of its samples."""
+        if all(isinstance(value, list) for value in given):
+            if all(map(_is_plain, (item for value in given for item in value))):
+                if any(value != given[0] for value in given):
+                    self.notes.warn(message)
+            elif any(len(value) < 2 or not _is_state(value, n) for value, n in zip(given, sizes)):
+                self.notes.warn(message)
+        if not all(isinstance(value, ARRAYS) for value in given):
+            return
+        tensors = [torch.as_tensor(value) for value in given]
+        if any(tensor.layout != torch.strided for tensor in tensors) or all(
+            size in tensor.shape for tensor, size in zip(tensors, sizes)
+        ):
+            return
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+            self.notes.warn(message)
+            return
+        self.notes.compare(message, tensors)
+        if isinstance(before, Tensor) and not before.ndim and not tensors[0].is_complex():
+            change = tensors[0] - before.to(tensors[0].device)
+            is_multiple = torch.stack([change % size == 0 for size in sizes]).all()
+            self.notes.flag(message, (change > 1) & is_multiple)
 
     def _first_stays(self, n: int, key: Any) -> str:
         return f"A step gives {self._name(n, key)} a value of its shard: the first replica's stays."
@@ -281,9 +330,9 @@ class State:
 
 def _children(store: Any) -> Iterator[tuple[Any, Any]]:
     """What may hold containers: values of a layer's attributes, of a dict, and of a short list."""
-    if isinstance(store, set) or (isinstance(store, (list, deque)) and len(store) > FEW):
-        return
     is_namespace = isinstance(store, dict) and "_modules" in store
+    if isinstance(store, set) or (len(store) > FEW and not is_namespace):
+        return
     if is_namespace and "dynamo_ctx" in store:  # of a compiled module: torch's own
         return
     for key, value in _items(store):
@@ -295,11 +344,15 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, ARRAYS)
 
 
+def _is_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) or type(value) is tuple
+
+
 def _store_of(value: Any) -> Any:
     """The container itself, or the namespace of an object. None if neither is the replicas' own."""
     if type(value) is tuple:
         return value if any(_store_of(item) is not None for item in value) else None
-    if type(value) in CONTAINERS:
+    if _is_container(value):
         is_long = isinstance(value, (dict, set)) and len(value) > MANY
         return None if is_long else _namespace(value)
     if not _has_state(type(value)):  # type: ignore[arg-type]
@@ -336,8 +389,8 @@ def _is_same(start: Any, own: Any) -> bool:
         return False
     if isinstance(own, dict):
         return all(map(is_, start.values(), own.values())) and all(map(is_, start, own))
-    if len(own) > MANY:  # only its ends, which is where items come and go
-        return start[0] is own[0] and start[-1] is own[-1]
+    if isinstance(own, Queue) and own.added:
+        return False
     return all(map(is_, start, own))
 
 
@@ -350,30 +403,36 @@ def _changes(start: Any, own: Any, size: int) -> Changes:
             new = {key: count - start[key] for key, count in new.items()}
         return Changes(new, start.keys() - own.keys(), [], 0)
     before, now = list(start), list(own)
-    dropped = next((n for n, item in enumerate(before) if now and item is now[0]), len(before))
-    is_in_place = any(map(is_, before, now)) or (dropped == len(before) and _are_states(now, size))
-    if len(before) == len(now) and is_in_place:
-        assigned = {n: item for n, item in enumerate(now) if item is not before[n]}
-        return Changes(assigned, set(), [], 0)
+    if isinstance(own, Queue) and own.added and own.maxlen is not None:
+        return Changes({}, set(), own.added, 0)
+    moved = {id(item): n for n, item in reversed([*enumerate(before)]) if not _is_plain(item)}
+    dropped = moved.get(id(now[0]), len(before)) if now else len(before)
+    dropped = 0 if before and now and before[0] is now[0] else dropped
+    if len(before) == len(now) and dropped in (0, len(before)):
+        return Changes(
+            {n: b for n, (a, b) in enumerate(zip(before, now)) if a is not b}, set(), [], 0
+        )
     return Changes({}, set(), now[len(before) - dropped :], dropped)
+
+
+def _begins_with(value: Any, before: list[Any]) -> bool:
+    """Whether a new list has all items of the old one, and some more."""
+    is_longer = isinstance(value, list) and value is not before and len(value) >= len(before)
+    return is_longer and bool(before) and all(map(is_, value, before))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, NUMBERS) and not isinstance(value, bool)
 
 
-def _are_states(items: list[Any], size: int) -> bool:
-    return all(isinstance(each, Tensor) and each.ndim and len(each) == size for each in items)
-
-
-def _are_values(values: list[Any], sizes: list[int]) -> bool:
-    """Whether tensors are of one shape in which no dimension is the samples': no hidden states."""
-    if not all(
-        _is_array(value) and getattr(value, "is_sparse", False) is False for value in values
-    ):
-        return False
-    is_of_samples = any(size in value.shape for value, size in zip(values, sizes))
-    return len({(value.shape, value.dtype) for value in values}) == 1 and not is_of_samples
+def _is_state(value: Any, size: int) -> bool:
+    """Whether all tensors in a value have a dimension of samples: a hidden state."""
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(size in tensor.shape for tensor in tensors)
 
 
 def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
@@ -385,7 +444,8 @@ def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
         return len({key for each in values.values() for key in each}) == sum(
             map(len, values.values())
         )
-    return isinstance(first, set) or not all(_are_states(v, sizes[i]) for i, v in values.items())
+    # [h, c] under a new key is a hidden state, one item is a first one
+    return not all(len(v) > 1 and _is_state(list(v), sizes[i]) for i, v in values.items())
 
 
 def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:
@@ -395,10 +455,29 @@ def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:
     """
     if any(value != values[0] for value in values if value == value):  # but NaN
         return True
-    if not all(isinstance(value, NUMBERS) for value in (before, *values)):
+    if not all(map(_is_number, values)) or not isinstance(values[0], int):
         return False
+    if not _is_number(before):
+        return values == sizes and values[0] > 1
     change = values[0] - before
-    return bool(change > 1 and all(change % size == 0 for size in sizes if size > 1))
+    return change > 1 or (change < -1 and not any(change % size for size in sizes))
+
+
+def _is_still(now: Any, base: Any) -> bool:
+    """Whether a hook has left a value as it was, or has cut its graph off (truncated BPTT)."""
+    if isinstance(now, Tensor) and isinstance(base, Tensor) and now.layout == torch.strided:
+        return now.shape == base.shape and now.data_ptr() == base.data_ptr()
+    if type(now) in (list, tuple) and type(now) is type(base) and len(now) == len(base):
+        return all(map(_is_still, now, base))
+    return now is base
+
+
+def _has_graph(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value))
+
+
+def _detached(value: Any) -> Any:
+    return apply_to_collection(value, Tensor, Tensor.detach) if _has_graph(value) else value
 
 
 def _versions(value: Any) -> list[int]:

@@ -254,7 +254,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def _begin(self, name: str, *args: Any) -> None:
         """Give the replicas what the module has."""
         numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
-        self.replicas.begin(STEPS.index(name), self.replicas.module.current_epoch, *numbers)
+        epoch = self.replicas.module.current_epoch
+        self.replicas.begin(STEPS.index(name), epoch, *numbers, meets=self._meet)
         self.updates.begin(self.optimizers if self._trains else [])
         if self._is_manual:
             self.gradients.push()
