@@ -29,6 +29,7 @@ class Call(NamedTuple):
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    has_weights: bool = False  # whether an argument is a weight or a buffer: not of samples
 
 
 def call_once(
@@ -38,7 +39,9 @@ def call_once(
     (metric, method, *_), device = calls[0], devices[0]
     if method == "reset":
         return metric.reset()
-    joined = _aggregated(calls, sizes, devices) or _joined(calls, sizes, device)
+    joined = None
+    if not any(call.has_weights for call in calls):
+        joined = _aggregated(calls, sizes, devices) or _joined(calls, sizes, device)
     if joined is not None:
         return (metric if method == "forward" else metric.update)(*joined[0], **joined[1])
     of_batch = blank(metric)

@@ -111,16 +111,19 @@ class Recorder:
         """What stands in for a method of a metric."""
         itself = getattr(metric, method)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
             if not self.is_recording:
                 return itself(*args, **kwargs)
             if method == "compute":
                 return self._compute(metric)
-            given = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone())
-            key = self._write(id(metric), method, Call(metric, method, *given))
+            given, named = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().clone())
+            tensors = [each for each in leaves([*args, kwargs]) if isinstance(each, Tensor)]
+            has_weights = any(map(self.replicas.holds, tensors))
+            call = Call(metric, method, given, named, has_weights)
+            key = self._write(id(metric), method, call)
             return self._for_the_shard(metric, key, args, kwargs) if method == "forward" else None
 
-        return call
+        return record
 
     def _for_the_shard(self, metric: Any, key: Key, args: Any, kwargs: Any) -> Any:
         """What `forward` answers a replica. NaN where the shard has too few samples."""
@@ -183,7 +186,7 @@ class Recorder:
                 }
                 calls, sizes = list(by_replica.values()), [records[i].size for i in by_replica]
                 is_log = calls[0].method == "log"
-                if len(calls) < len(records):
+                if len(calls) < len(records) and not calls[0].kwargs.get("rank_zero_only"):
                     name = key[1] if is_log else f"{self._names[key[0]]}.{key[1]}()"
                     notes.warn(
                         f"{name} was called by {len(calls)} of {len(records)} replicas: it has not "
@@ -199,7 +202,7 @@ class Recorder:
 
     def _log_once(self, fx: str, name: str, calls: list[Call], sizes: list[int]) -> None:
         """`batch_size` is a count of the shard's: it adds up."""
-        (value, source), kwargs = calls[0][2:]
+        (value, source), kwargs = calls[0].args, calls[0].kwargs
         home = self.replicas.devices[0]
         if kwargs.get("batch_size") is not None:
             given = [call.kwargs["batch_size"] for call in calls]

@@ -110,12 +110,16 @@ class Replicas:
             shared: Objects that stay one for all replicas.
             others: Objects besides the module that replicas have a state of.
         """
-        self._named = named = _walk(self.module)
-        layers = [layer for _, layer in named]
+        self._named = _walk(self.module)
+        self._find_state(shared, others)
+        while more := _unknown(self.state.modules, self._named):  # a teacher in a list, for example
+            self._named += more
+            self._find_state(shared, others)
+        layers = [layer for _, layer in self._named]
         tensors = [tensor for layer in layers for tensor in _tensors(layer)]
         if not (_are(layers, self._layers) and _are(tensors, self._tensors)):
             self._layers, self._tensors = layers, tensors
-            parameters, buffers = _find(named, "_parameters"), _find(named, "_buffers")
+            parameters, buffers = _find(self._named, "_parameters"), _find(self._named, "_buffers")
             self._found = parameters | buffers
             new = [each.tensor for key, each in self._found.items() if key not in self.set_of]
             sets = zip(*[new, *(get_params(new, device) for device in self.devices[1:])])
@@ -123,9 +127,10 @@ class Replicas:
             self.set_of = {key: known[key] for key in self._found}
             self.parameter_sets = {each.path: known[key] for key, each in parameters.items()}
             self.buffer_sets = {each.path: known[key] for key, each in buffers.items()}
-        self.state.find(
-            [layer for layer in layers if not isinstance(layer, SHARED)], shared, others
-        )
+
+    def _find_state(self, shared: Sequence[Any], others: Sequence[Any]) -> None:
+        layers = [layer for _, layer in self._named if not isinstance(layer, SHARED)]
+        self.state.find(layers, shared, others)
 
     def begin(self, step: int, *numbers: int, meets: bool) -> None:
         """A step begins, after `find`: give the replicas what the first has.
@@ -200,23 +205,30 @@ class Replicas:
         """
         sets = [*self.parameter_sets.values(), *self.buffer_sets.values()]
         before, now = [*self._marks, *self._buffer_marks], _marks(sets)
-        if now == before and not self.data_was_read:
-            return
-        self.distrust()
+        is_any = self.data_was_read or now != before
+        number = {id(owner): n for n, owner in enumerate(self.state.owners)}
         for n, tensors in enumerate(sets):
-            place = slice(n * len(tensors), (n + 1) * len(tensors))
-            each, compared = self._found[id(tensors[0])], [tensors[i] for i in active]
-            alike = {(tensor.shape, tensor.dtype, tensor.layout) for tensor in compared}
-            # of another shape it is a shard's own output; BatchNorm's statistics are averaged
-            is_state = len(alike) == 1 and not isinstance(each.layer, _NormBase)
-            is_edited = self.data_was_read or now[place] != before[place]
-            if is_edited and is_state and compared[0].layout == torch.strided:
-                self.notes.compare(
+            each, place = (
+                self._found[id(tensors[0])],
+                slice(n * len(tensors), (n + 1) * len(tensors)),
+            )
+            held = [tensors[i] for i in active]
+            if n >= len(self.parameter_sets):  # a step may have assigned another buffer
+                namespaces = [self.state.own[i][number[id(each.layer)]] for i in active]
+                held = [own["_buffers"].get(each.name) for own in namespaces]
+            is_edited = is_any and (self.data_was_read or now[place] != before[place])
+            is_edited |= any(tensors[i] is not other for i, other in zip(active, held))
+            if is_edited and not isinstance(each.layer, _NormBase):  # whose statistics are averaged
+                self.distrust()
+                message = (
                     f"A step edits {each.name} of {type(each.layer).__name__} by what is in its "
                     "shard. The first replica's value is kept for all: edit it in a hook, for "
-                    "example `on_train_batch_start`.",
-                    compared,
+                    "example `on_train_batch_start`."
                 )
+                if len({t if t is None else (t.shape, t.dtype, t.layout) for t in held}) > 1:
+                    self.notes.warn(message)
+                elif held[0] is not None and held[0].layout == torch.strided:
+                    self.notes.compare(message, held)
 
     def release(self) -> None:
         """Let go of all copies. Cycles would keep them until Python's collector runs."""
@@ -241,6 +253,16 @@ def _walk(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
 
     walk(module, prefix)
     return list(found.values())
+
+
+def _unknown(
+    modules: Sequence[tuple[str, nn.Module]], named: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Layers of modules that are not yet among the named ones, without metrics."""
+    known = {id(layer) for _, layer in named}
+    walked = [each for name, m in modules if not isinstance(m, SHARED) for each in _walk(m, name)]
+    unique = {id(layer): (name, layer) for name, layer in walked if id(layer) not in known}
+    return list(unique.values())
 
 
 def _tensors(layer: nn.Module) -> list[Tensor | None]:

@@ -91,10 +91,20 @@ class Updates:
             yield
         finally:
             for group, settings in zip(groups, before):
+                self._compare_settings(group, settings)
                 group.clear()
                 group.update(settings)
             for optimizer, state in zip(optimizers, states):
                 self._states[optimizer][i], optimizer.state = optimizer.state, state
+
+    def _compare_settings(self, group: dict[str, Any], first: dict[str, Any]) -> None:
+        """Note settings that a replica's step has changed otherwise than the first one's."""
+        for name, value in group.items():
+            if isinstance(value, (int, float)) and value != first.get(name, value):
+                self.replicas.notes.warn(
+                    f"A step sets {name} of an optimizer's group by what is in its shard: the "
+                    "first replica's value stays. Set it in a hook."
+                )
 
     @contextmanager
     def _watched_states(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

@@ -37,6 +37,9 @@ NAMES = {  # who has it, outside of a run
     "_get_current_graph_task_keep_graph": torch._C._autograd,
     "_global_optimizer_pre_hooks": optimizer,
     "_global_optimizer_post_hooks": optimizer,
+    "_schedulers": torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(SGD)]
+    ),
     "_optimizer_step_pre_hooks": SGD,
     "_optimizer_step_post_hooks": SGD,
     "_device": LightningModule(),
