@@ -9,9 +9,9 @@ read the other files in the order of the stops.
  3.     Recorder           what replicas log is written into their records      records.py
  4.     Replicas.begin     get_params: every replica has its own parameters,    replicas.py
                            attributes, lists and dicts                          state.py
- 5.     turn(i)            they become the module's; the step runs on shard i   replicas.py
+ 5.     turn(i)            they become the module's; the step runs on shard i   train_batch.py
  6.     combine            k records become one step's                          combining.py,
-                                                                     metric_calls.py, state.py
+                                                                     metric_calls.py, merging.py
  7.     Gradients.join     k losses become one, which the Trainer gets          gradients.py
  8.   backward             each replica's backward pass runs in its turn        gradients.py
  9.     reduce_gradients   the allreduce                                  manual_allreduce.py, dp.py

@@ -23,10 +23,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_mgpu.strategies.combining import reduce_logged
 from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.merging import Changes
 from lightning_mgpu.strategies.metric_calls import Call, call_once
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.split_batch import leaves
-from lightning_mgpu.strategies.state import MISSING, Changes
+from lightning_mgpu.strategies.state import MISSING
 
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")

@@ -1,8 +1,8 @@
-"""One module, k sets of parameters: `with replicas.turn(i)` puts set i into it, as in the book's
+"""One module, k sets of parameters: `with replicas.enter(i)` puts set i into it, as in the book's
 `lenet(X, params)`.
 
 A module keeps everything it has, its parameters and buffers too, in its `__dict__`. So a replica is
-a list of such dicts, one per layer, with tensors of its own in them. A turn exchanges the dicts.
+a list of such dicts, one per layer, with tensors of its own in them. `enter` exchanges the dicts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +20,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.equality import Notes
+from lightning_mgpu.strategies.merging import Merger
 from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.reads import data_of
 from lightning_mgpu.strategies.state import State
@@ -62,7 +63,8 @@ class Replicas:
     ) -> None:
         self.module, self.devices = module, list(devices)
         self.streams, self.notes = Streams(devices, own_streams), Notes()
-        self.state = State(devices, self.notes, self._localize)
+        self.state = State(devices, self._localize)
+        self.merger = Merger(self.state, self.notes)
         self.current = 0  # whose turn it is
         self.unknown_code: set[str] = set()  # names of what may edit weights unseen in every step
         self.parameter_sets: dict[str, TensorSet] = {}
@@ -164,7 +166,7 @@ class Replicas:
         return self.set_of[id(tensor)][i] if id(tensor) in self.set_of else tensor
 
     @contextmanager
-    def turn(self, i: int) -> Iterator[None]:
+    def enter(self, i: int) -> Iterator[None]:
         """Let the module be replica i inside the block, in a step and in its backward pass."""
         self._put_in(i)
         try:

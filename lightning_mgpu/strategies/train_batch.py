@@ -47,19 +47,6 @@ CHECK_EVERY = 50  # updates: replicas that make their own are compared so often
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def _evaluation(name: str, context: str) -> Any:
-    """A step of the strategy that does not train, in a context of its precision plugin."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_split:
-            return getattr(ParallelStrategy, name)(self, *args, **kwargs)
-        with getattr(self.precision_plugin, context)():
-            outputs = self._run(name, *args, **kwargs)
-        return self._gather(name, outputs)
-
-    return step
-
-
 class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     """Trains k replicas of a module, each on its shard of the batch.
 
@@ -202,9 +189,26 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         loss = self._join(losses)
         return {**whole, "loss": loss} if isinstance(whole, Mapping) else loss
 
-    validation_step = _evaluation("validation_step", "val_step_context")
-    test_step = _evaluation("test_step", "test_step_context")
-    predict_step = _evaluation("predict_step", "predict_step_context")
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().validation_step(*args, **kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._gather("validation_step", self._run("validation_step", *args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().test_step(*args, **kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._gather("test_step", self._run("test_step", *args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_split:
+            return super().predict_step(*args, **kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self._gather("predict_step", self._run("predict_step", *args, **kwargs))
 
     @property
     def _is_automatic(self) -> bool:
@@ -290,7 +294,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         for (i, record), output in zip(records.items(), outputs):
             record.output = output
             record.statistics = self.replicas.statistics(i)
-            record.changes = self.replicas.state.changes(i, record.size)
+            record.changes = self.replicas.merger.changes(i, record.size)
 
     def _note_data_read(self, tensor: Tensor) -> None:
         """A step has read `.data`, and may edit it: nobody counts that."""
@@ -311,13 +315,13 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         return [outputs[i] for i in self.sizes]
 
     def _combine(self, records: dict[int, Record]) -> None:
-        """k records become one step's. The rules: state.py, combining.py, metric_calls.py."""
+        """k records become one step's. The rules: combining.py, metric_calls.py, merging.py."""
         if self._are_several:
             self.recorder.combine_calls()
         if self._layer_sync is None:
             average_statistics({i: each.statistics for i, each in records.items()}, self.sizes)
         replicas = self.replicas
-        replicas.state.combine({i: each.changes for i, each in records.items()}, self.sizes)
+        replicas.merger.combine({i: each.changes for i, each in records.items()}, self.sizes)
         replicas.compare_edited(list(self.sizes))
         if self._trains:  # the step may have edited the parameters of the replicas that ran
             if not self._is_automatic or len(self.sizes) < len(replicas.devices):
@@ -330,9 +334,9 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
         timed = self.auto_split.timed(i, self.devices[i])
-        updates = self.updates.turn(i, self.updates.optimizers)
+        optimizers = self.updates.use_state_of(i, self.updates.optimizers)
         try:
-            with timed, self.replicas.turn(i), updates:
+            with timed, self.replicas.enter(i), optimizers:
                 yield
         except Exception as error:
             error.add_note(f"raised in replica {i} on {self.devices[i]}")

@@ -69,7 +69,7 @@ class Updates:
         self._states[optimizer] = [CopyOnDemand(partial(load, i)) for i in range(count)]
 
     @contextmanager
-    def turn(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    def use_state_of(self, i: int, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Let optimizers have replica i's parameters and states inside the block.
 
         Replicas begin with the same settings.
@@ -147,7 +147,7 @@ class Updates:
         push_gradients()
         self._settings = [dict(group) for group in optimizer.param_groups]
         for i, device in enumerate(self.replicas.devices[1:], start=1):
-            with self.turn(i, [optimizer]), current_device(device):
+            with self.use_state_of(i, [optimizer]), current_device(device):
                 type(optimizer).step(optimizer)
         if optimizer not in self._are_equal:
             step = self.replicas.module.global_step

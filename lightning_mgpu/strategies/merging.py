@@ -1,0 +1,244 @@
+"""What replicas have changed in Python objects is put together in the first one's: the user's.
+
+| changed | afterwards |
+| --- | --- |
+| a key or an attribute that only some replicas have assigned or deleted | so for all |
+| a number, text or `None` that every replica has assigned | the first one's |
+| anything else that every replica has assigned: a hidden state | each its own, in its next step |
+| items added to a list, a deque, a set; what a `Counter` counts | all, in the batch's order |
+
+What may not be what one device would have is warned of by its name.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.strategies.equality import Notes
+from lightning_mgpu.strategies.split_batch import bring_home, leaves
+from lightning_mgpu.strategies.state import (
+    ARRAYS,
+    MISSING,
+    PLAIN,
+    TENSORS,
+    Queue,
+    State,
+    get,
+    versions_of,
+)
+
+NUMBERS = (int, float, complex)
+
+
+class Changes(NamedTuple):
+    """What a replica's step has changed in a namespace or a container."""
+
+    assigned: dict[Any, Any]  # by key, or by index
+    removed: set[Any]  # keys
+    added: list[Any]  # items
+    dropped: int  # how many items at the front
+
+
+class Merger:
+    """Puts together what replicas have changed."""
+
+    def __init__(self, state: State, notes: Notes) -> None:
+        self.state, self.notes = state, notes
+
+    def changes(self, i: int, size: int) -> dict[int, Changes]:
+        """What replica i's step has changed, by the number of the namespace or container."""
+        state = self.state
+        pairs = enumerate(zip(state.start[i], state.own[i]))
+        changes = {n: _find_changes(*pair, size) for n, pair in pairs if not _is_same(*pair)}
+        for n, key, value, versions in state.versions[i]:
+            if get(state.own[i][n], key) is value and versions_of(value) != versions:
+                changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
+        return changes
+
+    def combine(self, changes: Mapping[int, Mapping[int, Changes]], sizes: dict[int, int]) -> None:
+        """Put together what the active replicas have changed, in the first one's."""
+        for n in sorted({n for each in changes.values() for n in each}):
+            store = self.state.found[n].store
+            by_replica = {i: each[n] for i, each in changes.items() if n in each}
+            if isinstance(store, set):
+                store.update(*(change.added for change in by_replica.values()))
+                store.difference_update(*(change.removed for change in by_replica.values()))
+                continue
+            if isinstance(store, (list, deque)):
+                self._combine_items(n, by_replica)
+                if any(change.added for change in by_replica.values()):
+                    continue
+            for key in {key for each in by_replica.values() for key in each.removed}:
+                store.pop(key, None)
+            assigned: dict[Any, dict[int, Any]] = {}  # by key and replica
+            for i, change in by_replica.items():
+                for key, value in change.assigned.items():
+                    assigned.setdefault(key, {})[i] = value
+            for key, values in assigned.items():
+                if not (n < len(self.state.owners) and key in TENSORS):
+                    self._combine_values(n, key, values, sizes)
+
+    def _combine_values(
+        self, n: int, key: Any, values: dict[int, Any], sizes: dict[int, int]
+    ) -> None:
+        """Put together what replicas have assigned to an attribute, a key or an index."""
+        store, before = self.state.found[n].store, get(self.state.start[0][n], key)
+        given, sized, home = [*values.values()], [sizes[i] for i in values], self.state.devices[0]
+        is_attribute, is_partial = n < len(self.state.owners), len(values) < len(sizes)
+        if isinstance(store, Counter):
+            store[key] += sum(count for i, count in values.items() if i)
+        elif not is_attribute and before is MISSING and _are_collected(values, sizes):
+            whole = given[0]
+            for value in given[1:]:
+                (whole.extend if hasattr(whole, "extend") else whole.update)(value)
+            store[key] = bring_home(whole, home)
+        elif isinstance(before, list) and all(_begins_with(value, before) for value in given):
+            store[key] = before + [
+                item for each in given for item in bring_home(each[len(before) :], home)
+            ]
+        elif is_partial:
+            is_first = is_attribute and all(map(_is_number, given))
+            if get(store, key) is MISSING or not is_first:
+                store[key] = bring_home(given[-1], home)  # the others have not touched it
+            if all(map(_is_number, (before, *given))) and not (
+                self.state.meets and [*values] == [0]
+            ):
+                self.notes.warn(self._first_stays(n, key))
+        elif all(map(_is_plain, given)):
+            if _are_of_shards(before, given, sized):
+                self.notes.warn(self._first_stays(n, key))
+        else:
+            if get(store, key) is MISSING:
+                store[key] = bring_home(given[0], home)
+            self._note_values(self._first_stays(n, key), before, given, sized)
+            for i, value in values.items():
+                if i:
+                    self.state.keep(i, store, key, value)
+
+    def _note_values(self, message: str, before: Any, given: list[Any], sizes: list[int]) -> None:
+        """Note what looks like a result of a shard, and not like a hidden state of its samples."""
+        if all(isinstance(value, list) for value in given):
+            if all(map(_is_plain, (item for value in given for item in value))):
+                if any(value != given[0] for value in given):
+                    self.notes.warn(message)
+            elif any(len(value) < 2 or not _is_state(value, n) for value, n in zip(given, sizes)):
+                self.notes.warn(message)
+        if not all(isinstance(value, ARRAYS) for value in given):
+            return
+        tensors = [torch.as_tensor(value) for value in given]
+        if any(tensor.layout != torch.strided for tensor in tensors) or all(
+            size in tensor.shape for tensor, size in zip(tensors, sizes)
+        ):
+            return
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+            self.notes.warn(message)
+            return
+        self.notes.compare(message, tensors)
+        if isinstance(before, Tensor) and not before.ndim and not tensors[0].is_complex():
+            change = tensors[0] - before.to(tensors[0].device)
+            is_multiple = torch.stack([change % size == 0 for size in sizes]).all()
+            self.notes.flag(message, (change > 1) & is_multiple)
+
+    def _first_stays(self, n: int, key: Any) -> str:
+        name = self.state.name_of(n, key)
+        return f"A step gives {name} a value of its shard: the first replica's stays."
+
+    def _combine_items(self, n: int, changes: dict[int, Changes]) -> None:
+        """Replay on the first replica's list what the others have dropped and added."""
+        store = self.state.found[n].store
+        is_limited = isinstance(store, deque) and store.maxlen is not None
+        if not is_limited and any(change.dropped for change in changes.values()):
+            self.notes.warn(
+                f"A step drops items from {self.state.name_of(n)}: which stay may depend on the "
+                "number of devices. Collect them in a hook."
+            )
+        for i, change in changes.items():
+            if i:
+                for _ in range(0 if is_limited else min(change.dropped, len(store))):
+                    del store[0]
+                store.extend(bring_home(change.added, self.state.devices[0]))
+
+
+def _is_same(start: Any, own: Any) -> bool:
+    if isinstance(own, set):
+        return bool(start == own)
+    if len(start) != len(own):
+        return False
+    if isinstance(own, dict):
+        return all(map(is_, start.values(), own.values())) and all(map(is_, start, own))
+    if isinstance(own, Queue) and own.added:
+        return False
+    return all(map(is_, start, own))
+
+
+def _find_changes(start: Any, own: Any, size: int) -> Changes:
+    if isinstance(own, set):
+        return Changes({}, start - own, list(own - start), 0)
+    if isinstance(own, dict):
+        new = {key: each for key, each in own.items() if start.get(key, MISSING) is not each}
+        if isinstance(own, Counter):
+            new = {key: count - start[key] for key, count in new.items()}
+        return Changes(new, start.keys() - own.keys(), [], 0)
+    before, now = list(start), list(own)
+    if isinstance(own, Queue) and own.added and own.maxlen is not None:
+        return Changes({}, set(), own.added, 0)
+    moved = {id(item): n for n, item in reversed([*enumerate(before)]) if not _is_plain(item)}
+    dropped = moved.get(id(now[0]), len(before)) if now else len(before)
+    dropped = 0 if before and now and before[0] is now[0] else dropped
+    if len(before) == len(now) and dropped in (0, len(before)):
+        return Changes(
+            {n: b for n, (a, b) in enumerate(zip(before, now)) if a is not b}, set(), [], 0
+        )
+    return Changes({}, set(), now[len(before) - dropped :], dropped)
+
+
+def _begins_with(value: Any, before: list[Any]) -> bool:
+    """Whether a new list has all items of the old one, and some more."""
+    is_longer = isinstance(value, list) and value is not before and len(value) >= len(before)
+    return is_longer and bool(before) and all(map(is_, value, before))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, NUMBERS) and not isinstance(value, bool)
+
+
+def _is_state(value: Any, size: int) -> bool:
+    """Whether all tensors in a value have a dimension of samples: a hidden state."""
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(size in tensor.shape for tensor in tensors)
+
+
+def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
+    """Whether new lists, sets and dicts hold what replicas have collected, and not their states."""
+    kinds, first = {type(value) for value in values.values()}, next(iter(values.values()))
+    if len(kinds) > 1 or not isinstance(first, (list, deque, set, dict)):
+        return False
+    if isinstance(first, dict):  # of other keys
+        return len({key for each in values.values() for key in each}) == sum(
+            map(len, values.values())
+        )
+    # [h, c] under a new key is a hidden state, one item is a first one
+    return not all(len(v) > 1 and _is_state(list(v), sizes[i]) for i, v in values.items())
+
+
+def _are_of_shards(before: Any, values: list[Any], sizes: list[int]) -> bool:
+    """Whether what all replicas have assigned may not be the whole batch's.
+
+    It differs, or it counts samples.
+    """
+    if any(value != values[0] for value in values if value == value):  # but NaN
+        return True
+    if not all(map(_is_number, values)) or not isinstance(values[0], int):
+        return False
+    if not _is_number(before):
+        return values == sizes and values[0] > 1
+    change = values[0] - before
+    return change > 1 or (change < -1 and not any(change % size for size in sizes))
