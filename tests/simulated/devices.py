@@ -55,12 +55,9 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
 }
 SCRIPTED = "TorchScript layers keep their parameters on the first device"
-STAYS = "stays on the first device"
 ON_ONE_DEVICE = {  # what torch refuses where devices differ: all replicas have the one object
     "test_models[manual_allreduce-scripted layers]": SCRIPTED,
     "test_models[dp-scripted layers]": SCRIPTED,
-    "states_are_the_replicas_own[new list-": f"a tensor that a hook puts into a list {STAYS}",
-    "states_are_the_replicas_own[new object-": f"a tensor that a hook puts into an object {STAYS}",
     "test_python_objects_get_one_call_a_replica": "a list that steps append to holds "
     "tensors of all devices",
     "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays "

@@ -33,6 +33,14 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
             "test_metrics.py::test_ways_to_log_a_metric",
         ),
     ],
+    "records": [
+        "test_silent_faults.py",
+        "test_backward.py",
+        "test_gather.py",
+        "test_calls.py::test_collectives_need_lockstep",
+        "test_calls.py::test_a_loss_of_gathered_samples",
+        "test_state.py::test_neurons_keep_their_state",
+    ],
     "steps": [
         "../simulated/test_steps.py",
         "../simulated/test_watch.py",

@@ -66,7 +66,7 @@ def test_a_model_may_lie_in_any_module(assert_parity, name):
 
 
 def test_an_optimizer_may_lie_in_any_module(assert_parity):
-    """One that counts its steps outside its state must not step once a replica."""
+    """One that counts its steps outside its state must not step once per replica."""
 
     class Mine(optim.SGD):
         num_steps = 0

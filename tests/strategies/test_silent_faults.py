@@ -103,7 +103,8 @@ def test_results_of_a_shard_are_warned_of_by_name(train, warned, edit):
         def __init__(self):
             super().__init__()
             self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-            self.sums, self.kept = torch.zeros(6).double(), torch.zeros(0, 6).double()
+            self.sums = torch.zeros(6, device=HOME).double()
+            self.kept = torch.zeros(0, 6, device=HOME).double()
             self.seen, self.left = torch.zeros(()), 1000
 
         def training_step(self, batch, batch_idx):
