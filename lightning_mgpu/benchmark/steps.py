@@ -28,13 +28,9 @@ from lightning_mgpu.runs.devices import gpus, own_devices
 from lightning_mgpu.runs.processes import leave_group
 
 WARM_UP = 3  # steps; the first one allocates and compiles
-OWN = [("replicas", method) for method in ("begin", "turn", "end", "average_statistics")]
-OWN += [
-    ("recorder", "recording"),
-    ("gradients", "copy_changed"),
-    ("updates", "begin"),
-    ("updates", "turn"),
-]
+OWN = [("replicas", method) for method in ("find", "begin", "enter", "compare_edited")]
+OWN += [("recorder", "recording"), ("recorder", "combine_calls"), ("gradients", "push")]
+OWN += [("updates", "begin"), ("updates", "use_state_of")]
 """What our strategies do beside a step's parts: attributes of the strategy, and their methods."""
 
 

@@ -78,8 +78,8 @@ STRATEGIES = """
 
         @property
         def replicas(self):
-            pairs = [(p, p + 1) for p in self.lightning_module.parameters()]
-            return SimpleNamespace(parameters=pairs)
+            sets = {name: (p, p + 1) for name, p in self.lightning_module.named_parameters()}
+            return SimpleNamespace(parameter_sets=sets)
 
         def teardown(self):
             threading.Thread(target=time.sleep, args=(1000,), name="left", daemon=True).start()
