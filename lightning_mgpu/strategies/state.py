@@ -223,11 +223,21 @@ def _store_of(value: Any) -> Any:
         return value if any(_store_of(item) is not None for item in value) else None
     if _is_container(value):
         is_long = isinstance(value, (dict, set)) and len(value) > MANY
-        return None if is_long else _namespace(value)
+        return None if is_long or not _can_be_copied(value) else _namespace(value)
     if not _has_state(type(value)):  # type: ignore[arg-type]
         return None
     is_of_threads = any(isinstance(each, LOCKS) for each in vars(value).values())
     return None if is_of_threads else vars(value)  # which other threads may write into
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Whether a container of a class of the user's takes part in `copy.copy`."""
+    if type(value) in CONTAINERS:
+        return True
+    try:
+        return type(copy.copy(value)) is type(value)
+    except Exception:
+        return False
 
 
 def _namespace(value: Any) -> Any:
@@ -238,7 +248,8 @@ def _namespace(value: Any) -> Any:
 def _has_state(cls: Any) -> bool:
     """Whether instances have a `__dict__` that a turn can exchange, and are nobody else's."""
     is_pythons = cls.__flags__ & HEAP_TYPE and cls.__dictoffset__ and not hasattr(cls, "__next__")
-    return bool(is_pythons) and not issubclass(cls, NO_STATE)
+    has_property = any(isinstance(vars(each).get("__dict__"), property) for each in cls.__mro__)
+    return bool(is_pythons) and not has_property and not issubclass(cls, NO_STATE)
 
 
 def _items(store: Any) -> Any:

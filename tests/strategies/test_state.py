@@ -4,7 +4,9 @@ import queue
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -349,3 +351,31 @@ def test_what_other_threads_write_into_is_one_for_all(train):
     module = train(Module, 2, max_steps=2, check=False)
     assert [module.queue.get_nowait() for _ in range(4)] == [0, 1, 2, 3]
     assert module.writer.count == 4
+
+
+class Uncopied(list):
+    def __copy__(self):
+        raise TypeError("one of a kind")
+
+
+class Closed:
+    @property
+    def __dict__(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Uncopied, Closed, threading.local, threading.Event, lambda: partial(int, 1), MagicMock],
+)
+def test_an_object_that_cannot_be_copied_is_one_for_all(train, make):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.odd, self.in_a_list = make(), [make()]
+
+        def training_step(self, batch, batch_idx):
+            assert self.odd is not self.in_a_list[0]
+            return self.loss(batch)
+
+    train(Module, 2, max_steps=2, check=False)
