@@ -5,6 +5,7 @@ The host waits once for all of them, if at all.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -43,9 +44,11 @@ def differences(sets: Sequence[Sequence[Tensor]]) -> Tensor:
     rows = []
     for first, *others in sets:
         row = [torch.zeros((), dtype=torch.bool, device=first.device)]
+        is_spread = any(first.device != other.device for other in others)
+        of_first: Any = digest(first) if is_spread else None
         for other in others:
             if first.device != other.device:
-                row.append(digest(first) != digest(other).to(first.device))
+                row.append(of_first != digest(other).to(first.device))
             elif first.is_cpu and torch.equal(first, other):  # the fastest way
                 row.append(row[0])
             else:

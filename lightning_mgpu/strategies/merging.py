@@ -49,11 +49,11 @@ class Merger:
     def __init__(self, state: State, notes: Notes) -> None:
         self.state, self.notes = state, notes
 
-    def changes(self, i: int, size: int) -> dict[int, Changes]:
+    def changes(self, i: int) -> dict[int, Changes]:
         """What replica i's step has changed, by the number of the namespace or container."""
         state = self.state
         pairs = enumerate(zip(state.start[i], state.own[i]))
-        changes = {n: _find_changes(*pair, size) for n, pair in pairs if not _is_same(*pair)}
+        changes = {n: _find_changes(*pair) for n, pair in pairs if not _is_same(*pair)}
         for n, key, value, versions in state.versions[i]:
             if get(state.own[i][n], key) is value and versions_of(value) != versions:
                 changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
@@ -175,7 +175,7 @@ def _is_same(start: Any, own: Any) -> bool:
     return all(map(is_, start, own))
 
 
-def _find_changes(start: Any, own: Any, size: int) -> Changes:
+def _find_changes(start: Any, own: Any) -> Changes:
     if isinstance(own, set):
         return Changes({}, start - own, list(own - start), 0)
     if isinstance(own, dict):

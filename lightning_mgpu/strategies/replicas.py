@@ -220,7 +220,8 @@ class Replicas:
                 held = [own["_buffers"].get(each.name) for own in namespaces]
             is_edited = is_any and (self.data_was_read or now[place] != before[place])
             is_edited |= any(tensors[i] is not other for i, other in zip(active, held))
-            if is_edited and not isinstance(each.layer, _NormBase):  # whose statistics are averaged
+            is_statistic = n >= len(self.parameter_sets) and isinstance(each.layer, _NormBase)
+            if is_edited and not is_statistic:  # those are averaged
                 self.distrust()
                 message = (
                     f"A step edits {each.name} of {type(each.layer).__name__} by what is in its "

@@ -126,6 +126,10 @@ class State:
     def begin(self, step: int, meets: bool) -> None:
         """A step begins, in which replicas may meet: give every replica its own."""
         self.step, self.meets = step, meets
+        # what hooks have replaced is let go of
+        self.kept = {
+            key: kept for key, kept in self.kept.items() if key[0] != step or key[2] in self._number
+        }
         first = [each.store for each in self.found]
         self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
         self.start = [

@@ -294,7 +294,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         for (i, record), output in zip(records.items(), outputs):
             record.output = output
             record.statistics = self.replicas.statistics(i)
-            record.changes = self.replicas.merger.changes(i, record.size)
+            record.changes = self.replicas.merger.changes(i)
 
     def _note_data_read(self, tensor: Tensor) -> None:
         """A step has read `.data`, and may edit it: nobody counts that."""

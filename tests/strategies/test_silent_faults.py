@@ -5,8 +5,9 @@ from collections import defaultdict, deque
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import LightningDataModule
-from tiny_runs import HOME, MANUAL, Regression, a_loader, assert_close
+from tiny_runs import HOME, MANUAL, Manual, Regression, a_loader, assert_close, batch_norm_net
 from torch import nn
 from torch.nn import functional as F
 
@@ -237,3 +238,84 @@ def test_a_data_module_that_edits_weights(assert_parity):
             return batch
 
     assert_parity(Regression, loader=Data, own_updates=False)
+
+
+def test_a_weight_of_batch_norm_edited_by_the_shard(train, warned):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__(batch_norm_net().double())
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx > 1:
+                self.net[1].weight.data.add_(batch[0].mean())
+            return self.loss(batch)
+
+    train(Module, 2, loader=lambda: a_loader(8, 32), check=False)
+    assert len(warned("edits weight of BatchNorm1d")) == 1
+
+
+def test_states_in_a_dict_that_a_hook_replaces_are_let_go(train):
+    class Module(Regression):
+        def on_train_batch_start(self, *_):
+            self.state = {"h": torch.zeros(1, 3).double()}
+
+        def loss(self, batch):
+            Z = self.net(batch[0])
+            self.state["h"] = Z.detach()
+            self.num_kept = len(self.trainer.strategy.replicas.state.kept) if self._trainer else 0
+            return F.mse_loss(Z, batch[1])
+
+    assert train(Module, 2, check=False).num_kept <= 2
+
+
+class Ahead(torch.optim.SGD):
+    """Edits weights by `.data` before its closure, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(0.99)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_edits_before_its_closure(assert_parity):
+    assert_parity(lambda: Regression(optimizer=lambda module: Ahead(module.parameters(), 0.1)))
+
+
+def test_gradients_edited_by_the_shard_in_manual_optimization(train):
+    class Module(Manual):
+        def update(self, loss):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if self.global_step > 1:
+                for param in self.parameters():
+                    param.grad.data.mul_(loss.item())
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="in the same way for every shard"):
+        train(Module, 2, check=False)
+
+
+class Weighted(torchmetrics.MeanMetric):
+    """Weighs classes. Their weights may be as many as a shard has samples."""
+
+    def update(self, errors, weights):
+        super().update(errors * (weights / weights.sum())[: len(errors)].mean())
+
+
+def test_weights_of_classes_as_many_as_samples(train):
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("classes", torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
+            self.seen = []
+            self.metric = Weighted()
+            update = self.metric.update
+            self.metric.update = lambda *args: (self.seen.append(len(args[1])), update(*args))
+
+        def training_step(self, batch, batch_idx):
+            self.metric.update(batch[0].mean(1), self.classes)
+            return self.loss(batch)
+
+    module = train(Module, 2, loader=lambda: a_loader(8, 32), check=False)
+    assert module.seen and set(module.seen) == {4}
