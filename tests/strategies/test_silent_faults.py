@@ -293,7 +293,7 @@ def test_gradients_edited_by_the_shard_in_manual_optimization(train):
             optimizer.step()
 
     with pytest.raises(RuntimeError, match="in the same way for every shard"):
-        train(Module, 2, check=False)
+        train(Module, 2, max_epochs=1, check=False)  # compared anyway when the next one begins
 
 
 class Weighted(torchmetrics.MeanMetric):
@@ -319,3 +319,21 @@ def test_weights_of_classes_as_many_as_samples(train):
 
     module = train(Module, 2, loader=lambda: a_loader(8, 32), check=False)
     assert module.seen and set(module.seen) == {4}
+
+
+def test_weights_are_compared_in_an_epochs_last_update(train):
+    """Also where a hook between epochs may edit them, so that nobody can compare them later."""
+
+    class Strategy(ManualAllreduceStrategy):
+        def update_replicas(self, optimizer):
+            super().update_replicas(optimizer)
+            if self.lightning_module.global_step == 1:
+                for _, other in self.replicas.parameter_sets.values():
+                    other.data.mul_(1 + 1e-9)
+
+    class Module(Regression):
+        def on_train_epoch_end(self): ...
+
+    strategy = Strategy(parallel_devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"replica 1 .*equal at step"):
+        train(Module, 2, strategy, loader=lambda: a_loader(8, 32), max_epochs=1, check=False)
