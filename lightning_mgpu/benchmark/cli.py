@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.benchmark import time_to_accuracy
-from lightning_mgpu.benchmark.exchange import (
-    ALGORITHMS,
-    LIMIT,
-    check_algorithm,
-    exchange_tables,
-    plot_exchange,
-)
+from lightning_mgpu.benchmark import exchange, time_to_accuracy
 from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
@@ -31,15 +24,8 @@ from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 PROG = "python -m lightning_mgpu benchmark"
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
-QUICK_SIZES = [4 * 2**10, 256 * 2**10, 4 * 2**20]
-QUICK = {
-    "models": ["LeNet"],
-    "repeats": 2,
-    "num_steps": 10,
-    "ks": [2],
-    "sizes": QUICK_SIZES,
-    "seconds": 0.05,
-}
+QUICK: dict[str, Any] = {"models": ["LeNet"], "repeats": 2, "num_steps": 10}
+QUICK |= {"ks": [2], "sizes": [4 * 2**10, 256 * 2**10, 4 * 2**20], "seconds": 0.05}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,44 +34,24 @@ def parser() -> argparse.ArgumentParser:
         prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False
     )
     add = result.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="small defaults: LeNet, two repeats of ten steps, few sizes",
-    )
-    add(
-        "--only",
-        choices=["steps", "exchange"],
-        help="of training, or the allreduce alone; left out, both",
-    )
-    add("--models", nargs="+", default=["LeNet", "ResNet18"], help="also dotted paths of your own")
+    small = "small defaults: LeNet, two repeats of ten steps, few sizes"
+    add("--quick", action="store_true", help=small)
+    only = "of training, or the allreduce alone; left out, both"
+    add("--only", choices=["steps", "exchange"], help=only)
+    yours = "also dotted paths of your own"
+    add("--models", nargs="+", default=["LeNet", "ResNet18"], help=yours)
     add("--repeats", type=int, default=5)
-    add(
-        "--strategies",
-        nargs="*",
-        default=["ddp", "dp", "manual_allreduce"],
-        help="also dotted paths of your own",
-    )
+    add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help=yours)
     add("--devices", nargs="+", type=int, default=[2])
-    add(
-        "--replicas",
-        nargs="+",
-        type=int,
-        default=[],
-        help="also measure so many replicas on one device",
-    )
+    several = "also measure so many replicas on one device"
+    add("--replicas", nargs="+", type=int, default=[], help=several)
     add("--batch_size", type=int, default=256, help="global, shared by the devices")
     add("--num_steps", type=int, default=20, help="of each of the two stretches that are timed")
-    add("--algorithms", nargs="+", default=list(ALGORITHMS), help="also dotted paths of your own")
-    add(
-        "--sizes", nargs="*", type=int, default=SIZES, help="of the allreduce alone: bytes a device"
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=0.2,
-        help="of the allreduce alone: for each algorithm, size, k and repeat",
-    )
+    add("--algorithms", nargs="+", default=list(exchange.ALGORITHMS), help=yours)
+    alone = "of the allreduce alone: "
+    add("--sizes", nargs="*", type=int, default=SIZES, help=alone + "bytes a device")
+    each = "for each algorithm, size, k and repeat"
+    add("--seconds", type=float, default=0.2, help=alone + each)
     add("--run_dir", help="must be new")
     return result
 
@@ -100,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     checks: Any = (
         (make_strategy, args.strategies),
         (make_model, args.models),
-        (check_algorithm, args.algorithms),
+        (exchange.check_algorithm, args.algorithms),
     )
     for check, names in checks:
         for name in names:
@@ -130,15 +96,13 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
     try:
         if args.only != "exchange":
-            plan = {
-                f"{each.model}, {name_of(vars(each))}": vars(each) for each in configurations(args)
-            }
+            orders = [vars(each) for each in configurations(args)]
+            plan = {f"{order['model']}, {name_of(order)}": order for order in orders}
             measure("steps", plan, args.repeats, report["results"])
         if args.only != "steps":
             shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
-            plan = {
-                f"{name} alone": {"algorithm": name, **shared} for name in (*args.algorithms, LIMIT)
-            }
+            names = (*args.algorithms, exchange.LIMIT)
+            plan = {f"{name} alone": {"algorithm": name, **shared} for name in names}
             measure("exchange", plan, args.repeats, report["exchange"])
     finally:  # also on Ctrl-C
         finish(report, run_dir)
@@ -148,14 +112,11 @@ def finish(report: dict[str, Any], run_dir: Path) -> None:
     """Write what was measured, show it and draw it."""
     report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
     (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
-    lines = [
-        headline(report["machine"], report["command"], report["repeats"]),
-        *tables(report["results"]),
-    ]
-    lines += exchange_tables(report["exchange"])
+    lines = [headline(report["machine"], report["command"], report["repeats"])]
+    lines += tables(report["results"]) + exchange.exchange_tables(report["exchange"])
     (run_dir / "benchmark.md").write_text(text := "\n".join(lines) + "\n")
     draw(report["results"], report["machine"], run_dir)
-    plot_exchange(report["exchange"], run_dir)
+    exchange.plot_exchange(report["exchange"], run_dir)
     print(
         f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures "
         "beside them"

@@ -60,10 +60,8 @@ def cases_of(sizes: Sequence[int], models: Sequence[nn.Module]) -> dict[str, lis
     }
     for model in models:
         shapes = [p.shape for p in model.parameters() if p.requires_grad]
-        cases[type(model).__name__] = shapes
-        cases[f"{type(model).__name__}, flat"] = [
-            torch.Size([sum(shape.numel() for shape in shapes)])
-        ]
+        name, total = type(model).__name__, sum(shape.numel() for shape in shapes)
+        cases |= {name: shapes, f"{name}, flat": [torch.Size([total])]}
     return cases
 
 
@@ -130,11 +128,8 @@ def cases_measured(results: Sequence[Result]) -> dict[str, Any]:
 
 def plot_exchange(results: Sequence[Result], directory: Path) -> None:
     """`exchange.png`, bandwidth by size of a device's tensor: a panel a k, a line an algorithm."""
-    single = {
-        case: found["bytes"]
-        for case, found in cases_measured(results).items()
-        if found["num_tensors"] == 1
-    }
+    found = cases_measured(results)
+    single = {case: each["bytes"] for case, each in found.items() if each["num_tensors"] == 1}
     if not single:
         return
     ks = results[0]["configuration"]["ks"]
@@ -147,13 +142,8 @@ def plot_exchange(results: Sequence[Result], directory: Path) -> None:
             )
             name = result["configuration"]["algorithm"]
             style = {"linestyle": "--", "color": "black"} if name == LIMIT else {}
-            panel.plot(
-                [size for size, _ in points],
-                [rate for _, rate in points],
-                marker=".",
-                label=name,
-                **style,
-            )
+            xs, ys = [size for size, _ in points], [rate for _, rate in points]
+            panel.plot(xs, ys, marker=".", label=name, **style)
         panel.set(title=f"k = {k}", xlabel="bytes a device", xscale="log", yscale="log")
         panel.grid(True, alpha=0.3)
     figure.axes[0].set_ylabel("bytes / second")
@@ -169,10 +159,8 @@ def main() -> None:
     those = gpus() or [torch.device("cpu")]
     found: dict[str, Any] = {}
     for case, shapes in cases.items():
-        found[case] = {
-            "num_tensors": len(shapes),
-            "bytes": sum(4 * shape.numel() for shape in shapes),
-        }
+        num_bytes = sum(4 * shape.numel() for shape in shapes)
+        found[case] = {"num_tensors": len(shapes), "bytes": num_bytes}
         for k in order["ks"]:
             devices = [those[i % len(those)] for i in range(k)]
             found[case][k] = time_function(order["algorithm"], shapes, devices, order["seconds"])

@@ -68,25 +68,18 @@ def machine() -> dict[str, Any]:
     A step then waits for a core as often as it meets its threads: milliseconds, not microseconds.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(
-        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    cpus = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     # how many threads wanted a core in the last minute
-    cores, load = (num_cores(), os.getloadavg()[0])
+    cores, load = num_cores(), os.getloadavg()[0]
     if load > cores:
         print(
             f"warning: load {load:.1f} on {cores} cores: other programs disturb the figures",
             flush=True,
         )
     names = [torch.get_device_module(gpu).get_device_name(gpu) for gpu in gpus()]
-    about = {
-        "date": f"{datetime.now():%Y-%m-%d}",
-        "cpu": cpu,
-        "cores": cores,
-        "gpus": names,
-        "load": load,
-    }
+    cpu = cpus[0] if cpus else platform.machine()
+    date = f"{datetime.now():%Y-%m-%d}"
+    about = {"date": date, "cpu": cpu, "cores": cores, "gpus": names, "load": load}
     return {**about, **{name: version(name) for name in ("torch", "lightning")}}
 
 

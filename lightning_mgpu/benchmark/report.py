@@ -11,18 +11,8 @@ from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Result
 
-HEAD = (
-    *(
-        "",
-        "global batch",
-        "samples/s",
-        "ms a step (lowest to highest)",
-        "/ loop",
-        "/ one device",
-        "/ `ddp`",
-    ),
-    "of it the strategy's own, ms",
-)
+HEAD = ["", "global batch", "samples/s", "ms a step (lowest to highest)"]
+HEAD += ["/ loop", "/ one device", "/ `ddp`", "of it the strategy's own, ms"]
 
 
 def over_repeats(value: Callable[..., float], *results: Result | None) -> float | None:
@@ -50,9 +40,7 @@ def parts(result: Result) -> dict[str, float]:
 
 def name_of(configuration: dict[str, Any]) -> str:
     """An engine in words, and on how many devices if on several."""
-    engine, devices, replicas = (
-        configuration.get(name) for name in ("engine", "devices", "replicas")
-    )
+    engine, devices, replicas = map(configuration.get, ("engine", "devices", "replicas"))
     name = {**BY_HAND, "auto": "one device"}.get(str(engine), engine)
     if replicas:
         return f"{name} ({replicas} replicas on one device)"
@@ -139,10 +127,7 @@ def draw(results: Sequence[Result], machine: dict[str, Any], directory: Path) ->
                 names, [parts(result)[part] * 1e3 for result in own], left=left, label=part
             )
             left = [bar.get_x() + bar.get_width() for bar in bars]
-        rates = [
-            result["configuration"]["batch_size"] / statistics.median(steps(result))
-            for result in own
-        ]
+        rates = [r["configuration"]["batch_size"] / statistics.median(steps(r)) for r in own]
         axes.bar_label(bars, [f"{rate:,.0f} samples/s" for rate in rates], padding=3, fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))

@@ -27,6 +27,9 @@ from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.runs.devices import gpus, own_devices
 from lightning_mgpu.runs.processes import leave_group
 
+SWITCHES = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(SWITCHES, False)}
+"""Options of a Trainer that does nothing besides training."""
 WARM_UP = 3  # steps; the first one allocates and compiles
 OWN = [("replicas", method) for method in ("find", "begin", "enter", "compare_edited")]
 OWN += [("recorder", "recording"), ("recorder", "combine_calls"), ("gradients", "push")]
@@ -67,10 +70,8 @@ class Stretches(Callback):
     def result(self) -> dict[str, Any]:
         """Seconds of a step, and of its parts."""
         plain, watched = self.seconds
-        return {
-            "step": plain / self.num_steps,
-            "parts": self.parts.of_step(watched, self.num_steps),
-        }
+        parts = self.parts.of_step(watched, self.num_steps)
+        return {"step": plain / self.num_steps, "parts": parts}
 
 
 def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
@@ -82,7 +83,6 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     )
     if hasattr(strategy, "reduce_gradients"):
         strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
-    switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator=gpus()[0].type if gpus() else "cpu",
         devices=configuration.devices,
@@ -90,8 +90,7 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
         max_epochs=-1,
         callbacks=[stretches],
         profiler=stretches.parts,
-        limit_val_batches=0,
-        **dict.fromkeys(switches, False),  # type: ignore[arg-type]
+        **QUIET,
     )
     trainer.fit(make_model(configuration.model), data)
     return stretches.result() if trainer.is_global_zero else None
@@ -158,10 +157,8 @@ def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str,
     """Measure the loop by hand."""
     data.prepare_data()
     data.setup("fit")
-    model, num_replicas = (
-        make_model(configuration.model),
-        configuration.replicas or configuration.devices,
-    )
+    model = make_model(configuration.model)
+    num_replicas = configuration.replicas or configuration.devices
     those = gpus()[: configuration.devices] or [torch.device("cpu")]
     devices = [those[i % len(those)] for i in range(num_replicas)]
     parts = Parts(finished_clock(devices))
