@@ -2,6 +2,6 @@
 
 `plan.py` has what can be measured, `processes.py` a fresh process for every measurement. In such a
 process `steps.py` times the steps of a Trainer or of a loop by hand, with the clock of `parts.py`,
-and `exchange.py` an allreduce alone. `report.py` makes tables and pictures. `time_to_accuracy.py`
-has the seconds until a test accuracy.
+`exchange.py` an allreduce alone, and `cost.py` the engine itself. `report.py` makes tables and
+pictures. `time_to_accuracy.py` has the seconds until a test accuracy.
 """

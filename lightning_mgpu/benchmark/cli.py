@@ -4,6 +4,7 @@ python -m lightning_mgpu benchmark --quick
 python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet --devices 2
 python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
 python -m lightning_mgpu benchmark --only exchange --algorithms ring my_allreduce.chain_allreduce
+python -m lightning_mgpu benchmark --only cost --repeats 20
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.benchmark import exchange, time_to_accuracy
+from lightning_mgpu.benchmark import cost, exchange, time_to_accuracy
 from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
 from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
@@ -36,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     small = "small defaults: LeNet, two repeats of ten steps, few sizes"
     add("--quick", action="store_true", help=small)
-    only = "of training, or the allreduce alone; left out, both"
-    add("--only", choices=["steps", "exchange"], help=only)
+    only = "of training, the allreduce alone, or what the engine itself costs; left out, all"
+    add("--only", choices=["steps", "exchange", "cost"], help=only)
     yours = "also dotted paths of your own"
     add("--models", nargs="+", default=["LeNet", "ResNet18"], help=yours)
     add("--repeats", type=int, default=5)
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     several = "also measure so many replicas on one device"
     add("--replicas", nargs="+", type=int, default=[], help=several)
     add("--batch_size", type=int, default=256, help="global, shared by the devices")
-    add("--num_steps", type=int, default=20, help="of each of the two stretches that are timed")
+    add("--num_steps", type=int, default=20, help="of each stretch that is timed")
     add("--algorithms", nargs="+", default=list(exchange.ALGORITHMS), help=yours)
     alone = "of the allreduce alone: "
     add("--sizes", nargs="*", type=int, default=SIZES, help=alone + "bytes a device")
@@ -71,7 +72,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for check, names in checks:
         for name in names:
             check(name)
-    if args.only != "exchange" and 0 < (num_gpus := len(gpus())) < max(args.devices):
+    for name in ("repeats", "num_steps"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: measure at least one")
+    if args.only in (None, "steps") and 0 < (num_gpus := len(gpus())) < max(args.devices):
         raise UsageError(
             f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides "
             "them"
@@ -92,14 +96,17 @@ def main(arguments: Sequence[str]) -> None:
     run_dir = new_directory(args.run_dir, "benchmark")
     command = shlex.join([*PROG.split(), *arguments])
     report: dict[str, Any] = {"command": command, "repeats": args.repeats, "machine": machine()}
-    report |= {"results": [], "exchange": []}
+    report |= {"results": [], "exchange": [], "cost": []}
     print(f"{args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
     try:
-        if args.only != "exchange":
+        if args.only in (None, "steps"):
             orders = [vars(each) for each in configurations(args)]
             plan = {f"{order['model']}, {name_of(order)}": order for order in orders}
             measure("steps", plan, args.repeats, report["results"])
-        if args.only != "steps":
+        if args.only in (None, "cost"):  # one process makes all repeats, which take turns
+            order = {"num_steps": args.num_steps, "repeats": args.repeats}
+            measure("cost", {"the engine's own cost": order}, 1, report["cost"])
+        if args.only in (None, "exchange"):
             shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
             names = (*args.algorithms, exchange.LIMIT)
             plan = {f"{name} alone": {"algorithm": name, **shared} for name in names}
@@ -114,6 +121,7 @@ def finish(report: dict[str, Any], run_dir: Path) -> None:
     (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
     lines = [headline(report["machine"], report["command"], report["repeats"])]
     lines += tables(report["results"]) + exchange.exchange_tables(report["exchange"])
+    lines += cost.cost_table(report["cost"])
     (run_dir / "benchmark.md").write_text(text := "\n".join(lines) + "\n")
     draw(report["results"], report["machine"], run_dir)
     exchange.plot_exchange(report["exchange"], run_dir)

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.benchmark import cli, steps, time_to_accuracy
+from lightning_mgpu.benchmark import cli, cost, steps, time_to_accuracy
 from lightning_mgpu.benchmark.exchange import LIMIT
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.strategies.hooks import overridden
+from lightning_mgpu.strategies.updates import Updates
 from tests.conftest import run_devices
 
 BY_PATH = "lightning_mgpu.strategies.ManualAllreduceStrategy"
@@ -87,9 +88,31 @@ def test_two_stretches_after_the_warm_up() -> None:
     )
 
 
+def test_the_cost_is_of_replicas_that_update_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a callback that might edit weights, they would get copies of the first one's."""
+    update, have_updated = Updates.repeat, list[bool]()
+
+    def repeat(*args: Any) -> bool:
+        have_updated.append(update(*args))
+        return have_updated[-1]
+
+    monkeypatch.setattr(Updates, "repeat", repeat)
+    assert cost.trainer_step(cost.Layers(2, logs=True), "manual_allreduce", 2, num_steps=3) > 0
+    assert have_updated == [True] * (cost.WARM_UP + 3)
+
+
+@pytest.mark.parametrize("only", ["steps", "exchange", "cost"])
+def test_only_that_is_measured(
+    only: str, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr(cli, "measure", lambda worker, *_: measured.append(worker))
+    assert main("benchmark", "--only", only, *SMALL, "--run_dir=bench") == 0 and measured == [only]
+
+
 @pytest.mark.slow
 def test_report(command: Callable, tmp_path: Path) -> None:
-    """Of the steps, and of the allreduce alone; an algorithm of one's own is measured, too."""
+    """Of the steps, the allreduce alone, and the engine; an algorithm of one's own works, too."""
     (tmp_path / "mine.py").write_text(
         "from lightning_mgpu.allreduce import ring_allreduce as ring\n"
     )
@@ -108,6 +131,11 @@ def test_report(command: Callable, tmp_path: Path) -> None:
         [found] = result["repeats"]
         assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
         assert all(0 < case["2"] < 10 for case in found.values())
+    rows = [
+        line[2:-2].split(" | ") for line in cost.cost_table(report["cost"]) if " layers" in line
+    ]
+    assert len(rows) == 2 * 2 * 2 and all(float(cell) > 0 for row in rows for cell in row[1:])
+    assert f"| {' | '.join(rows[-1])} |" in out
     assert (
         tmp_path / "bench" / "benchmark.md"
     ).read_text() in out and "**The allreduce alone: LeNet, flat**" in out
@@ -166,6 +194,8 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
             ["--algorithms", "my_exchange.forgetful"],
             ["my_exchange.forgetful", "instead of the sum"],
         ),
+        (["--only=cost", "--num_steps=0"], ["--num_steps 0: measure at least one"]),
+        (["--only=cost", "--repeats=0"], ["--repeats 0: measure at least one"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
         (["time_to_accuracy", "--target=91"], ["--target=91.0: choose a fraction"]),
         (

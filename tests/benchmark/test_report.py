@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_mgpu.benchmark import exchange, processes
+from lightning_mgpu.benchmark.cost import cost_table
 from lightning_mgpu.benchmark.parts import PARTS, Parts, finished_clock
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
@@ -148,3 +149,13 @@ def test_an_allreduce_alone_gets_the_gradients_of_every_parameter() -> None:
         "Sequential": [[5, 3], [5], [2, 5]],
         "Sequential, flat": [[30]],
     }
+
+
+def test_own_cost_is_what_remains_and_a_disturbed_repeat_changes_nothing() -> None:
+    names = ("two_devices", "one_device", "second_device")
+    seconds = [(5e-3, 1.2e-3, 1.1e-3), (4.5e-3, 1e-3, 1.25e-3), (9.5e-3, 8e-3, 9e-3)]
+    rounds = [{"dp, 4 layers": dict(zip(names, each))} for each in (*seconds, seconds[2])]
+    found = {"repeats": [{"rounds": rounds}], "error": None}
+    assert "| dp, 4 layers | 5.00 | 1.20 | 1.25 | 2.55 |" in cost_table([found])
+    failed = {"repeats": [None], "error": "the engine's own cost: no memory"}
+    assert cost_table([failed]) == ["\nNot measured: the engine's own cost: no memory."]
