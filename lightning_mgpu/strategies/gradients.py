@@ -139,19 +139,19 @@ class Gradients:
         gradients: dict[str, list[Tensor]] = {}
         places: set[int] = set()
         for name, params in self.replicas.parameter_sets.items():
-            parts = [param.grad for param in params if param.grad is not None]
+            grads = [param.grad for param in params]
+            parts = [grad for grad in grads if grad is not None]
             if any(part.is_sparse for part in parts):
                 params[0].grad = reduce(torch.add, [part.to(params[0].device) for part in parts])
                 self._push([params])
             elif parts:
-                for param in params:
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param)
-                    else:
-                        param.grad = _unshared(param.grad, places)
-                every = [param.grad for param in params if param.grad is not None]
-                # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                gradients[name] = [grad if grad.ndim else grad.view(1) for grad in every]
+                gradients[name] = []
+                for param, grad in zip(params, grads):
+                    dense = torch.zeros_like(param) if grad is None else _unshared(grad, places)
+                    if dense is not grad:
+                        param.grad = dense
+                    # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
+                    gradients[name].append(dense if dense.ndim else dense.view(1))
         self.reduce_gradients(gradients)
         if self.sums_everywhere and self.is_check_due:
             self._check_sums(gradients)
@@ -274,7 +274,8 @@ def _no_weights_read() -> Iterator[None]:
 def _unshared(gradient: Tensor, places: set[int]) -> Tensor:
     """A copy where autograd has given two parameters views of one tensor: sums are in place."""
     place = gradient.untyped_storage().data_ptr()
-    gradient = gradient.clone() if place in places else gradient
+    if place in places:
+        return gradient.clone()
     places.add(place)
     return gradient
 

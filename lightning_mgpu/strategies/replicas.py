@@ -7,7 +7,8 @@ a list of such dicts, one per layer, with tensors of its own in them. `enter` ex
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,7 @@ class Replicas:
         self.buffer_sets: dict[str, TensorSet] = {}
         self.set_of: dict[int, TensorSet] = {}  # of parameters and buffers, by the original's id
         self._found: dict[int, Found] = {}  # by the original's id
+        self._seen: list[Any] = []  # by `find`, the last time
         self._named: list[tuple[str, nn.Module]] = []  # layers and metrics
         self._layers: list[nn.Module] = []  # the same
         self._tensors: list[Tensor | None] = []  # of all layers, in order
@@ -112,6 +114,8 @@ class Replicas:
             shared: Objects that stay one for all replicas.
             others: Objects besides the module that replicas have a state of.
         """
+        if _are(self._structure(shared, others), self._seen):
+            return
         self._named = _walk(self.module)
         self._find_state(shared, others)
         while more := _unknown(self.state.modules, self._named):  # a teacher in a list, for example
@@ -129,6 +133,17 @@ class Replicas:
             self.set_of = {key: known[key] for key in self._found}
             self.parameter_sets = {each.path: known[key] for key, each in parameters.items()}
             self.buffer_sets = {each.path: known[key] for key, each in buffers.items()}
+        self._seen = self._structure(shared, others)
+
+    def _structure(self, shared: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """What `find` looks at, in order."""
+        seen = [*shared, None, *others, *self.state.structure()]
+        for layer in self._layers:
+            if not isinstance(layer, SHARED):
+                for held in (layer._modules, layer._parameters, layer._buffers):
+                    seen += held
+                    seen += held.values()
+        return seen
 
     def _find_state(self, shared: Sequence[Any], others: Sequence[Any]) -> None:
         layers = [layer for _, layer in self._named if not isinstance(layer, SHARED)]
@@ -205,39 +220,48 @@ class Replicas:
 
         The first replica's values are everybody's from now on.
         """
-        sets = [*self.parameter_sets.values(), *self.buffer_sets.values()]
-        before, now = [*self._marks, *self._buffer_marks], _marks(sets)
-        is_any = self.data_was_read or now != before
-        number = {id(owner): n for n, owner in enumerate(self.state.owners)}
-        for n, tensors in enumerate(sets):
-            each, place = (
-                self._found[id(tensors[0])],
-                slice(n * len(tensors), (n + 1) * len(tensors)),
-            )
-            held = [tensors[i] for i in active]
-            if n >= len(self.parameter_sets):  # a step may have assigned another buffer
-                namespaces = [self.state.own[i][number[id(each.layer)]] for i in active]
-                held = [own["_buffers"].get(each.name) for own in namespaces]
-            is_edited = is_any and (self.data_was_read or now[place] != before[place])
-            is_edited |= any(tensors[i] is not other for i, other in zip(active, held))
-            is_statistic = n >= len(self.parameter_sets) and isinstance(each.layer, _NormBase)
-            if is_edited and not is_statistic:  # those are averaged
-                self.distrust()
-                message = (
-                    f"A step edits {each.name} of {type(each.layer).__name__} by what is in its "
-                    "shard. The first replica's value is kept for all: edit it in a hook, for "
-                    "example `on_train_batch_start`."
-                )
-                if len({t if t is None else (t.shape, t.dtype, t.layout) for t in held}) > 1:
-                    self.notes.warn(message)
-                elif held[0] is not None and held[0].layout == torch.strided:
-                    self.notes.compare(message, held)
+        parameters, buffers = self.parameter_sets.values(), self.buffer_sets.values()
+        now = _marks(parameters)
+        for tensors, is_edited in zip(parameters, self._are_edited(self._marks, now)):
+            if is_edited:
+                self._note_edit(tensors[0], [tensors[i] for i in active])
+        now = _marks(buffers)
+        number = {id(owner): n for n, owner in enumerate(self.state.owners)} if buffers else {}
+        for tensors, is_edited in zip(buffers, self._are_edited(self._buffer_marks, now)):
+            layer, name = self._found[id(tensors[0])][1:3]
+            if not isinstance(layer, _NormBase):  # whose statistics are averaged
+                namespaces = [self.state.own[i][number[id(layer)]] for i in active]
+                held = [own["_buffers"].get(name) for own in namespaces]
+                if is_edited or any(tensors[i] is not other for i, other in zip(active, held)):
+                    self._note_edit(tensors[0], held)
+
+    def _are_edited(self, before: list[Any], now: list[Any]) -> Iterable[bool]:
+        """Of every set, whether one of its tensors may have been edited."""
+        k = len(self.devices)
+        if self.data_was_read or before == now:
+            return repeat(self.data_was_read)
+        return [before[n : n + k] != now[n : n + k] for n in range(0, len(now), k)]
+
+    def _note_edit(self, original: Tensor, held: list[Any]) -> None:
+        """Warn if the tensors that the replicas hold after an edit differ."""
+        self.distrust()
+        _, layer, name, _ = self._found[id(original)]
+        message = (
+            f"A step edits {name} of {type(layer).__name__} by what is in its shard. The first "
+            "replica's value is kept for all: edit it in a hook, for example "
+            "`on_train_batch_start`."
+        )
+        if len({t if t is None else (t.shape, t.dtype, t.layout) for t in held}) > 1:
+            self.notes.warn(message)
+        elif held[0] is not None and held[0].layout == torch.strided:
+            self.notes.compare(message, held)
 
     def release(self) -> None:
         """Let go of all copies. Cycles would keep them until Python's collector runs."""
         self.streams.begin()
         self.state.clear()
         del self._named[:], self._layers[:], self._tensors[:], self._marks[:], self._buffer_marks[:]
+        del self._seen[:]
         for held in (self.parameter_sets, self.buffer_sets, self.set_of, self._found):
             held.clear()  # type: ignore[attr-defined]
         self.state.kept.clear()
@@ -306,7 +330,7 @@ def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
     """What changes with an edit: torch counts those in place; setting `.data` moves a tensor."""
     tensors = [tensor for tensors in sets for tensor in tensors]
     try:
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+        return list(zip(map(attrgetter("_version"), tensors), map(Tensor.data_ptr, tensors)))
     except RuntimeError:  # of tensors made under inference, or sparse
         return [
             (

@@ -9,7 +9,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from types import SimpleNamespace
@@ -123,6 +123,16 @@ class State:
         self._arrays = [(self._number[store], key) for store, key in arrays]
         self.owners = [each.value for each in self.found if each.is_owner]
 
+    def structure(self) -> list[Any]:
+        """What `find` looks at, in order. Where it is the same again, so are the findings."""
+        seen: list[Any] = []
+        for each in self.found:
+            if each.is_owner:
+                seen.append(vars(each.value))
+            for key, value in _children(each.store):
+                seen += (key, _as_seen(value))
+        return seen
+
     def begin(self, step: int, meets: bool) -> None:
         """A step begins, in which replicas may meet: give every replica its own."""
         self.step, self.meets = step, meets
@@ -201,16 +211,26 @@ class State:
         return f"{attribute}{''.join(f'[{each!r}]' for each in keys)} of {owner}"
 
 
-def _children(store: Any) -> Iterator[tuple[Any, Any]]:
+def _children(store: Any) -> list[tuple[Any, Any]]:
     """What may hold containers: values of a layer's attributes, of a dict, and of a short list."""
     is_namespace = isinstance(store, dict) and "_modules" in store
     if isinstance(store, set) or (len(store) > FEW and not is_namespace):
-        return
+        return []
     if is_namespace and "dynamo_ctx" in store:  # of a compiled module: torch's own
-        return
-    for key, value in _items(store):
-        if not isinstance(value, PLAIN) and not (is_namespace and key in OF_MODULES):
-            yield key, value
+        return []
+    keys_of_torch = OF_MODULES if is_namespace else ()
+    return [
+        (key, value)
+        for key, value in _items(store)
+        if key not in keys_of_torch and not isinstance(value, PLAIN)
+    ]
+
+
+def _as_seen(value: Any) -> Any:
+    """A value, or the only thing about it that `find` looks at."""
+    if isinstance(value, ARRAYS):
+        return type(value)
+    return MANY if isinstance(value, (dict, set)) and len(value) > MANY else value
 
 
 def _is_array(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,22 @@ class Streams:
             return
         device, module = self.devices[i], device_module(self.devices[i])
         sources = [torch] if module is None else [torch, module]  # a step draws on the CPU, too
-        indices = [] if module is None else [device.index]
-        with torch.random.fork_rng(indices, device_type=device.type):
-            if i not in self._states:
-                # of integers: the same in every process
-                seed = hash((torch.initial_seed(), *self._number, i)) % 2**63
-                places = [torch.device("cpu"), device][: len(sources)]
-                self._states[i] = [
-                    torch.Generator(place).manual_seed(seed).get_state() for place in places
-                ]
-            for source, state in zip(sources, self._states[i]):
-                source.set_rng_state(state)
+        if i not in self._states:
+            # of integers: the same in every process
+            seed = hash((torch.initial_seed(), *self._number, i)) % 2**63
+            places = [torch.device("cpu"), device][: len(sources)]
+            self._states[i] = [
+                torch.Generator(place).manual_seed(seed).get_state() for place in places
+            ]
+        outside = [source.get_rng_state() for source in sources]
+        _set(sources, self._states[i])
+        try:
             yield
             self._states[i] = [source.get_rng_state() for source in sources]
+        finally:
+            _set(sources, outside)
+
+
+def _set(sources: Sequence[Any], states: Sequence[Tensor]) -> None:
+    for source, state in zip(sources, states):
+        source.set_rng_state(state)
