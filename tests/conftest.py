@@ -15,6 +15,8 @@ from typing import Any
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; handed on to subprocesses
+# of the pytest that started this one: `wandb.teardown()` waits only for a service of its own
+os.environ.pop("WANDB_SERVICE", None)
 
 import pytest
 import torch
@@ -151,7 +153,7 @@ class Command:
             "WANDB_MODE": "disabled",
             "COLUMNS": "120",
         }
-        for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY"):
+        for name in ("PL_GLOBAL_SEED", "LIGHTNING_MGPU_RUN_DIR", "WANDB_API_KEY", "WANDB_SERVICE"):
             self.env.pop(name, None)
         self._started: list[subprocess.Popen[str]] = []
 
