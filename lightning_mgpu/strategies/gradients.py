@@ -95,15 +95,10 @@ class Gradients:
         self._equal.clear()  # nothing holds the old ones
         for param in (every := [param for params in sets for param in params]):
             param.grad = None
-        attributes = [dict(vars(param)) for param in every]
+        attributes = _attributes(every)
         with _no_hooks(sets):
             self._backward(gradient, losses, is_one_graph, batch_graph)
-        after = [
-            (old.get(name), new)
-            for old, param in zip(attributes, every)
-            for name, new in vars(param).items()
-        ]
-        if any(old is not new for old, new in after):
+        if {*map(id, _attributes(every))} - {*map(id, attributes)}:
             raise RuntimeError(
                 "The backward pass has put an attribute on a weight (a single sample's gradient?): "
                 "replicas have one each, of their shards. Use one device."
@@ -269,6 +264,10 @@ def _no_weights_read() -> Iterator[None]:
 
     with patch.object(nn.Module, "__getattr__", refuse):
         yield
+
+
+def _attributes(params: Sequence[Tensor]) -> list[Any]:
+    return [each for attributes in map(vars, params) for each in attributes.values()]
 
 
 def _unshared(gradient: Tensor, places: set[int]) -> Tensor:

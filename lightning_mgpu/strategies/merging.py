@@ -28,6 +28,7 @@ from lightning_mgpu.strategies.state import (
     Queue,
     State,
     get,
+    is_same,
     versions_of,
 )
 
@@ -53,7 +54,7 @@ class Merger:
         """What replica i's step has changed, by the number of the namespace or container."""
         state = self.state
         pairs = enumerate(zip(state.start[i], state.own[i]))
-        changes = {n: _find_changes(*pair) for n, pair in pairs if not _is_same(*pair)}
+        changes = {n: _find_changes(*pair) for n, pair in pairs if _is_changed(*pair)}
         for n, key, value, versions in state.versions[i]:
             if get(state.own[i][n], key) is value and versions_of(value) != versions:
                 changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
@@ -163,16 +164,8 @@ class Merger:
                 store.extend(bring_home(change.added, self.state.devices[0]))
 
 
-def _is_same(start: Any, own: Any) -> bool:
-    if isinstance(own, set):
-        return bool(start == own)
-    if len(start) != len(own):
-        return False
-    if isinstance(own, dict):
-        return all(map(is_, start.values(), own.values())) and all(map(is_, start, own))
-    if isinstance(own, Queue) and own.added:
-        return False
-    return all(map(is_, start, own))
+def _is_changed(start: Any, own: Any) -> bool:
+    return not is_same(start, own) or (isinstance(own, Queue) and bool(own.added))
 
 
 def _find_changes(start: Any, own: Any) -> Changes:

@@ -114,7 +114,7 @@ class Replicas:
             shared: Objects that stay one for all replicas.
             others: Objects besides the module that replicas have a state of.
         """
-        if _are(self._structure(shared, others), self._seen):
+        if self.state.is_as_found() and _are(self._structure(shared, others), self._seen):
             return
         self._named = _walk(self.module)
         self._find_state(shared, others)
@@ -137,7 +137,7 @@ class Replicas:
 
     def _structure(self, shared: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """What `find` looks at, in order."""
-        seen = [*shared, None, *others, *self.state.structure()]
+        seen = [*shared, None, *others]
         for layer in self._layers:
             if not isinstance(layer, SHARED):
                 for held in (layer._modules, layer._parameters, layer._buffers):
@@ -178,7 +178,8 @@ class Replicas:
 
     def own_tensor(self, tensor: Any, i: int) -> Any:
         """Replica i's of a parameter or buffer; anything else is what it is."""
-        return self.set_of[id(tensor)][i] if id(tensor) in self.set_of else tensor
+        tensors = self.set_of.get(id(tensor))
+        return tensor if tensors is None else tensors[i]
 
     @contextmanager
     def enter(self, i: int) -> Iterator[None]:

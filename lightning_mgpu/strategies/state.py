@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
+from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ class State:
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
         self.own: list[list[Any]] = []  # by replica: its namespaces, then its containers
         self.start: list[list[Any]] = []  # the same, when the step began
+        self._seen: list[Any] = []  # the first replica's, as `find` has found them
+        self._large: list[Any] = []  # dicts and sets that are one for all replicas
 
     def find(self, layers: Sequence[Any], shared: Sequence[Any], others: Sequence[Any]) -> None:
         """Find every namespace and container once, from the layers and `others` on, and metrics.
@@ -117,21 +120,27 @@ class State:
                         found.append(Found(value, store, place, parent.depth + 1, is_owner))
                 elif isinstance(value, tuple) and any(map(_is_array, leaves(value))):
                     arrays.append((id(parent.store), key))
+                elif _is_large(value):
+                    self._large.append(value)
         self.found = sorted(found, key=lambda each: not each.is_owner)
         self._number = {id(each.store): n for n, each in enumerate(self.found)}
         self._links = [(self._number[a], key, self._number[b]) for a, key, b in links]
         self._arrays = [(self._number[store], key) for store, key in arrays]
         self.owners = [each.value for each in self.found if each.is_owner]
+        self._seen = [copied(each.store) for each in self.found]
 
-    def structure(self) -> list[Any]:
-        """What `find` looks at, in order. Where it is the same again, so are the findings."""
-        seen: list[Any] = []
-        for each in self.found:
-            if each.is_owner:
-                seen.append(vars(each.value))
-            for key, value in _children(each.store):
-                seen += (key, _as_seen(value))
-        return seen
+    def is_as_found(self) -> bool:
+        """Whether nothing that `find` looks at has changed since: it would find the same."""
+        if not all(map(_is_large, self._large)):
+            return False
+        for n, each in enumerate(self.found):
+            if each.is_owner and vars(each.value) is not each.store:
+                return False
+            if not is_same(self._seen[n], each.store):
+                if _looked_at(self._seen[n]) != _looked_at(each.store) or _is_large(each.store):
+                    return False
+                self._seen[n] = copied(each.store)
+        return True
 
     def begin(self, step: int, meets: bool) -> None:
         """A step begins, in which replicas may meet: give every replica its own."""
@@ -142,10 +151,7 @@ class State:
         }
         first = [each.store for each in self.found]
         self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
-        self.start = [
-            [list(each) if isinstance(each, deque) else copy.copy(each) for each in stores]
-            for stores in self.own
-        ]
+        self.start = [[copied(each) for each in stores] for stores in self.own]
         self.versions = [
             [(n, key, stores[n][key], versions_of(stores[n][key])) for n, key in self._arrays]
             for stores in self.own
@@ -226,11 +232,27 @@ def _children(store: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def _as_seen(value: Any) -> Any:
-    """A value, or the only thing about it that `find` looks at."""
-    if isinstance(value, ARRAYS):
-        return type(value)
-    return MANY if isinstance(value, (dict, set)) and len(value) > MANY else value
+def _looked_at(store: Any) -> list[Any]:
+    """All that `find` looks at in a namespace or container: keys, and types or ids of values."""
+    return [(key, type(v) if isinstance(v, ARRAYS) else id(v)) for key, v in _children(store)]
+
+
+def copied(store: Any) -> Any:
+    """A shallow copy of a namespace or a container. A deque's is a list."""
+    if type(store) in (dict, list, set):
+        return store.copy()
+    return list(store) if isinstance(store, deque) else copy.copy(store)
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Whether a namespace or a container holds the very objects that its copy holds."""
+    if isinstance(now, set):
+        return bool(before == now)
+    if len(before) != len(now):
+        return False
+    if isinstance(now, dict):
+        return all(map(is_, before.values(), now.values())) and all(map(is_, before, now))
+    return all(map(is_, before, now))
 
 
 def _is_array(value: Any) -> bool:
@@ -246,12 +268,15 @@ def _store_of(value: Any) -> Any:
     if type(value) is tuple:
         return value if any(_store_of(item) is not None for item in value) else None
     if _is_container(value):
-        is_long = isinstance(value, (dict, set)) and len(value) > MANY
-        return None if is_long or not _can_be_copied(value) else _namespace(value)
+        return None if _is_large(value) or not _can_be_copied(value) else _namespace(value)
     if not _has_state(type(value)):  # type: ignore[arg-type]
         return None
     is_of_threads = any(isinstance(each, LOCKS) for each in vars(value).values())
     return None if is_of_threads else vars(value)  # which other threads may write into
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, (dict, set)) and len(value) > MANY
 
 
 def _can_be_copied(value: Any) -> bool:

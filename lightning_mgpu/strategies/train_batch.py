@@ -86,6 +86,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     @property
     def devices(self) -> list[torch.device]:
         """One per replica."""
+        if self._is_set_up:
+            return self.replicas.devices
         own = self.own_devices
         count = (self.num_replicas or len(own)) // len(own)
         return [device for device in own for _ in range(count)]
@@ -176,6 +178,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             return super().training_step(batch, *args, **kwargs)
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
+        if self._is_automatic and all(isinstance(output, Tensor) for output in outputs):
+            return self._join(dict(zip(self.sizes, outputs)))
         whole = self._gather("training_step", outputs)
         losses: dict[int, Tensor] = {}
         for i, output in zip(self.sizes, outputs) if self._is_automatic else ():

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from tiny_runs import Manual, Regression, a_loader
 from torch import nn
 
+from lightning_mgpu.strategies import replicas
+from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.updates import Updates
 
 
@@ -69,3 +72,60 @@ def test_optimizer_states_are_copied_for_steps_that_look_at_them(
         loader=lambda: a_loader(8, 48),
     )
     assert len(asked) == copies
+
+
+class Holder(Regression):
+    """What replicas have states of, beside layers."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 3), adamw)
+        self.seen, self.count, self.hidden = {"steps": [0], "set": set()}, 0, torch.zeros(3)
+        self.large, self.options = dict.fromkeys(range(1001), 0), SimpleNamespace(rate=1.0)
+
+
+def test_the_structure_is_found_once_where_steps_leave_it(train, monkeypatch):
+    class Counts(Holder):
+        def training_step(self, batch, batch_idx):
+            self.count += 1
+            self.hidden = batch[0].sum(0)
+            self.seen["steps"].append(batch_idx)
+            return self.loss(batch)
+
+    walks, walk = [], replicas._walk
+    monkeypatch.setattr(replicas, "_walk", lambda *args: walks.append(args) or walk(*args))
+    train(Counts, 2)
+    assert len(walks) == 1
+
+
+CHANGES = {
+    "nothing": lambda module: None,
+    "a number": lambda module: setattr(module, "count", 1),
+    "a tensor": lambda module: setattr(module, "hidden", torch.ones(3)),
+    "an item": lambda module: module.seen["steps"].append(1),
+    "a list": lambda module: setattr(module, "found", []),
+    "another list": lambda module: module.seen.update(steps=[0]),
+    "a list in a namespace": lambda module: setattr(module.options, "rates", []),
+    "no tensor any more": lambda module: setattr(module, "hidden", None),
+    "a dict that was large": lambda module: module.large.clear(),
+    "a set that is large now": lambda module: module.seen["set"].update(range(1001)),
+    "a layer": lambda module: module.net.append(nn.ReLU()),
+    "another weight": lambda module: setattr(module.net[0], "weight", nn.Parameter(torch.ones(3))),
+    "no bias": lambda module: setattr(module.net[0], "bias", None),
+    "a buffer": lambda module: module.net.register_buffer("mean", torch.zeros(())),
+    "another namespace": lambda module: setattr(module, "__dict__", dict(vars(module))),
+}
+UNSEEN = ["nothing", "a number", "a tensor", "an item"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_structure_is_found_again_where_it_changed(change, monkeypatch):
+    module = Holder()
+    module.net = nn.Sequential(module.net)
+    found = Replicas(module, [torch.device("cpu")] * 2, own_streams=False)
+    found.find([], [])
+    walks, walk = [], replicas._walk
+    monkeypatch.setattr(replicas, "_walk", lambda *args: walks.append(args) or walk(*args))
+    CHANGES[change](module)
+    found.find([], [])
+    assert bool(walks) == (change not in UNSEEN)
+    assert found.state.is_as_found()
