@@ -1,5 +1,7 @@
 """Lightning's argument parser, in which a class that is named starts from its own defaults."""
 
+from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -44,6 +46,14 @@ class Parser(LightningArgumentParser):
             self._named = outer
 
     @override
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Called for the arguments of every class, before the class gets them."""
+        values = super().instantiate(*args, **kwargs)
+        for name, value in vars(values).items():
+            values[name] = _plain(value)
+        return values
+
+    @override
     def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
         defaults = super().get_defaults(*args, **kwargs)
         for name, class_path in self._named.items():
@@ -62,3 +72,18 @@ class Parser(LightningArgumentParser):
 
 def _names_class(value: Any) -> bool:
     return isinstance(value, (dict, Namespace)) and "class_path" in value
+
+
+def _plain(value: Any) -> Any:
+    """`partial(SGD, lr=0.1)` for jsonargparse's own, which holds the whole command line.
+
+    A copy of a model would copy that, too, and fail under `ddp`, as it holds locks.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, partial) and str(value.func.__module__).startswith("jsonargparse."):
+        made, *args = dropwhile(lambda arg: not isinstance(arg, type), value.args)
+        return partial(made, *args, **value.keywords)
+    return value

@@ -59,6 +59,45 @@ def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], confi
     assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
 
 
+OWN = """
+import pickle
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from lightning.pytorch import Callback, LightningModule
+from torch.optim import Optimizer, SGD
+
+from lightning_mgpu.models import LeNet
+
+Make = Callable[[Iterable], Optimizer]
+
+class Several(LeNet):
+    def __init__(self, one: Make, several: list[Make], named: dict[str, Make]) -> None:
+        for made in (one, *several, *named.values()):
+            assert type(made) is partial and made.func is SGD and made.keywords["lr"] == 0.3
+            pickle.dumps(made)
+        super().__init__(one)
+"""
+
+
+def test_classes_get_plain_partials(main: Callable, tmp_path: Path) -> None:
+    """Of any class on the command line, so that models can be copied, and sent to processes."""
+    (tmp_path / "own_partials.py").write_text(OWN)
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}}
+    init = {"one": sgd, "several": [sgd, sgd], "named": {"a": sgd}}
+    model = {"class_path": "own_partials.Several", "init_args": init}
+    quick = ("--data.source=synthetic", "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu")
+    assert (
+        main(
+            "fit",
+            f"--config={yaml.safe_dump({'model': model}, default_flow_style=True)}",
+            *quick,
+            "--trainer.devices=1",
+        )
+        == 0
+    )
+
+
 def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("trainer: {strategy: manual_allreduce_ring}\n")
     for args in (("--trainer.strategy=manual_allreduce_ring",), ("--config=mine.yaml",)):
