@@ -2,10 +2,13 @@
 
 import os
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.runs.checkpoint_file import flatten
@@ -15,6 +18,12 @@ MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
 SECRETS = "password|passwd|secret|token|api_?key|credentials"
 # `pad_token` and its like are words of a language model
 SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
+# where launchers say how many processes they have started, in all and on this machine
+LAUNCHERS = {
+    "RANK": ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun
+    "SLURM_NTASKS": ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", ""),  # Lightning needs mpi4py to see them
+}
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 
@@ -41,6 +50,49 @@ def check_devices(config: Namespace) -> None:
         raise UsageError(
             f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or "
             "auto"
+        )
+
+
+def launched() -> tuple[int, int]:
+    """The processes that a launcher has started, in all and on this machine; 0 if nobody tells."""
+    told = next((name for name in LAUNCHERS if name in os.environ), "")
+    is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if not told or (told == "SLURM_NTASKS" and is_shell):
+        return 0, 0
+    num, num_here = (int(os.environ.get(name, 0)) for name in LAUNCHERS[told])
+    return num, num_here
+
+
+def take_launchers_numbers(config: Namespace, given: Container[str]) -> None:
+    """Under a launcher of several processes `auto` is `ddp` over all of them."""
+    num, num_here = launched()
+    if num < 2 or not num_here:
+        return
+    if config.strategy == "auto":
+        config.strategy = "ddp"
+    if config.devices == "auto":
+        config.devices = num_here
+    if "trainer.num_nodes" not in given:
+        config.num_nodes = num // num_here
+
+
+def check_processes(trainer: Trainer) -> None:
+    """Refuse to train several models, or on a part of the data, under a launcher."""
+    num, num_here = launched()
+    strategy: Any = trainer.strategy
+    if strategy.launcher is None:
+        joins = num == 1
+    else:
+        joins = num == trainer.num_devices * trainer.num_nodes
+        joins &= num_here in (0, trainer.num_devices)
+        joins &= isinstance(strategy.launcher, _SubprocessScriptLauncher)
+        joins &= strategy.cluster_environment.creates_processes_externally
+    if num and not joins:
+        raise UsageError(
+            f"{num} process(es) were started (torchrun, SLURM, MPI), {num_here or 'some'} of them "
+            f"here, and {type(strategy).__name__} with --trainer.devices={trainer.num_devices} "
+            f"--trainer.num_nodes={trainer.num_nodes} does not join them: start a single one, or "
+            "leave these options and --trainer.strategy out for `ddp` over all that were started"
         )
 
 

@@ -25,7 +25,14 @@ import lightning_mgpu.models  # --model=ResNet18 is found among the classes that
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import callbacks as ours
 from lightning_mgpu.cli.arguments import given_options
-from lightning_mgpu.cli.checks import check_devices, check_same, check_secrets, check_strategy
+from lightning_mgpu.cli.checks import (
+    check_devices,
+    check_processes,
+    check_same,
+    check_secrets,
+    check_strategy,
+    take_launchers_numbers,
+)
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
@@ -104,6 +111,7 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         config.weights_only = True  # a checkpoint runs no code
         config.wandb.mode = "disabled" if config.no_wandb else config.wandb.mode
+        take_launchers_numbers(config.trainer, given_options(self.args[1:]))
         self._dump_config()
         check_secrets(config)
         check_devices(config.trainer)
@@ -139,6 +147,7 @@ class CLI(LightningCLI):
         )
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
+        check_processes(trainer)
         self.best = config.checkpoint
         saved = {key: self.config_dump.get(key) for key in SECTIONS}
         trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]

@@ -2,14 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
+from lightning_mgpu.cli.lightning import CLI
 
 CPU = "--trainer.accelerator=cpu"
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+}
+SLURM = dict.fromkeys(("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "2")
+SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines must say
     "fit --trainer.strategy=dpp": (
         "dpp: no such strategy. did you mean dp?",
@@ -161,3 +172,44 @@ def test_ctrl_c_outside_training(
 
     monkeypatch.setattr("lightning_mgpu.cli.main.CLI", interrupted)
     assert main("fit") == 130 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "told"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "4"}, (), "ddp 2 2"),
+        (SLURM, (), "ddp 2 1"),
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, (), "auto auto 1"),
+        (TORCHRUN, ("--trainer.devices=1",), "devices=1 --trainer.num_nodes=1 does not join them"),
+        (
+            TORCHRUN,
+            ("--trainer.devices=1", "--trainer.num_nodes=2"),
+            "started (torchrun, SLURM, MPI), 2",
+        ),
+        (TORCHRUN, ("--trainer.num_nodes=2",), "--trainer.num_nodes=2 does not"),
+        (TORCHRUN, ("--trainer.strategy=manual_allreduce",), "does not join them"),
+        (TORCHRUN, ("--trainer.strategy=ddp_spawn",), "does not join them"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "does not join them"),
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, ("--trainer.devices=2",), "1 process(es) were started"),
+    ],
+)
+def test_a_launchers_processes_train_one_model(
+    variables: dict[str, str],
+    options: tuple[str, ...],
+    told: str,
+    main: Callable,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`auto` is `ddp` over all of them; what would be several models ends before it trains."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    taken: list[Any] = []
+    monkeypatch.setattr(CLI, "fit", lambda cli, **_: taken.append(cli.config_dump["trainer"]))
+    monkeypatch.setattr(CLI, "after_fit", lambda cli: None)
+    monkeypatch.setattr("lightning_mgpu.cli.main.leave_group", lambda: None)
+    status = main("fit", CPU, *options)
+    for trainer in taken:
+        assert f"{trainer['strategy']} {trainer['devices']} {trainer['num_nodes']}" == told
+    err = capfd.readouterr().err
+    assert (status == 0) == bool(taken) and (taken or (told in err and err.count("error:") == 1))
