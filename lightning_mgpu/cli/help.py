@@ -26,7 +26,7 @@ OPTIONS = {
     "--trainer.devices N": "GPUs, or processes on the CPU (default: auto)",
     "--trainer.strategy NAME": "auto (default), ddp, manual_allreduce, dp, fsdp, ...",
     "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
-    "--seed_everything N": "seed of weights, batches and dropout (default: 42)",
+    "--seed_everything N": "seed of weights, batches, dropout (default: 42); false: a new one",
     "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
     "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest in runs/",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",

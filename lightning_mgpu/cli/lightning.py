@@ -42,6 +42,7 @@ from lightning_mgpu.runs.devices import devices, is_sharded
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
 from lightning_mgpu.runs.resume import FLAG, check_can_go_on, choose_checkpoint
+from lightning_mgpu.runs.seeds import draw_seed
 from lightning_mgpu.runs.wandb_run import Tracking
 
 MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
@@ -101,6 +102,13 @@ class CLI(LightningCLI):
                 *(name.split()[0] for name in OPTIONS),
             ]
             raise UsageError(explain(str(error), given_options(self.args[1:]), options)) from error
+
+    @override
+    def _set_seed(self) -> None:
+        config = self.config[self.subcommand]
+        if isinstance(config.seed_everything, bool):  # then config.yaml says which it is
+            config.seed_everything = draw_seed()
+        super()._set_seed()
 
     @override
     def _parse_ckpt_path(self) -> None:

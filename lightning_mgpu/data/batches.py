@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -26,6 +27,8 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+
+from lightning_mgpu.runs.seeds import new_generator, seed_generators, stream
 
 Item = tuple[int, Tensor]
 """What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""
@@ -85,8 +88,7 @@ class GlobalBatches(DistributedSampler):
     def _order(self) -> Tensor:
         if not self.shuffle:
             return self.indices
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        # on the CPU: the same on every device
+        generator = new_generator(self.seed, "order", self.epoch)
         order = torch.randperm(len(self.indices), generator=generator)
         return self.indices[order.to(self.indices.device)]
 
@@ -125,8 +127,8 @@ class BatchLoader(DataLoader):
         self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any
     ) -> None:
         kwargs.setdefault("collate_fn", _as_it_is)
-        # else iterating draws a number, which dropout would notice
-        kwargs.setdefault("generator", torch.Generator())
+        # of workers' seeds; the global one would draw a number, which dropout would notice
+        kwargs["generator"] = torch.Generator()
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
@@ -134,6 +136,9 @@ class BatchLoader(DataLoader):
         self.num_yielded = self.sampler.first
         # without workers the base's iterator adds a record for the profiler, a fifth of the time
         in_process = self.num_workers == 0 and not self.pin_memory
+        if self.num_workers:
+            seeds = stream(self.sampler.seed, "workers", self.sampler.epoch)
+            self.generator.manual_seed(seeds[0])
         for batch in map(self._fetch, self.sampler) if in_process else super().__iter__():
             self.num_yielded += 1  # before the step runs: a checkpoint is saved after it
             yield batch
@@ -150,24 +155,35 @@ class BatchLoader(DataLoader):
 
 
 class Batches(Dataset):
-    """A dataset that is indexed with an `Item` and makes a whole batch of it."""
+    """A dataset that is indexed with an `Item` and makes a whole batch of it.
+
+    Random numbers that depend on anything but the item's epoch and indices would be others when a
+    run is resumed.
+    """
 
 
 class Samples(Batches):
-    """Any dataset indexed by sample, as one of batches: its samples, collated."""
+    """Any dataset indexed by sample, as one of batches: its samples, collated.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    What samples draw from the global generators depends on the seed, the epoch and the batch alone:
+    it is the same in any worker, and leaves the numbers of a training step alone.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, item: Item) -> Any:
-        _, indices = item
+        epoch, indices = item
         if type(self.dataset) is TensorDataset:
             # at once: far faster than collating
             return [tensor[indices] for tensor in self.dataset.tensors]
-        return default_collate([self.dataset[i] for i in indices.tolist()])
+        samples = indices.tolist()
+        with isolate_rng(include_cuda=False):
+            seed_generators(self.seed, "samples", epoch, samples[0], devices=False)
+            return default_collate([self.dataset[i] for i in samples])
 
 
 def batch_loader(
@@ -187,7 +203,7 @@ def batch_loader(
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
         shuffle: For training: draw a new order every epoch. Left out: all samples, dataset order.
-        seed: Of the order. Left out: `seed_everything`'s.
+        seed: Of the order, and of what samples draw. Left out: `seed_everything`'s.
         indices: The samples to visit, a vector, on the device that batches are gathered on. Left
             out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.
         kwargs: Further arguments of `DataLoader`, such as `num_workers`. Without `pin_memory`,
@@ -200,14 +216,16 @@ def batch_loader(
         indices = torch.arange(len(dataset), device=device)  # type: ignore[arg-type]
     if trainer is not None and indices.device.type == "cpu":
         kwargs.setdefault("pin_memory", copies_faster_from_pinned(trainer.strategy.root_device))
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
     sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
     if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         sampler = GlobalBatches(indices, batch_size, True, seed, *share)
     # by keyword: for `predict` Lightning makes the loader anew from its arguments
     return BatchLoader(
-        dataset if isinstance(dataset, Batches) else Samples(dataset), sampler=sampler, **kwargs
+        dataset if isinstance(dataset, Batches) else Samples(dataset, seed),
+        sampler=sampler,
+        **kwargs,
     )
 
 

@@ -114,6 +114,7 @@ class FashionMNIST(LightningDataModule):
                 "on."
             )
         test_images, test_labels = (part.to(device) for part in self._load(train=False))
+        # the split stays what it was: validating an old checkpoint must not see its training images
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)

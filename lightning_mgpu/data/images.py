@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.data.batches import Batches, Item
+from lightning_mgpu.runs.seeds import new_generator
 
 
 class InMemoryImages(Batches):
@@ -54,8 +55,8 @@ class InMemoryImages(Batches):
 
     def _draw(self, epoch: int) -> Tensor:
         if self._draws is None or self._draws[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            # for `augment` and for `cut_out`; on the CPU: the same on every device
+            generator = new_generator(self.seed, "augmentation", epoch)
+            # for `augment` and for `cut_out`
             draws = [torch.rand(len(self), n, generator=generator) for n in (3, 2)]
             self._draws = epoch, torch.cat(draws, 1).to(self.images.device)
         return self._draws[1]

@@ -5,16 +5,14 @@
 
 `last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged,
 stepped and validated. Nothing of an epoch in progress is kept. Every epoch begins with random
-numbers from the seed and the epoch alone, so that there is no state of generators to keep.
+numbers of its own (`seeds.py`), so that there is no state of generators to keep.
 """
 
-import random
 import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,6 +23,7 @@ from lightning_mgpu.runs.checkpoint_file import KEY, LAST
 from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
+from lightning_mgpu.runs.seeds import VERSION, seed_generators
 
 VAL_ACC = "val_acc"
 
@@ -103,10 +102,11 @@ class LastCheckpoint(Callback):
 
     edits_nothing = True  # see strategies/hooks.py
 
-    def __init__(self, best: RunCheckpoint, seed: int | None, config: dict[str, Any]) -> None:
+    def __init__(self, best: RunCheckpoint, seed: int, config: dict[str, Any]) -> None:
         self.best = best  # says where, and whether at all
-        # of the random numbers of a step, such as dropout's; null leaves them alone
-        self.seed = seed
+        self.seed = seed  # of the random numbers of a step, such as dropout's
+        # what a module may have given torch before training, for example by rank: it counts, too
+        self._seed_before: int | None = None
         self.config = config  # of model, data and seed, for every checkpoint
         self._has_trained = False  # an epoch, in this process
         self._starts_epoch = False  # the first one after a checkpoint
@@ -138,13 +138,9 @@ class LastCheckpoint(Callback):
         if self._has_trained:
             self._save(trainer)
         self._has_trained = True
-        if self.seed is None:
-            return
-        # not seed_everything, which sets PL_GLOBAL_SEED: data modules take their orders from it
-        seed = self.seed + trainer.current_epoch
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one, which others draw from
-        torch.manual_seed(seed)
+        if self._seed_before is None:
+            self._seed_before = torch.initial_seed()
+        seed_generators(self.seed + (self._seed_before << 64), "step", trainer.current_epoch)
         if trainer.fit_loop.is_resuming and trainer.current_epoch:
             # a DataLoader had drawn its order too early
             iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
@@ -158,7 +154,8 @@ class LastCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         logger = csv_logger(trainer)
-        checkpoint[KEY] = {"config": self.config, "metrics": logger.text() if logger else ""}
+        metrics = logger.text() if logger else ""
+        checkpoint[KEY] = {"config": self.config, "metrics": metrics, "streams": VERSION}
 
     @override
     def on_load_checkpoint(
@@ -180,6 +177,11 @@ class LastCheckpoint(Callback):
         for loader in loop["state_dict"].get("combined_loader", []):
             # with the batch that was fetched, but not trained, when a signal came
             if "num_yielded" in loader:
+                if checkpoint.get(KEY, {}).get("streams") != VERSION:
+                    raise UsageError(
+                        "the checkpoint was saved within an epoch by another version of this "
+                        "package, which had other batches: take one from the end of an epoch"
+                    )
                 loader["num_yielded"] = batches["current"]["processed"]
         if self._starts_epoch:
             for counts in loop["epoch_progress"].values():

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.seeds import VERSION
 
 FLAG = "--resume"
 RUNS = Path("runs")
@@ -49,10 +50,10 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
     checkpoint = read_checkpoint(path, to_train_on=True)
-    if "metrics" not in checkpoint.get(KEY, {}):
+    if checkpoint.get(KEY, {}).get("streams") != VERSION:
         raise UsageError(
-            f"{path} is of another version of this package: start a new run from it with "
-            "--ckpt_path"
+            f"{path} is of another version of this package, whose random numbers were others: "
+            "start a new run from it with --ckpt_path"
         )
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:

@@ -1,12 +1,14 @@
 """The batch contract: the same global batches in the same order, for any number of processes."""
 
-from itertools import chain
+import random
+from itertools import chain, combinations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_mgpu.data import batch_loader
 
@@ -48,7 +50,9 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     torch.manual_seed(99)
     assert first == global_batches(1, shuffle=True, seed=1)
     assert first != global_batches(1, shuffle=True, seed=2)
-    assert first != global_batches(1, shuffle=True, seed=1, epoch=1)
+    epochs = [(seed, epoch) for seed in range(3) for epoch in range(3)]
+    orders = [global_batches(1, shuffle=True, seed=seed, epoch=epoch) for seed, epoch in epochs]
+    assert all(a != b for a, b in combinations(orders, 2))  # as with seed + epoch they would not be
 
 
 @pytest.mark.parametrize("num_samples", [10_007, 3, 257])
@@ -89,6 +93,36 @@ def test_workers_give_the_same_batches(first: int) -> None:
         return [X.tolist() for (X,) in loader]
 
     assert batches(2) == batches(0) and len(batches(0)) == 4 - first
+
+
+class Noise(Dataset):
+    """Draws from the three global generators."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return index, random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+
+def test_samples_draw_the_same_in_any_worker() -> None:
+    """By seed, epoch and batch, in a run resumed within an epoch, too; others do not notice."""
+
+    def drawn(seed: int = 1, epoch: int = 2, first: int = 0, **options: Any) -> list[list[float]]:
+        loader = batch_loader(Noise(), 4, shuffle=True, seed=seed, **options)
+        loader.sampler.set_epoch(0)
+        before = list(loader)[:0]  # persistent workers have drawn already
+        loader.sampler.set_epoch(epoch)
+        loader.load_state_dict({"num_yielded": first})
+        return before + [torch.stack(batch).tolist() for batch in loader]
+
+    torch.manual_seed(0)
+    found = drawn()
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(0))
+    assert drawn(num_workers=1) == drawn(num_workers=2, persistent_workers=True) == found
+    assert drawn(first=1, num_workers=1) == found[1:]
+    noise = [batch[1:] for other in (found, drawn(2), drawn(1, 3)) for batch in other]
+    assert len({value for rows in noise for row in rows for value in row}) == 3 * 10 * 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning_mgpu.models.classifier import Classifier, OptimizerCallable
 from torch import nn
+from lightning_mgpu.data import batch_loader
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -54,9 +55,31 @@ class Stop(Callback):
 class Shuffled(LightningDataModule):
     """A plain DataLoader, which has no state."""
 
+    make = DataLoader
+
+    def __init__(self, num_workers: int = 0):
+        super().__init__()
+        self.num_workers = num_workers
+
     def train_dataloader(self):
         X = torch.arange(40.0).reshape(40, 1, 1, 1).expand(40, 1, 28, 28) / 40
-        return DataLoader(TensorDataset(X, torch.arange(40) % 10), 8, shuffle=True)
+        samples = Noisy(X, torch.arange(40) % 10)
+        return type(self).make(samples, 8, shuffle=True, num_workers=self.num_workers)
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X + torch.randn(X.shape), y
+
+
+class InBatches(Shuffled):
+    make = batch_loader
+
+
+class SeedsByRank(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        torch.manual_seed(100 + int(os.environ["RANK_OF_TEST"]))
 '''
 RUN = (
     *("--model=own_run.Net", "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_mgpu.runs.devices import in_words
 from lightning_mgpu.runs.directory import claim
@@ -63,9 +64,14 @@ def test_kill_9(strategy: str, command: Any, tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_plain_loader_draws_the_same_batches(fit: Callable[..., int], tmp_path: Path) -> None:
-    """It draws its order from the generator that dropout draws from."""
-    args = (*RUN, "--data=own_run.Shuffled", "--trainer.devices=1")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("data", ["Shuffled", "InBatches"])
+def test_random_samples(
+    data: str, num_workers: int, fit: Callable[..., int], tmp_path: Path
+) -> None:
+    """A plain loader draws its order from the generator that dropout draws from."""
+    args = (*RUN, f"--data=own_run.{data}", f"--data.num_workers={num_workers}")
+    args = (*args, "--trainer.devices=1", "--trainer.max_epochs=3")
     assert fit(*args, "--run_dir=whole") == 0
     assert fit(*args, "--run_dir=stopped", stop="2,1") == 1
     assert fit("--resume=stopped") == 0
@@ -108,10 +114,32 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
     assert "run is still running in another process" in capfd.readouterr().err
     assert all(path.read_bytes() == content for path, content in before.items())
     checkpoint = last(run)
-    del checkpoint["lightning_mgpu"]["metrics"]
+    checkpoint["lightning_mgpu"]["streams"] = 1
     torch.save(checkpoint, run / "checkpoints" / "last.ckpt")
     assert fit("--resume=run", "--trainer.max_epochs=3") == 2
-    assert "last.ckpt is of another version of this package" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "last.ckpt is of another version of this package" in err and err.count("\n") == 1
+
+
+def test_seeds_of_ones_own(
+    fit: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a module sets by rank counts; without a seed every run draws another one."""
+
+    def weights(rank: int, *args: str) -> Any:
+        monkeypatch.setenv("RANK_OF_TEST", str(rank))
+        name = f"run_{len(list(tmp_path.glob('run_*')))}"
+        short = ("--trainer.devices=1", "--trainer.max_epochs=1", f"--run_dir={name}")
+        assert fit(*short, *args) == 0
+        return last(tmp_path / name)["state_dict"]
+
+    by_rank = "--trainer.callbacks+=own_run.SeedsByRank"
+    first = weights(0, by_rank)
+    assert equal(weights(0, by_rank), first) and not equal(weights(1, by_rank), first)
+    unseeded = weights(0, "--seed_everything=false")
+    assert not equal(weights(0, "--seed_everything=false"), unseeded)
+    config = yaml.safe_load((tmp_path / "run_3" / "config.yaml").read_text())
+    assert equal(weights(0, f"--seed_everything={config['seed_everything']}"), unseeded)
 
 
 # which draws no random numbers

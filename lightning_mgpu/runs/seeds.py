@@ -1,0 +1,56 @@
+"""Random numbers of a run: a stream of its own for every seed, purpose and epoch.
+
+With `seed + epoch`, seed 1 would draw in epoch e what seed 0 draws in epoch e + 1, and two purposes
+would draw the same. A hash of all of them gives independent streams.
+"""
+
+import os
+import random
+import secrets
+
+import numpy as np
+import torch
+
+from lightning_mgpu.runs.errors import UsageError
+
+# in every checkpoint; a run must not go on with other numbers than those it began with
+VERSION = 2
+
+
+def stream(seed: int, purpose: str, *numbers: int) -> list[int]:
+    """Three seeds of 64 bits for one purpose; the numbers are those of an epoch, of a sample."""
+    key = (*purpose.encode(), *numbers)
+    sequence = np.random.SeedSequence(seed % 2**128, spawn_key=key)
+    return [int(number) for number in sequence.generate_state(3, np.uint64)]
+
+
+def new_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
+    """A generator on the CPU, so that it draws the same for every device."""
+    return torch.Generator().manual_seed(stream(seed, purpose, *numbers)[0])
+
+
+def seed_generators(seed: int, purpose: str, *numbers: int, devices: bool = True) -> None:
+    """Seed Python's, numpy's and torch's global generators, those of all `devices` or the CPU's.
+
+    Unlike `seed_everything`, this leaves `PL_GLOBAL_SEED` alone, from which data modules take the
+    run's seed.
+    """
+    seeds = stream(seed, purpose, *numbers)
+    random.seed(seeds[0])
+    np.random.seed(seeds[1] % 2**32)  # noqa: NPY002 - the global one, which others draw from
+    (torch if devices else torch.default_generator).manual_seed(seeds[2])
+
+
+def draw_seed() -> int:
+    """A seed that nobody has chosen; the processes that `ddp` starts take over the first one's.
+
+    Raises:
+        UsageError: If a launcher has started several processes: each would draw another one.
+    """
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) == 1:
+        return secrets.randbits(32)
+    if seed := os.environ.get("PL_GLOBAL_SEED"):
+        return int(seed)
+    raise UsageError(
+        "--seed_everything=false: processes that a launcher starts need one seed: give a number"
+    )
