@@ -12,7 +12,7 @@ fetches a whole batch in one indexing operation and can be resumed in the middle
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from lightning_mgpu.runs.seeds import new_generator, seed_generators, stream
 
 Item = tuple[int, Tensor]
 """What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""
+
+Collate = Callable[[list[Any]], Any]
 
 
 class GlobalBatches(DistributedSampler):
@@ -54,12 +56,17 @@ class GlobalBatches(DistributedSampler):
         seed: int = 0,
         num_replicas: int = 1,
         rank: int = 0,
+        drop_last: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(
                 f"data.batch_size={batch_size}: the global batch needs at least one sample."
             )
-        super().__init__(indices, num_replicas, rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        if drop_last and len(indices) < batch_size:
+            raise ValueError(
+                f"data.batch_size={batch_size}: drop_last drops all of {len(indices)} samples."
+            )
+        super().__init__(indices, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.indices = indices
         self.batch_size = batch_size
         self.first = 0  # batches of the next epoch to skip, when a run resumes in the middle of one
@@ -93,7 +100,8 @@ class GlobalBatches(DistributedSampler):
         return self.indices[order.to(self.indices.device)]
 
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
-        return order.split(self.batch_size)
+        dropped = len(order) % self.batch_size if self.drop_last else 0
+        return order[: len(order) - dropped].split(self.batch_size)
 
 
 class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
@@ -102,14 +110,11 @@ class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
     A `SequentialSampler` too, by which Lightning sees that nothing is shuffled (`overfit_batches`).
     """
 
-    def __init__(
-        self, indices: Tensor, batch_size: int, num_replicas: int = 1, rank: int = 0
-    ) -> None:
-        GlobalBatches.__init__(self, indices, batch_size, False, 0, num_replicas, rank)
-
     def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
         if len(order) == 0:
             return ()
+        if self.drop_last:
+            return super()._cut(order)
         # no tiny last batch that processes cannot share
         return order.tensor_split(-(-len(order) // self.batch_size))
 
@@ -169,21 +174,21 @@ class Samples(Batches):
     it is the same in any worker, and leaves the numbers of a training step alone.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset, seed: int, collate_fn: Collate) -> None:
+        self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, item: Item) -> Any:
         epoch, indices = item
-        if type(self.dataset) is TensorDataset:
+        if type(self.dataset) is TensorDataset and self.collate_fn is default_collate:
             # at once: far faster than collating
             return [tensor[indices] for tensor in self.dataset.tensors]
         samples = indices.tolist()
         with isolate_rng(include_cuda=False):
             seed_generators(self.seed, "samples", epoch, samples[0], devices=False)
-            return default_collate([self.dataset[i] for i in samples])
+            return self.collate_fn([self.dataset[i] for i in samples])
 
 
 def batch_loader(
@@ -193,19 +198,22 @@ def batch_loader(
     shuffle: bool = False,
     seed: int | None = None,
     indices: Tensor | None = None,
+    drop_last: bool = False,
+    collate_fn: Collate | None = None,
     **kwargs: Any,
 ) -> BatchLoader:
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader` (batches are put together by torch's
-            `default_collate`), or `Batches`.
+        dataset: Indexed by sample, as for a `DataLoader`, or `Batches`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         trainer: The data module's `self.trainer`, which says how many processes share a batch.
         shuffle: For training: draw a new order every epoch. Left out: all samples, dataset order.
         seed: Of the order, and of what samples draw. Left out: `seed_everything`'s.
         indices: The samples to visit, a vector, on the device that batches are gathered on. Left
             out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.
+        drop_last: Leave out a last global batch that is smaller than the others.
+        collate_fn: Makes a batch of a list of samples. Left out: torch's `default_collate`.
         kwargs: Further arguments of `DataLoader`, such as `num_workers`. Without `pin_memory`,
             batches are pinned if they are gathered on the CPU and the trainer's device copies
             faster from pinned memory.
@@ -218,15 +226,16 @@ def batch_loader(
         kwargs.setdefault("pin_memory", copies_faster_from_pinned(trainer.strategy.root_device))
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
     share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
-    sampler: GlobalBatches = SequentialBatches(indices, batch_size, *share)
-    if shuffle and not (trainer is not None and trainer.overfit_batches):  # type: ignore[attr-defined]
-        sampler = GlobalBatches(indices, batch_size, True, seed, *share)
+    shuffle = shuffle and not (trainer is not None and trainer.overfit_batches)  # type: ignore[attr-defined]
+    kind = GlobalBatches if shuffle else SequentialBatches
+    sampler = kind(indices, batch_size, shuffle, seed, *share, drop_last)
+    if isinstance(dataset, Batches):
+        if collate_fn is not None:
+            raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
+    else:
+        dataset = Samples(dataset, seed, collate_fn or default_collate)
     # by keyword: for `predict` Lightning makes the loader anew from its arguments
-    return BatchLoader(
-        dataset if isinstance(dataset, Batches) else Samples(dataset, seed),
-        sampler=sampler,
-        **kwargs,
-    )
+    return BatchLoader(dataset, sampler=sampler, **kwargs)
 
 
 def copies_faster_from_pinned(device: torch.device) -> bool:

@@ -95,6 +95,35 @@ def test_workers_give_the_same_batches(first: int) -> None:
     assert batches(2) == batches(0) and len(batches(0)) == 4 - first
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_collate_fn_gets_the_samples(num_workers: int) -> None:
+    """Texts of any length are padded; x and y of one shape stay samples."""
+
+    def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        x, y = zip(*samples)
+        return torch.nn.utils.rnn.pad_sequence(x, batch_first=True), torch.stack(y)
+
+    texts = [(torch.arange(n), torch.tensor(n)) for n in (3, 1, 2)]
+    options = {"num_workers": num_workers, "collate_fn": padded}
+    found = [
+        (x.shape, y.tolist())
+        for x, y in batch_loader(texts, 2, **options)  # type: ignore[arg-type]
+    ]
+    assert found == [((2, 3), [3, 1]), ((1, 2), [2])]
+    pairs = TensorDataset(torch.zeros(5, 4), torch.ones(5, 4))
+    assert [x.shape for x, _ in batch_loader(pairs, 5, **options)] == [(5, 4)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_last_batch_is_dropped(shuffle: bool) -> None:
+    for num_processes in (1, 3):
+        found = global_batches(num_processes, 64, shuffle=shuffle, seed=1, drop_last=True)
+        assert [len(batch) for batch in found] == [64] * 7
+        assert len({*chain(*found)}) == 448
+    with pytest.raises(ValueError, match=r"data\.batch_size=504: drop_last drops all of 503"):
+        global_batches(1, 504, shuffle=shuffle, drop_last=True)
+
+
 class Noise(Dataset):
     """Draws from the three global generators."""
 
