@@ -5,107 +5,97 @@ have these. What replicas meet for is done once, by the first replica's optimize
 follow.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mgpu.strategies.combining import gather
+from lightning_mgpu.strategies.gradients import Gradients
+from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.records import attributes
 
-Strategy = Any  # a TrainBatchStrategy, which imports this file
 
+class Meetings:
+    """Lets replicas meet where they step an optimizer, its wrapper or a scheduler."""
 
-@contextmanager
-def meetings(strategy: Strategy, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside the block replicas meet where they step an optimizer, its wrapper or a scheduler."""
-    steps = {each: partial(strategy.step_and_follow, each, each.step) for each in optimizers}
-    # Lightning's wrappers call `optimizer_step`
-    steps |= {wrapper: wrapper.step for wrapper in strategy._lightning_optimizers}
-    met = [(each, "step", _met_step(strategy, each, step)) for each, step in steps.items()]
-    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    met += [(each, "step", _met_schedule(strategy, each)) for each in schedulers]
-    with attributes(met):
-        yield
+    def __init__(
+        self, lockstep: Lockstep, gradients: Gradients, size_by_replica: Mapping[int, int]
+    ) -> None:
+        self.lockstep, self.gradients = lockstep, gradients
+        self.size_by_replica = size_by_replica  # samples of each shard
 
+    @contextmanager
+    def at_steps(
+        self, step_by_optimizer: Mapping[Any, Callable[..., Any]], schedulers: Sequence[Any]
+    ) -> Iterator[None]:
+        """Inside the block replicas meet at every `step`.
 
-@contextmanager
-def only_known_optimizers(strategy: Strategy) -> Iterator[None]:
-    """Refuse an optimizer that is not among those of `configure_optimizers`.
+        Args:
+            step_by_optimizer: What is called once, when all have met at an optimizer or a wrapper.
+            schedulers: They step once, by themselves.
+        """
+        met = [
+            (optimizer, "step", self._met_step(optimizer, step_once))
+            for optimizer, step_once in step_by_optimizer.items()
+        ]
+        met += [(each, "step", self._met_schedule(each)) for each in schedulers]
+        with attributes(met):
+            yield
 
-    Every replica would step the first one's parameters.
-    """
+    def _met_step(self, optimizer: Any, step_and_follow: Callable[..., Any]) -> Callable[..., Any]:
+        """The `step` of an optimizer for replicas.
 
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        is_firsts = any(id(param) in strategy.replicas.set_of for param in params)
-        if strategy.replicas.current and is_firsts:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps in training_step, but configure_optimizers has "
-                "not returned it: let it."
-            )
+        Each evaluates its closure; the whole batch's loss is returned.
+        """
+        step = optimizer.step
 
-    handle = register_optimizer_step_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
+        @wraps(step)
+        def met_step(closure: Any = None, **kwargs: Any) -> Any:
+            if not self.lockstep.running:
+                return step(closure=closure, **kwargs)
+            loss = closure() if closure is not None else None
+            loss = apply_to_collection(loss, Tensor, Tensor.detach)
+            return self.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
 
+        def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
+            self.gradients.check_manual(list(losses))
+            whole = [self._gather(losses, list(losses.values()))]
 
-def _met_step(
-    strategy: Strategy, optimizer: Any, step_and_follow: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The `step` of an optimizer for replicas.
+            def evaluated() -> Any:
+                if not whole:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} evaluates its closure several times, which "
+                        "replicas cannot follow in manual optimization: optimize automatically, or "
+                        "on one device."
+                    )
+                return whole.pop()
 
-    Each evaluates its closure; the whole batch's loss is returned.
-    """
-    step = optimizer.step
+            return step_and_follow(evaluated, **kwargs)
 
-    @wraps(step)
-    def met_step(closure: Any = None, **kwargs: Any) -> Any:
-        if not strategy.lockstep.running:
-            return step(closure=closure, **kwargs)
-        loss = None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
-        return strategy.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
+        return met_step
 
-    def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
-        strategy.gradients.check_manual(list(losses))
-        sizes = [strategy.sizes[i] for i in losses]
-        whole = [gather(list(losses.values()), sizes, strategy.devices[0])]
+    def _met_schedule(self, scheduler: Any) -> Callable[..., Any]:
+        """The `step` of a scheduler for replicas. A loss that it is given is the whole batch's."""
+        step = getattr(scheduler, "step", None)
 
-        def evaluated() -> Any:
-            if not whole:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} evaluates its closure several times, which "
-                    "replicas cannot follow in manual optimization: optimize automatically, or on "
-                    "one device."
-                )
-            return whole.pop()
+        def whole(active: dict[int, Any], parts: tuple[Any, ...]) -> Any:
+            has_tensors = any(isinstance(part, Tensor) for part in parts)
+            if not has_tensors and all(part == parts[0] for part in parts):
+                return parts[0]
+            return self._gather(active, parts)
 
-        return step_and_follow(evaluated, **kwargs)
+        def step_once(given: dict[int, tuple[Any, ...]]) -> Any:
+            *args, kwargs = (whole(given, parts) for parts in zip(*given.values()))
+            return step(*args, **kwargs)  # type: ignore[misc]
 
-    return met_step
+        where = "a scheduler", id(scheduler)
+        return lambda *args, **kwargs: self.lockstep.meet(where, (*args, kwargs), step_once)
 
-
-def _met_schedule(strategy: Strategy, scheduler: Any) -> Callable[..., Any]:
-    """The `step` of a scheduler for replicas. A loss that it is given is the whole batch's."""
-    step = getattr(scheduler, "step", None)
-
-    def whole(parts: tuple[Any, ...], sizes: list[int]) -> Any:
-        has_tensors = any(isinstance(part, Tensor) for part in parts)
-        if not has_tensors and all(part == parts[0] for part in parts):
-            return parts[0]
-        return gather(parts, sizes, strategy.devices[0])
-
-    def once(given: dict[int, tuple[Any, ...]]) -> Any:
-        sizes = [strategy.sizes[i] for i in given]
-        *args, kwargs = (whole(parts, sizes) for parts in zip(*given.values()))
-        return step(*args, **kwargs)  # type: ignore[misc]
-
-    where = "a scheduler", id(scheduler)
-    return lambda *args, **kwargs: strategy.lockstep.meet(where, (*args, kwargs), once)
+    def _gather(self, active: Mapping[int, Any], parts: Sequence[Any]) -> Any:
+        """The whole batch's value, of one per active replica."""
+        sizes = [self.size_by_replica[i] for i in active]
+        return gather(parts, sizes, self.lockstep.devices[0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Number
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -32,8 +32,15 @@ from lightning_mgpu.strategies.state import MISSING
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
 TO_TENSOR = "_LightningModule__to_tensor"  # private: `self.log` makes a tensor of its value by this
-Key = tuple[Any, str, int]  # a metric's id or a hook's name; a method or a name; how many before
 Path = tuple[Any, ...]  # to a tensor in what a metric has returned
+
+
+class Key(NamedTuple):
+    """Which call this is of a replica's step. The same call has the same key in all replicas."""
+
+    caller: Any  # the id of a metric, or the name of the hook that calls `self.log`
+    name: str  # of the metric's method, or of what is logged
+    num_before: int  # calls of the same caller and name
 
 
 @dataclass
@@ -90,10 +97,10 @@ class Recorder:
 
     # Written down
 
-    def _write(self, what: Any, name: str, call: Call) -> Key:
+    def _write(self, caller: Any, name: str, call: Call) -> Key:
         i = self.replicas.current
-        key = what, name, self._counts[i, what, name]
-        self._counts[i, what, name] += 1
+        key = Key(caller, name, self._counts[i, caller, name])
+        self._counts[i, caller, name] += 1
         self.records[i].calls[key] = call
         return key
 
@@ -181,20 +188,20 @@ class Recorder:
         records, notes = self.records, self.replicas.notes
         keys = dict.fromkeys(key for record in records.values() for key in record.calls)
         with self._doing():
-            for key in sorted(keys, key=lambda key: isinstance(key[0], str)):
+            for key in sorted(keys, key=lambda key: isinstance(key.caller, str)):
                 by_replica = {
                     i: each.calls[key] for i, each in records.items() if key in each.calls
                 }
                 calls, sizes = list(by_replica.values()), [records[i].size for i in by_replica]
                 is_log = calls[0].method == "log"
                 if len(calls) < len(records) and not calls[0].kwargs.get("rank_zero_only"):
-                    name = key[1] if is_log else f"{self._names[key[0]]}.{key[1]}()"
+                    name = key.name if is_log else f"{self._names[key.caller]}.{key.name}()"
                     notes.warn(
                         f"{name} was called by {len(calls)} of {len(records)} replicas: it has not "
                         "seen the samples of the others. A step must not decide by its shard."
                     )
                 if is_log:
-                    self._log_once(*key[:2], calls, sizes)
+                    self._log_once(key.caller, key.name, calls, sizes)
                 else:
                     devices = self.replicas.devices
                     self._values[key] = call_once(calls, sizes, devices, self._blank)

@@ -7,7 +7,7 @@ BatchNorm, `lockstep=True`), `lockstep.py` runs them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from lightning_mgpu.strategies.hooks import (
     unknown_code,
 )
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.manual_optimization import meetings, only_known_optimizers
+from lightning_mgpu.strategies.manual_optimization import Meetings
 from lightning_mgpu.strategies.one_process import (
     OneProcess,
     autocast_like,
@@ -41,7 +41,7 @@ from lightning_mgpu.strategies.records import Record, Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
-from lightning_mgpu.strategies.updates import Updates
+from lightning_mgpu.strategies.updates import Updates, refuse_other_optimizers
 
 CHECK_EVERY = 50  # updates: replicas that make their own are compared so often
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -284,12 +284,12 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
         self.lockstep.is_one_graph = False
         with ExitStack() as stack:
-            stack.enter_context(only_known_optimizers(self))
+            stack.enter_context(refuse_other_optimizers(self.replicas))
             stack.enter_context(on_read("data", self._note_data_read))
             if self._trains and self._is_automatic:
                 stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
-                stack.enter_context(meetings(self, self.updates.optimizers))
+                stack.enter_context(self._meetings())
                 if self._layer_sync is not None:
                     stack.enter_context(synchronized_batch_norm(self.lockstep))
                 outputs = self.lockstep.run(step, list(shards))
@@ -306,6 +306,16 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             self.replicas.data_was_read = True
         else:  # of a gradient?
             self.gradients.is_manual_check_due = True
+
+    def _meetings(self) -> AbstractContextManager:
+        """Replicas meet at every `step` of an optimizer, its wrapper or a scheduler."""
+        steps: dict[Any, Callable[..., Any]] = {
+            each: partial(self.step_and_follow, each, each.step) for each in self.updates.optimizers
+        }
+        # Lightning's wrappers call `optimizer_step`
+        steps |= {wrapper: wrapper.step for wrapper in self._lightning_optimizers}
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        return Meetings(self.lockstep, self.gradients, self.sizes).at_steps(steps, schedulers)
 
     def _take_turns(self, step: Callable[[int], Any]) -> list[Any]:
         outputs: dict[int, Any] = {}

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mgpu.strategies.equality import EqualityCheck
 from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, has_hooks
@@ -214,6 +215,28 @@ class Updates:
         for param, of_param in list(state.items()) if i else ():
             copied[self.replicas.own_tensor(param, i)] = apply_to_collection(of_param, Tensor, move)
         return copied
+
+
+@contextmanager
+def refuse_other_optimizers(replicas: Replicas) -> Iterator[None]:
+    """Refuse an optimizer that steps weights and is not one of `configure_optimizers`.
+
+    Every replica would step the first one's weights.
+    """
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if replicas.current and any(id(param) in replicas.set_of for param in params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps in training_step, but configure_optimizers has "
+                "not returned it: let it."
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _load_all(state: Any, copies: Sequence[Any]) -> Any:
