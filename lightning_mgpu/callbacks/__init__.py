@@ -4,6 +4,7 @@ from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
 from lightning_mgpu.callbacks.fast_model import FastModel, keep_freed_memory
 from lightning_mgpu.callbacks.header import RunHeader
+from lightning_mgpu.callbacks.ignored_weight import IgnoredWeight
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
 from lightning_mgpu.callbacks.pictures import Pictures
 from lightning_mgpu.callbacks.predictions import PredictionWriter
@@ -14,6 +15,7 @@ __all__ = [
     "EpochLines",
     "EpochTimer",
     "FastModel",
+    "IgnoredWeight",
     "LearningCurve",
     "LearningRateSearch",
     "Pictures",

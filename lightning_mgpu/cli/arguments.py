@@ -6,7 +6,6 @@ What comes out: the defaults first, then what was given, in its order; what stan
 import json
 import pydoc
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,13 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
     """What options were given, as flags and in files, under their names on the command line."""
     given: dict[str, Any] = {}
     for arg in args:
-        name, _, text = arg.removeprefix("--").partition("=")
-        value: Any = text
+        name, _, value = arg.removeprefix("--").partition("=")
         if name == "config":
-            given |= flatten(read_config(text))
+            given |= flatten(read_config(value))
         elif arg.startswith("--"):
-            with suppress(UsageError):  # other texts begin with a brace, too: {epoch}-{val_loss}
-                value = read_config(text) if text.startswith("{") else text
-            given |= flatten({name.rstrip("+"): value})
+            given |= flatten(
+                {name.rstrip("+"): read_config(value) if value.startswith("{") else value}
+            )
     return given
 
 

@@ -35,7 +35,7 @@ from lightning_mgpu.cli.checks import (
 )
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
-from lightning_mgpu.cli.parser import Parser, restorable
+from lightning_mgpu.cli.parser import Parser
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.checkpoints import LastCheckpoint, RunCheckpoint
 from lightning_mgpu.runs.devices import devices, is_sharded
@@ -119,10 +119,8 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         config.weights_only = True  # a checkpoint runs no code
         config.wandb.mode = "disabled" if config.no_wandb else config.wandb.mode
-        given = given_options(self.args[1:])
-        take_launchers_numbers(config.trainer, given)
+        take_launchers_numbers(config.trainer, given_options(self.args[1:]))
         self._dump_config()
-        self.config_dump = restorable(self.config_dump, config, given)
         check_secrets(config)
         check_devices(config.trainer)
         check_strategy(config.trainer.strategy)
@@ -169,7 +167,7 @@ class CLI(LightningCLI):
             header.notes["ckpt"] = (
                 config.ckpt_path or "none: no epoch was over, training begins anew"
             )
-        added = [header, self.timer, ours.LearningCurve(), ours.Pictures()]
+        added = [header, self.timer, ours.LearningCurve(), ours.Pictures(), ours.IgnoredWeight()]
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             tracking = config.wandb if has_logger else None

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from typing_extensions import override
 
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, check_readable
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST
 from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
@@ -80,11 +80,6 @@ class RunCheckpoint(ModelCheckpoint):
             if on_test_set or VAL_ACC not in trainer.callback_metrics:
                 return True
         return super()._should_skip_saving_checkpoint(trainer)
-
-    @override
-    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
-        check_readable(trainer, Path(filepath))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,4 +202,3 @@ class LastCheckpoint(Callback):
         self.best.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
             trainer.save_checkpoint(path, self.best.save_weights_only)
-            check_readable(trainer, path)

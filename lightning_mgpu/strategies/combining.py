@@ -23,7 +23,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mgpu.allreduce.messages import add_all
-from lightning_mgpu.strategies.devices_and_attributes import weighted_mean
 from lightning_mgpu.strategies.equality import Notes
 from lightning_mgpu.strategies.split_batch import bring_home, hold_samples, is_list, items_of, like
 
@@ -139,6 +138,13 @@ def _are_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     return hold_samples(outputs, sizes)
 
 
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Sum of weight times value over the sum of weights. Equal numbers are not rounded."""
+    if len(values) == 1 or (not isinstance(values[0], Tensor) and len(set(values)) == 1):
+        return values[0]
+    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+
+
 @torch.no_grad()
 def average_statistics(
     statistics: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, int]
@@ -161,7 +167,8 @@ def reduce_logged(values: Sequence[Tensor], weights: Sequence[float], reduce_fx:
     name, stacked = reduce_fx.lower(), torch.stack(list(values))
     if name in ("mean", "avg"):  # half precision would round a mean, and integers have none
         wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        return weighted_mean(list(wide), weights)  # type: ignore[no-any-return]
+        counted = [(value, n) for value, n in zip(wide, weights) if n]  # over nothing it is NaN
+        return weighted_mean(*zip(*counted))  # type: ignore[no-any-return]
     if name == "sum":
         return stacked.sum(0)
     if name in ("max", "amax", "min", "amin"):

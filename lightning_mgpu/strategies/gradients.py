@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgpu.allreduce.messages import copy_all
-from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
+from lightning_mgpu.strategies.combining import weighted_mean
 from lightning_mgpu.strategies.equality import EqualityCheck, differences
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
+from lightning_mgpu.strategies.one_process import gpus_first
 from lightning_mgpu.strategies.replicas import Replicas
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
@@ -49,7 +50,7 @@ class Gradients:
     def join(
         self,
         losses: Mapping[int, Tensor],
-        sizes: Mapping[int, int],
+        sizes: Mapping[int, float],
         is_one_graph: bool,
         batch_graph: Graph,
     ) -> Tensor:
@@ -57,18 +58,21 @@ class Gradients:
 
         Args:
             losses: By replica, the mean over its shard.
-            sizes: By replica, the samples of its shard.
+            sizes: By replica, the samples of its shard, or what else its loss is a mean over.
             is_one_graph: Whether replicas have exchanged tensors with graphs: one pass is for all.
             batch_graph: Tensors of the whole batch that have graphs, and the leaves that the shards
                 are cut from.
         """
-        total = sum(sizes[i] for i in losses)
-        home = [loss.detach().to(self.replicas.devices[0]) for loss in losses.values()]
-        value = weighted_mean(home, [sizes[i] for i in losses])
-        connected = {
-            i: (loss, sizes[i] / total) for i, loss in losses.items() if loss.requires_grad
-        }
-        if not connected:
+        counted = [i for i in losses if sizes[i]]  # a mean over nothing is NaN
+        total = sum(sizes[i] for i in counted)
+        home = [losses[i].detach().to(self.replicas.devices[0]) for i in counted or losses]
+        value = (
+            weighted_mean(home, [sizes[i] for i in counted])
+            if counted
+            else torch.zeros_like(home[0])
+        )
+        connected = {i: (losses[i], sizes[i] / total) for i in counted if losses[i].requires_grad}
+        if counted and not connected:
             return value
         anchor = torch.zeros_like(value, requires_grad=True)
         anchor.register_hook(
@@ -113,7 +117,7 @@ class Gradients:
         # private: whether retain_graph=True
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
-        if is_one_graph:
+        if is_one_graph and losses:
             with _no_weights_read():
                 every = [loss for loss, _ in losses.values()]
                 torch.autograd.backward(every, list(parts.values()), keep_graph)

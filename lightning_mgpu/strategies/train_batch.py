@@ -22,13 +22,6 @@ from typing_extensions import override
 from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.collectives import Collectives
 from lightning_mgpu.strategies.combining import average_statistics, gather
-from lightning_mgpu.strategies.devices_and_attributes import (
-    autocast_like,
-    find_device,
-    gpus_first,
-    on_read,
-    replace_attributes,
-)
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.hooks import (
     TORCH_OPTIMIZERS,
@@ -36,9 +29,16 @@ from lightning_mgpu.strategies.hooks import (
     unknown_code,
 )
 from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
-from lightning_mgpu.strategies.one_process import OneProcess
-from lightning_mgpu.strategies.records import Record, Recorder
+from lightning_mgpu.strategies.one_process import (
+    OneProcess,
+    autocast_like,
+    find_device,
+    gpus_first,
+)
+from lightning_mgpu.strategies.reads import on_read
+from lightning_mgpu.strategies.records import Record, Recorder, attributes
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
@@ -56,6 +56,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     """
 
     replicas: Replicas
+    weighs_losses = True  # by the weights that `training_step` returns
     own_updates = False  # whether every replica has made the last update itself
     sums_everywhere: (
         bool  # whether `reduce_gradients` leaves the sum in every replica, or the first
@@ -136,6 +137,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
         self.lockstep = Lockstep(devices, self.turn)
         self.recorder = Recorder(self.replicas, self.lockstep)
+        self.window = Window(self.replicas.module)
         self._is_set_up = True
         if self.is_split:
             self._distrust_replicas()
@@ -151,7 +153,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if self._is_set_up:
             self.replicas.release()
         self._is_set_up = False
-        for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
+        for name in ("replicas", "gradients", "updates", "lockstep", "recorder", "window"):
             vars(self).pop(name, None)
         super().teardown()
 
@@ -175,24 +177,18 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_automatic:
+            self.window.begin_batch()
         if not self.is_split:
-            return super().training_step(batch, *args, **kwargs)
+            output = super().training_step(batch, *args, **kwargs)
+            return self._join_losses({0: output}, output) if self._is_automatic else output
         with self.precision_plugin.train_step_context():
             outputs = self._run("training_step", batch, *args, **kwargs)
+        by_replica = dict(zip(self.sizes, outputs))
         if self._is_automatic and all(isinstance(output, Tensor) for output in outputs):
-            return self._join(dict(zip(self.sizes, outputs)))
+            return self._join_losses(by_replica, None)
         whole = self._gather("training_step", outputs)
-        losses: dict[int, Tensor] = {}
-        for i, output in zip(self.sizes, outputs) if self._is_automatic else ():
-            if output is not None:
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if not isinstance(loss, Tensor):
-                    return output  # Lightning says what is wrong with it
-                losses[i] = loss
-        if not losses:
-            return whole
-        loss = self._join(losses)
-        return {**whole, "loss": loss} if isinstance(whole, Mapping) else loss
+        return self._join_losses(by_replica, whole) if self._is_automatic else whole
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -359,27 +355,52 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     # From losses to updates
 
-    def _join(self, losses: dict[int, Tensor]) -> Tensor:
+    def _join_losses(self, outputs: dict[int, Any], whole: Any) -> Any:
+        """What the Trainer gets of a training step: its output, with the whole batch's loss."""
+        losses: dict[int, Tensor] = {}
+        for i, output in outputs.items():
+            if output is not None:
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, Tensor):
+                    return output  # Lightning says what is wrong with it
+                losses[i] = loss
+        if not losses:
+            return whole
+        weights = find_weights(outputs)
+        weight = {WEIGHT: sum(weights.values())} if weights else {}
+        loss = self.window.weigh(self._join(losses, weights), weight.get(WEIGHT))
+        if isinstance(whole, Mapping):
+            return whole if loss is whole["loss"] else {**whole, "loss": loss, **weight}
+        return loss
+
+    def _join(self, losses: dict[int, Tensor], weights: dict[int, float]) -> Tensor:
+        if not self.is_split:
+            return losses[0] if weights.get(0, 1) else nothing(losses[0])
         is_one_graph = self.lockstep.is_one_graph
-        return self.gradients.join(losses, self.sizes, is_one_graph, self.batch_graph)
+        return self.gradients.join(losses, weights or self.sizes, is_one_graph, self.batch_graph)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Compute and reduce the gradients of all shards, before any hook looks at them."""
-        if not self.is_split:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._is_automatic:
+        if self.is_split and self._is_automatic:
             return self._backward(closure_loss, optimizer, *args, **kwargs)
+        # `self.manual_backward(loss, weight=n)`
+        weight = {WEIGHT: kwargs.pop(WEIGHT)} if WEIGHT in kwargs else {}
 
-        def together(losses: dict[int, Tensor]) -> Tensor:
-            return self._backward(self._join(losses), optimizer, *args, **kwargs)
+        def together(given: dict[int, tuple[Tensor, Any]]) -> Tensor:
+            weights = find_weights({i: weight for i, (_, weight) in given.items()})
+            loss = self._join({i: loss for i, (loss, _) in given.items()}, weights)
+            if not self.is_split:
+                return super(TrainBatchStrategy, self).backward(loss, optimizer, *args, **kwargs)
+            return self._backward(loss, optimizer, *args, **kwargs)
 
-        if self.lockstep.running:
-            loss: Tensor = self.lockstep.meet(("manual_backward", None), closure_loss, together)
+        given = closure_loss, weight
+        if self.is_split and self.lockstep.running:
+            loss: Tensor = self.lockstep.meet(("manual_backward", None), given, together)
             return loss
-        return together({0: closure_loss})  # one replica has the whole batch
+        return together({0: given})  # one replica has the whole batch
 
     def _backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -392,7 +413,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             passes.append(True)
             itself(*args, **kwargs)
 
-        with replace_attributes([(torch.autograd, "backward", watched)]):
+        with attributes([(torch.autograd, "backward", watched)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:
             # a `backward` of the user's own may leave a batch out
@@ -412,6 +433,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        closure = self.window.closing(closure)
         if not self.is_split:
             return step(closure=closure)
         if type(optimizer) not in TORCH_OPTIMIZERS:

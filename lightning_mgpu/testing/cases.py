@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_mgpu.testing.probe import Data, Fails, Kind, Logs, Probe, Sees, TwoOptimizers
+from lightning_mgpu.testing.probe import Data, Fails, Kind, Logs, Masked, Probe, Sees, TwoOptimizers
 
 EVEN = (48, 12)  # samples, in batches of so many
 UNEVEN = (47, 11)  # 11, 11, 11, 11, 3
@@ -232,6 +232,11 @@ PROMISES = {
     "accumulation": Promise(
         "... with gradients accumulated over batches", trains(accumulate_grad_batches=3)
     ),
+    "weights": Promise(
+        "a loss per token is weighed by tokens, across devices and accumulated batches",
+        trains(Masked, accumulate_grad_batches=4),
+        alone=trains(Masked, data=(48, 48)),
+    ),
     "schedulers": Promise("... with AdamW and a scheduler stepped every batch", trains(ADAMW)),
     "manual": Promise("... with two optimizers in manual optimization", trains(TwoOptimizers)),
     "scaler": Promise("... with a GradScaler", scaler),
@@ -276,6 +281,8 @@ PROMISES = {
 """By name, in the order of the table."""
 
 CANNOT = {
+    ("auto", "weights"): "Lightning divides by the number of batches, whatever they count",
+    ("ddp", "weights"): "Lightning divides by the number of batches, whatever they count",
     ("ddp", "uneven"): "the means of the processes are averaged with equal weights",
     ("ddp", "small"): "a process cannot go without samples: a clear error",
     ("ddp", "manual"): "parameters outside a loss need `ddp_find_unused_parameters_true`",

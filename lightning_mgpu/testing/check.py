@@ -58,9 +58,9 @@ def check_strategy(
         for name, wrong in _run_cases(Kind(strategy, devices, accelerator), left, timeout).items():
             left.remove(name)
             promise = PROMISES[name]
-            reason = (
-                CANNOT.get((strategy, name), CANNOT.get(("*", name), "")) if devices > 1 else ""
-            )
+            of_all = CANNOT.get(("*", name), "") if devices > 1 else ""
+            is_judged = devices > 1 or strategy == "auto"
+            reason = CANNOT.get((strategy, name), of_all) if is_judged else ""
             wrong = "" if promise.error and promise.error in wrong else wrong
             yield Result(name, promise, wrong, NO_OPTION if wrong == NO_OPTION else reason)
 

@@ -133,6 +133,16 @@ class Logs(Probe):
         )
 
 
+class Masked(Probe):
+    """A loss over the rows whose target is positive, and how many these are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y, _ = batch
+        is_counted = y[:, 0] > 0
+        losses = (self.net(X) - y)[is_counted].square().sum(1)
+        return {"loss": losses.mean(), "weight": len(losses)}
+
+
 class TwoOptimizers(Probe):
     """Manual optimization: two networks, one to undo what the other does, an optimizer each."""
 
