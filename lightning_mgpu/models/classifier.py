@@ -8,7 +8,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
     --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Any, Literal
@@ -128,11 +128,14 @@ class Classifier(LightningModule):
         loss, logits = self._step("test", batch)
         return {"loss": loss, "logits": logits}
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        X, y = batch
+    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Of a batch X, (X,) or (X, y)."""
+        X, *labels = [batch] if isinstance(batch, Tensor) else batch
+        if len(labels) > 1:
+            raise ValueError(f"a batch to predict is X, (X,) or (X, y), not {len(batch)} tensors")
         probabilities = self(X).softmax(dim=1)
         return {
-            "label": y,
+            **dict(zip(["label"], labels)),
             "prediction": probabilities.argmax(dim=1),
             "probabilities": probabilities,
         }

@@ -137,6 +137,27 @@ def test_predictions_in_dataset_order(
     )
 
 
+@pytest.mark.parametrize("num_tensors", [1, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_images_without_labels(
+    num_tensors: int, devices: int, lively: LeNet, make_trainer: Callable, tmp_path: Path
+) -> None:
+    """In batches X, (X,) and (X, y); of two images, too, which are no pair."""
+    X = torch.rand(6, 1, 28, 28)
+    labels = [torch.arange(6)] * (num_tensors - 1)
+    tables = []
+    for dataset in (TensorDataset(X, *labels), list(X)):
+        strategy = {"devices": devices, "strategy": "manual_allreduce"}
+        trainer = make_trainer(callbacks=[PredictionWriter()], **(strategy if devices > 1 else {}))
+        trainer.predict(lively, DataLoader(dataset, 2))  # type: ignore[arg-type]
+        with (tmp_path / "predictions.csv").open(newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+    expected = list("012345") if labels else [None] * 6
+    assert [row.pop("label", None) for row in tables[0]] == expected
+    assert tables[0] == tables[1]
+    assert [int(row["prediction"]) for row in tables[1]] == lively(X).argmax(1).tolist()
+
+
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
     class Chosen(VectorNet):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
