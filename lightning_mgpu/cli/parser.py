@@ -1,5 +1,7 @@
 """Lightning's argument parser, in which a class that is named starts from its own defaults."""
 
+import re
+from argparse import ArgumentError
 from functools import partial
 from itertools import dropwhile
 from typing import Any
@@ -15,6 +17,11 @@ from lightning_mgpu.cli.help import PROG
 
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
+
+
+# of two classes with one name, such as torch's OneCycleLR and this package's, the latter counts
+PACKAGE = __package__.partition(".")[0]
+AMBIGUOUS = re.compile(rf"Multiple subclasses with name (\w+)\..* ({PACKAGE}\.[\w.]+\w)")
 
 
 class Parser(LightningArgumentParser):
@@ -42,6 +49,11 @@ class Parser(LightningArgumentParser):
         }
         try:
             return super().parse_object(obj, *args, **kwargs)
+        except ArgumentError as error:
+            if (found := AMBIGUOUS.search(str(error))) is None:
+                raise
+            ours = {name: _renamed(value, *found.groups()) for name, value in parts[-1].items()}
+            return super().parse_object(ours, *args, **kwargs)
         finally:
             self._named = outer
 
@@ -68,6 +80,12 @@ class Parser(LightningArgumentParser):
         if isinstance(theclass, type) and issubclass(theclass, Logger) and "save_dir" in added:
             self.set_defaults(save_dir="")
         return added
+
+
+def _renamed(value: Any, name: str, path: str) -> Any:
+    if _names_class(value):
+        return {**vars(Namespace(value)), "class_path": _renamed(value["class_path"], name, path)}
+    return path if value == name else value
 
 
 def _names_class(value: Any) -> bool:

@@ -3,13 +3,12 @@
 A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
 
     --model=LeNet --model.optimizer=AdamW --model.optimizer.lr=0.001
-    --model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=0.4  # every batch, length filled in
+    --model.lr_scheduler=OneCycleLR  # every batch; highest rate and length are filled in
     --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3     # every epoch
     --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -19,9 +18,22 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR as TorchOneCycleLR
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
+
+
+class OneCycleLR(TorchOneCycleLR):
+    """Torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
+
+    def __init__(
+        self, optimizer: Optimizer, max_lr: float | list[float] | None = None, **kwargs: Any
+    ) -> None:
+        if max_lr is None:
+            max_lr = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer, max_lr, **kwargs)
+
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
 LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
@@ -63,7 +75,8 @@ class Classifier(LightningModule):
     Args:
         optimizer: From the parameters to a torch optimizer.
         lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR`
-            without `total_steps` gets the length of the run. `ReduceLROnPlateau` watches its
+            without `total_steps` gets the length of the run; without `max_lr`, this package's
+            rises to the optimizer's learning rate. `ReduceLROnPlateau` watches its
             `monitor`, `val_loss` if it names none.
         lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left
             out: `step` for `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
@@ -166,7 +179,7 @@ class Classifier(LightningModule):
             raise ValueError(f"model.optimizer or model.lr_scheduler: {error}") from error
         if scheduler is None:
             return optimizer
-        every_step = isinstance(scheduler, (OneCycleLR, CyclicLR))
+        every_step = isinstance(scheduler, (TorchOneCycleLR, CyclicLR))
         config: dict[str, Any] = {
             "scheduler": scheduler,
             "interval": self.lr_interval or ("step" if every_step else "epoch"),
@@ -196,12 +209,10 @@ class Classifier(LightningModule):
             ValueError: If the run has no end.
         """
         scheduler = self.lr_scheduler
-        if not isinstance(scheduler, partial) or OneCycleLR not in (
-            scheduler.func,
-            *scheduler.args,
-        ):
+        if getattr(scheduler, "func", scheduler) not in (OneCycleLR, TorchOneCycleLR):
             return {}
-        if scheduler.keywords.get("total_steps") or scheduler.keywords.get("epochs"):
+        given = getattr(scheduler, "keywords", {})
+        if given.get("total_steps") or given.get("epochs"):
             return {}
         by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
+from lightning_mgpu.cli.yaml_files import CONFIGS
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.models.classifier import MeanLoss
 
@@ -128,6 +130,22 @@ def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable
     assert len({*found}) == 8 and max(found) == pytest.approx(0.4, rel=0.1)
     # torch's default factors
     assert (found[0], found[-1]) == pytest.approx((0.4 / 25, 0.4 / 25 / 1e4))
+
+
+@pytest.mark.parametrize("config", [["--model.lr_scheduler=OneCycleLR"], ["--config", "file.yaml"]])
+def test_one_cycle_reaches_the_optimizers_rate(
+    config: list[str], root: Path, main: Callable, tmp_path: Path
+) -> None:
+    """So a sweep over `model.optimizer.lr` compares different runs."""
+    recipe = yaml.safe_load((CONFIGS / "experiment" / "lenet_fast.yaml").read_text())
+    scheduler = recipe["model"]["init_args"]["lr_scheduler"]
+    text = yaml.safe_dump({"model": {"init_args": {"lr_scheduler": scheduler}}})
+    (tmp_path / "file.yaml").write_text(text)
+    short = (f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu", "--no-wandb")
+    args = ("--trainer.max_epochs=1", "--model.optimizer.lr=0.03", "--data.val_size=101")
+    assert main("fit", *short, *args, *config) == 0
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["max_lr"] == 0.03
 
 
 def test_mistakes_are_told(make_data: Callable, make_trainer: Callable) -> None:
