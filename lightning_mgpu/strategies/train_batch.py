@@ -153,7 +153,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if self._is_set_up:
             self.replicas.release()
         self._is_set_up = False
-        for name in ("replicas", "gradients", "updates", "lockstep", "recorder", "window"):
+        for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)
         super().teardown()
 
@@ -213,7 +213,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     @property
     def _is_automatic(self) -> bool:
-        return self.replicas.module.automatic_optimization
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
 
     def _gather(self, name: str, outputs: list[Any]) -> Any:
         sizes, notes = list(self.sizes.values()), self.replicas.notes
