@@ -158,7 +158,8 @@ class CLI(LightningCLI):
         check_processes(trainer)
         self.best = config.checkpoint
         saved = {key: self.config_dump.get(key) for key in SECTIONS}
-        trainer.callbacks.insert(0, LastCheckpoint(self.best, config.seed_everything, saved))  # type: ignore[attr-defined]
+        self.last = LastCheckpoint(self.best, config.seed_everything, saved)
+        trainer.callbacks.insert(0, self.last)  # type: ignore[attr-defined]
         return trainer
 
     def _callbacks(self, config: Namespace, has_logger: bool) -> list[Any]:
@@ -206,6 +207,8 @@ class CLI(LightningCLI):
         if ours.is_search(self.trainer.callbacks):  # type: ignore[attr-defined]
             return
         is_first, best = self.trainer.is_global_zero, self.best.best
+        if is_first and self.last.why_stopped:
+            print(f"stopped early: {self.last.why_stopped}", flush=True)
         sharded = is_sharded(self.trainer)
         trained = "none, as parameters are sharded"
         if not sharded:

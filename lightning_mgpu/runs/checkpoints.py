@@ -3,24 +3,29 @@
 --checkpoint.save_top_k=3  # and whatever else Lightning's ModelCheckpoint takes
 --checkpoint.monitor=val_loss
 
-`last.ckpt` is saved when the next epoch starts, or training ends: then all of the epoch is logged,
-stepped and validated. Nothing of an epoch in progress is kept. Every epoch begins with random
-numbers of its own (`seeds.py`), so that there is no state of generators to keep.
+`last.ckpt` is saved when the next epoch starts: then all of the epoch is logged, stepped and
+validated. After the last epoch it is saved when `on_train_end` and `on_fit_end` are over, in which
+callbacks and modules may set weights. Nothing of an epoch in progress is kept. Every epoch begins
+with random numbers of its own (`seeds.py`), so that there is no state of generators to keep.
 """
 
 import signal
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST
 from lightning_mgpu.runs.csv_logger import csv_logger
+from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
 from lightning_mgpu.runs.seeds import VERSION, seed_generators
@@ -108,7 +113,9 @@ class LastCheckpoint(Callback):
         # what a module may have given torch before training, for example by rank: it counts, too
         self._seed_before: int | None = None
         self.config = config  # of model, data and seed, for every checkpoint
+        self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
         self._has_trained = False  # an epoch, in this process
+        self._is_over = False  # the training, in this process
         self._starts_epoch = False  # the first one after a checkpoint
 
     @override
@@ -117,6 +124,8 @@ class LastCheckpoint(Callback):
             # as Ctrl-C; Lightning's would end with status 0
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         loop = trainer.fit_loop
+        # then no on_train_epoch_start comes for the epoch
+        self._has_trained = loop.restarted_mid_epoch
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
             if not all(hasattr(loader, "state_dict") for loader in loaders):
@@ -147,21 +156,50 @@ class LastCheckpoint(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer)
+        self._is_over = True
+        self.why_stopped = why_stopped(trainer)
+        if is_sharded(trainer):  # later no process can gather the shards
+            self._save(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # loggers upload it after this
+        if stage == "fit" and self._is_over and not is_sharded(trainer):
+            self._save(trainer)
 
     @override
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         logger = csv_logger(trainer)
-        metrics = logger.text() if logger else ""
-        checkpoint[KEY] = {"config": self.config, "metrics": metrics, "streams": VERSION}
+        checkpoint[KEY] = {
+            "config": self.config,
+            "metrics": logger.text() if logger else "",
+            "streams": VERSION,
+            "max_epochs": trainer.max_epochs,
+            "why_stopped": self.why_stopped,
+            "is_trained": None if is_sharded(trainer) else dict(find_trained(pl_module)),
+        }
 
     @override
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
+            return
+        is_of_this_run = (
+            Path(trainer.default_root_dir).resolve()
+            in Path(str(trainer.ckpt_path)).resolve().parents
+        )
+        if is_of_this_run and (logger := csv_logger(trainer)):
+            logger.go_on(checkpoint[KEY]["metrics"])
+        finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+        if is_of_this_run or any(each.state_key in checkpoint["callbacks"] for each in finetuning):
+            # Lightning's callbacks forget what they have thawed (their issue 21901)
+            set_trained(pl_module, checkpoint[KEY].get("is_trained") or {})
+        if is_of_this_run and (why := checkpoint[KEY].get("why_stopped")):
+            self.why_stopped = why
+            trainer.should_stop = True  # which ends it before the next epoch
             return
         loop = checkpoint["loops"]["fit_loop"]
         batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
@@ -187,12 +225,6 @@ class LastCheckpoint(Callback):
             for counts in loop["epoch_progress"].values():
                 # the next epoch was about to start when this was saved
                 counts["ready"] = counts["completed"]
-        is_of_this_run = (
-            Path(trainer.default_root_dir).resolve()
-            in Path(str(trainer.ckpt_path)).resolve().parents
-        )
-        if is_of_this_run and (logger := csv_logger(trainer)):
-            logger.go_on(checkpoint[KEY]["metrics"])
 
     def _save(self, trainer: Trainer) -> None:
         """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
@@ -202,3 +234,40 @@ class LastCheckpoint(Callback):
         self.best.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
             trainer.save_checkpoint(path, self.best.save_weights_only)
+
+
+def find_trained(module: LightningModule) -> Iterator[tuple[str, bool]]:
+    """Whether a parameter is trained, and whether BatchNorm keeps its statistics, by name."""
+    for name, parameter in module.named_parameters():
+        yield name, parameter.requires_grad
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm):
+            yield name, layer.track_running_stats
+
+
+def set_trained(module: LightningModule, is_trained: dict[str, bool]) -> None:
+    """Freeze and thaw as `find_trained` has found it."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad = is_trained.get(name, parameter.requires_grad)
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm):
+            layer.track_running_stats = is_trained.get(name, layer.track_running_stats)
+
+
+def why_stopped(trainer: Trainer) -> str:
+    """Why a run that ends now has stopped by itself; empty if a limit of the Trainer ends it."""
+    is_late = any(
+        isinstance(callback, Timer) and (callback.time_remaining() or 1) <= 0
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+    if not trainer.should_stop or is_late:
+        return ""
+    by_epoch = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, EarlyStopping) or callback.stopping_reason_message is None:
+            continue
+        if callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            num, unit = callback.wait_count, "epoch" if by_epoch else "validation"
+            return f"{callback.monitor} has not improved for {num} {unit}{'s' * (num != 1)}"
+        return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+    return "trainer.should_stop was set"

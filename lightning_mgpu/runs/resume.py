@@ -55,6 +55,9 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
             f"{path} is of another version of this package, whose random numbers were others: "
             "start a new run from it with --ckpt_path"
         )
+    # a callback may have added an epoch to those asked for, as SWA does for BatchNorm
+    if max_epochs == checkpoint[KEY].get("max_epochs"):
+        return str(path)
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(

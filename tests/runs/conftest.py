@@ -44,6 +44,24 @@ class Net(Classifier):
         self.log("val_mine", 1.0, batch_size=len(batch[1]), sync_dist=True)
 
 
+class Ends(Net):
+    """Sets weights when training ends."""
+
+    def on_train_end(self):
+        self.net[1].bias.data.fill_(7)
+
+    def on_fit_end(self):
+        self.net[4].bias.data.fill_(7)
+
+
+class Tuned(Net):
+    """Its backbone, the first layer, is frozen and thawed by a callback."""
+
+    def __init__(self):
+        super().__init__(lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1))
+        self.backbone = self.net[1]
+
+
 class Stop(Callback):
     """Ctrl-C before a batch, `STOP=epoch,batch` in the environment."""
 

@@ -49,6 +49,29 @@ def test_the_best_is_tested_and_the_last_has_the_fingerprint(
     ]
 
 
+SWA = (
+    "StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1 "
+    "--trainer.callbacks.swa_epoch_start=1"
+)
+EMA = "EMAWeightAveraging"
+
+
+@pytest.mark.parametrize(
+    "options", ["--model=own_run.Ends", f"--trainer.callbacks={SWA}", f"--trainer.callbacks={EMA}"]
+)
+def test_weights_set_when_training_ends_are_in_the_last(
+    options: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """The fingerprint is of weights that a checkpoint has, and the finished run has it again."""
+    args = ("--trainer.devices=1", "--trainer.max_epochs=2", "--run_dir=a", *options.split())
+    assert fit(*args) == 0
+    printed = capfd.readouterr().out.splitlines()[-2]
+    weights = last(tmp_path / "a")["state_dict"]
+    assert printed == f"fingerprint: {fingerprint(list(weights.values()))}"
+    assert fit("--resume=a") == 0
+    assert capfd.readouterr().out.splitlines()[-2] == printed
+
+
 def test_which_value_of_a_metric_is_the_best() -> None:
     given = {"val_acc": None, "val/accuracy": None, "val_loss": None, "val_f1": "max"}
     assert [RunCheckpoint(name, mode).mode for name, mode in given.items()] == [

@@ -158,6 +158,10 @@ def test_after_lightnings_own_checkpoint_the_next_batch_comes(
     shutil.copy(path, tmp_path / "slurm" / "hpc_ckpt_1.ckpt")
     assert fit("--resume=slurm") == 0
     assert "ckpt:     slurm/hpc_ckpt_1.ckpt" in capfd.readouterr().out
+    shutil.copytree(tmp_path / "slurm", tmp_path / "again")
+    (tmp_path / "again" / "checkpoints" / "last.ckpt").unlink()
+    assert fit("--resume=again", "--trainer.max_epochs=3", stop="2,1") == 1
+    assert last(tmp_path / "again")["epoch"] == 2  # the epoch in which it was resumed is kept
     whole, *others = (last(tmp_path / run) for run in ("whole", "on", "slurm"))
     for other in others:
         assert equal(other["state_dict"], whole["state_dict"]) and other["global_step"] == 14
@@ -179,3 +183,35 @@ def test_a_run_that_max_steps_ended_is_refused(fit: Callable[..., int], capfd: A
     assert fit("--trainer.devices=1", "--trainer.max_steps=3", "--run_dir=a") == 0
     assert fit("--resume=a", "--trainer.max_steps=20") == 2
     assert "the run ended within an epoch" in capfd.readouterr().err
+
+
+EARLY = ("--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val_mine")
+
+
+def test_a_run_that_stopped_by_itself_is_finished(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """It is tested again, and trains no further epoch, however many it is given."""
+    assert fit(*PLAIN[:1], "--trainer.max_epochs=9", *EARLY, "--run_dir=a") == 0
+    out, before = capfd.readouterr().out.splitlines(), last(tmp_path / "a")
+    assert "stopped early: val_mine has not improved for 3 epochs" in out and before["epoch"] == 4
+    assert fit("--resume=a", "--trainer.max_epochs=20") == 0
+    again = capfd.readouterr().out.splitlines()
+    assert "stopped early: val_mine has not improved for 3 epochs" in again
+    assert again[-2] == out[-2] and again[-1].split(",")[0] == out[-1].split(",")[0]
+    assert not any(line.startswith("epoch ") for line in again)
+
+
+def test_what_a_callback_has_thawed_stays_so(fit: Callable[..., int], tmp_path: Path) -> None:
+    tuned = ("--model=own_run.Tuned", "--trainer.devices=1", "--trainer.max_epochs=4")
+    data = (f"--data.{option}" for option in ("source=synthetic", "val_size=101"))
+    callbacks = (
+        "--trainer.callbacks=BackboneFinetuning",
+        "--trainer.callbacks.unfreeze_backbone_at_epoch=1",
+        "--trainer.callbacks+=own_run.Stop",
+    )
+    args = (*tuned, *data, *callbacks, "--trainer.accelerator=cpu")
+    assert fit(*args, "--run_dir=whole") == 0
+    assert fit(*args, "--run_dir=stopped", stop="3,1") == 1
+    assert fit("--resume=stopped") == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
