@@ -21,7 +21,10 @@ STRATEGY = "--trainer.strategy"
 
 
 def join(args: Sequence[str]) -> list[str]:
-    """The arguments, option and value in one, `~` as in a shell, a `--config` by its path."""
+    """The arguments, option and value in one, `~` as in a shell, a `--config` by its path.
+
+    `--model=model.yaml` becomes what is in the file: a class and its arguments.
+    """
     joined: list[str] = []
     for arg in args:
         before = joined[-1] if joined else ""
@@ -35,6 +38,8 @@ def join(args: Sequence[str]) -> list[str]:
 
 def _found(arg: str) -> str:
     name, _, value = arg.partition("=")
+    if name in ("--model", "--data") and value.endswith((".yaml", ".yml")):
+        return f"{name}={json.dumps(read_config(value))}"
     if name not in ("-c", "--config") or value.startswith("{"):
         return arg
     return f"--config={find_config(value)}"

@@ -15,9 +15,10 @@ from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
-SECRETS = "password|passwd|secret|token|api_?key|credentials"
-# `pad_token` and its like are words of a language model
-SECRET_NAME = re.compile(rf"(?i)(?!(pad|eos|bos|unk|mask|sep|cls)_).*({SECRETS})")
+SECRET_NAME = re.compile("(?i).*(password|passwd|secret|token|api_?key|credentials)")
+# `start_token` and its like are words of a language model, where the value is no long key
+WORD_NAME = re.compile("(?i)(?!.*(api|auth|access|session)_?token).+_token")
+KEY_VALUE = re.compile(r"[\w.~+/=-]{16,}")
 # where launchers say how many processes they have started, in all and on this machine
 LAUNCHERS = {
     "RANK": ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -30,13 +31,15 @@ SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 def check_secrets(config: Namespace) -> None:
     """Refuse secrets: `config.yaml`, checkpoints and W&B have every option."""
     for key, value in flatten(config.as_dict()).items():
-        is_secret = isinstance(value, str) and (
-            SECRET_NAME.fullmatch(last_part(key)) or SECRET_URL.search(value)
-        )
-        if value and is_secret:
+        if not value or not isinstance(value, str):
+            continue
+        name = last_part(key)
+        is_word = WORD_NAME.fullmatch(name) and not KEY_VALUE.fullmatch(value)
+        if (SECRET_NAME.fullmatch(name) and not is_word) or SECRET_URL.search(value):
             raise UsageError(
                 f"--{key}: a secret, and every option is written to config.yaml: hand it over in "
-                "an environment variable (most loggers read one), or read it in code of your own"
+                "an environment variable (most loggers read one), or read it in code of your own; "
+                "an argument that is none needs another name"
             )
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -23,9 +24,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_mgpu.runs.directory import SHOWS
 from lightning_mgpu.runs.errors import UsageError
 
 SWITCH = "--traceback"
+JSONARGPARSE = Path(jsonargparse.__file__).parent
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
 # how torch begins when a checkpoint is another model's
@@ -76,11 +79,11 @@ def mistakes(*more: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         first: BaseException = error
-        while first.__cause__ is not None and not isinstance(first, UsageError):
+        while first.__cause__ is not None and JSONARGPARSE in _last_file(first).parents:
             first = first.__cause__
         if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
             raise UsageError(str(first)) from error
-        raise first from None
+        raise first from first.__cause__
 
 
 @contextmanager
@@ -101,7 +104,9 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
             raise
         # wrong values are so in every process, and the first says so; files may be so in one alone
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
-            print(f"error: {in_lines(error)} ({SWITCH} shows where)", file=sys.stderr, flush=True)
+            notes = [note for note in getattr(error, "__notes__", []) if note.endswith(SHOWS)]
+            where = (notes or [f"{SWITCH}{SHOWS}"])[-1]
+            print(f"error: {in_lines(error)} ({where})", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -111,13 +116,18 @@ def is_mistake(error: BaseException) -> bool:
         return True
     if str(error).startswith(OTHER_PARAMETERS):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not any(Path(frames[-1].filename).is_relative_to(each) for each in PACKAGES):
+    if not any(each in _last_file(error).parents for each in PACKAGES):
         return False
     if isinstance(error, RuntimeError):
         # torch's C++ code has no frame: its errors, a GPU's too, seem to come from its caller.
+        frames = traceback.extract_tb(error.__traceback__)
         return (frames[-1].line or "").startswith("raise")
     return isinstance(error, (ValueError, OSError))
+
+
+def _last_file(error: BaseException) -> Path:
+    """Where an exception was raised; nowhere if it was not."""
+    return Path(*(frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]))
 
 
 def in_lines(error: BaseException) -> str:

@@ -170,11 +170,10 @@ class Classifier(LightningModule):
         self._log_epoch("test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        length = self._run_length()  # for which Lightning may call the user's `train_dataloader`
         try:
             optimizer = self.optimizer(self.parameters())
-            scheduler = (
-                self.lr_scheduler(optimizer, **self._run_length()) if self.lr_scheduler else None
-            )
+            scheduler = self.lr_scheduler(optimizer, **length) if self.lr_scheduler else None
         except (TypeError, ValueError) as error:
             raise ValueError(f"model.optimizer or model.lr_scheduler: {error}") from error
         if scheduler is None:

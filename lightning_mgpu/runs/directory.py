@@ -1,7 +1,9 @@
 """One run, one directory: named at once, made when the data are there and no mistake was found."""
 
+import contextlib
 import fcntl
 import os
+import traceback
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_mgpu.runs.errors import UsageError
 
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
+
+SHOWS = " shows where"  # ends the note on an exception that says which file has its traceback
 
 
 def new_run_dir(config: Namespace) -> Path:
@@ -56,6 +60,15 @@ def claim(run_dir: Path) -> int:
     except OSError:
         pass  # a network file system without locks
     return directory
+
+
+def log_error(run_dir: Path, error: BaseException | None) -> None:
+    """Write the traceback of what ends a run to `error.log`; but Ctrl-C says how to go on."""
+    if isinstance(error, Exception):
+        path = run_dir / "error.log"
+        with contextlib.suppress(OSError):  # the disk may be full
+            path.write_text("".join(traceback.format_exception(error)))
+            error.add_note(f"{path}{SHOWS}")
 
 
 def run_directory(trainer: Trainer) -> Path | None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.devices import is_sharded
-from lightning_mgpu.runs.directory import claim
+from lightning_mgpu.runs.directory import claim, log_error
 from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 
@@ -49,6 +49,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         self.opened.callback(os.close, claim(self.run_dir))
+        self.opened.push(lambda kind, error, trace: log_error(self.run_dir, error))
         replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
             self.on_fit_start(trainer, pl_module)  # later a process has only its shard

@@ -33,6 +33,10 @@ def test_configurations_compose(config: Config, tmp_path: Path) -> None:
     # the later file wins
     assert found["trainer"]["max_epochs"] == 3 and found["trainer"]["devices"] == 1
     assert found["data"]["init_args"]["batch_size"] == 32 and found["seed_everything"] == 42
+    (tmp_path / "model.yaml").write_text("class_path: ResNet18\ninit_args: {num_classes: 12}\n")
+    model = config("fit", "--model", "model.yaml", "--model.optimizer=AdamW")["model"]
+    assert model["class_path"].endswith("ResNet18") and model["init_args"]["num_classes"] == 12
+    assert model["init_args"]["optimizer"]["class_path"].endswith("AdamW")
 
 
 DEFAULTS = {

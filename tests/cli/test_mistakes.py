@@ -1,15 +1,19 @@
 """A mistake on the command line ends in at most six lines with status 2, and leaves no file."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import Namespace
 
 from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.cli.checks import check_secrets
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.lightning import CLI
+from lightning_mgpu.runs.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 TORCHRUN = {
@@ -115,6 +119,9 @@ def test_mistake_ends_in_a_few_lines(
 
 
 OWN = """
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import LeNet
 
 class Broken(LeNet):
@@ -126,9 +133,26 @@ class Picky(LeNet):
     def __init__(self, pad_token: str = "a", width: int = 3) -> None:  # the token is no secret
         raise ValueError(f"model.width={width}: take an even number")
 
+class Lacks(LeNet):
+    def __init__(self, start_token: str = "") -> None:
+        super().__init__()
+        if not start_token:
+            try:
+                open("vocab.json")
+            except OSError as error:
+                raise ValueError("vocab.json is missing: run prepare.py") from error
+
 class Late(LeNet):
     def training_step(self, batch, batch_idx):
         raise ValueError("a defect")
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.max_epochs == 7:
+            raise MisconfigurationException("in the tenth hour")
+
+class NoList(FashionMNIST):
+    def train_dataloader(self):
+        raise ValueError("no list of files")
 """
 
 
@@ -148,6 +172,30 @@ def test_code_of_ones_own(
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     with pytest.raises(ValueError, match="a defect"):
         main(*run, "--model=own_code.Late")
+    capfd.readouterr()
+    assert main(*run, "--model=own_code.Late", "--trainer.max_epochs=7", "--run_dir=late") == 2
+    assert "error: in the tenth hour (late/error.log shows where)" in capfd.readouterr().err
+    assert "on_train_epoch_start" in (tmp_path / "late" / "error.log").read_text()
+    assert main(*run, "--model=own_code.Lacks") == 2
+    assert "error: vocab.json is missing: run prepare.py (" in capfd.readouterr().err
+    cycle = ("--model.lr_scheduler=OneCycleLR", "--model.lr_scheduler.max_lr=0.3")
+    with pytest.raises(ValueError, match=r"^no list of files"):
+        main(*run, "--data=own_code.NoList", *cycle)
+    assert main(*run, "--model=own_code.Lacks", "--model.start_token=<s>", "--print_config") == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "is_secret"),
+    [
+        *(("start_token=<s>", False), ("eos_token=<|endoftext|>", False), ("image_token=", False)),
+        *(("hf_token=hf_AbCdEfGhIjKlMnOp", True), ("token=hunter2", True), ("a_secret=x", True)),
+        *(("access_token=hunter2", True), ("OPENAI_API_KEY=x", True), ("max_tokens=9", False)),
+    ],
+)
+def test_which_options_are_secrets(option: str, is_secret: bool) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(UsageError, match="a secret") if is_secret else nullcontext():
+        check_secrets(Namespace(model=Namespace({name: value})))
 
 
 def test_errors_of_torch_and_of_devices_keep_their_traceback() -> None:
