@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.console import epoch_metrics, quantity
-from lightning_mgpu.callbacks.pictures import save_picture
+from lightning_mgpu.callbacks.pictures import ending_no_run, save_picture
 
 MOST_PANELS = 4  # losses first
 
@@ -49,8 +49,9 @@ class LearningCurve(Callback):
     def _save(self, trainer: Trainer, upload: bool) -> None:
         if self.points:
             on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-            figure = draw(self.points, "test" if on_test_set else "validation")
-            save_picture(trainer, figure, "curve.png", upload)
+            with ending_no_run("curve.png"):
+                figure = draw(self.points, "test" if on_test_set else "validation")
+                save_picture(trainer, figure, "curve.png", upload)
 
 
 def draw(points: dict[str, list[tuple[int, float]]], validation: str) -> Figure:

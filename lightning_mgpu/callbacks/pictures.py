@@ -1,10 +1,13 @@
 """What is drawn of a classifier's test: a confusion matrix and the first images."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
@@ -14,13 +17,16 @@ from lightning_mgpu.runs.directory import run_directory
 from lightning_mgpu.runs.files import replacing
 
 NUM_IMAGES = 24  # in rows of eight
+MOST_CLASSES = 50  # of a matrix that can be read
+NO_CLASS = -100  # the label that torch's losses ignore
 
 
 class Pictures(Callback):
     """Draws what samples are taken for (`confusion.png`), the first images (`predictions.png`).
 
     Needs batches (X, y) of one class index a sample, where -100 is none, and a `test_step` that
-    returns a dict with `logits` (N, C); others get no picture. Images (N, C, H, W) are grey or RGB.
+    returns a dict with `logits` (N, C); others get no picture, and more than 50 classes no matrix.
+    Images (N, C, H, W) are grey or RGB.
     """
 
     edits_nothing = True  # see strategies/hooks.py
@@ -50,22 +56,25 @@ class Pictures(Callback):
                 pass
             case _:
                 return  # another kind of model
-        if self._metric is None:
-            self._metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False).to(
-                logits.device
-            )
-        self._metric.update(logits.detach(), y)
+        num_classes = logits.shape[1]
+        if self._metric is None and num_classes <= MOST_CLASSES:
+            self._metric = MulticlassConfusionMatrix(
+                num_classes, ignore_index=NO_CLASS, validate_args=False
+            ).to(logits.device)
+        if self._metric is not None:
+            with ending_no_run("confusion.png"):
+                self._metric.update(logits.detach(), y)
         if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
-            X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
-            save_picture(
-                trainer,
-                draw_grid(X, y, classes, class_names(trainer, logits.shape[1])),
-                "predictions.png",
-            )
+            with ending_no_run("predictions.png"):
+                X, y, classes = (tensor[:NUM_IMAGES].cpu() for tensor in (X, y, logits.argmax(1)))
+                grid = draw_grid(X, y, classes, class_names(trainer, num_classes))
+                save_picture(trainer, grid, "predictions.png")
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._metric is not None:
+        if self._metric is None:
+            return
+        with ending_no_run("confusion.png"):
             # (C, C), rows are true classes, summed over all processes
             counts = self._metric.compute().cpu()
             size = 3 + 0.6 * len(counts)
@@ -75,6 +84,15 @@ class Pictures(Callback):
             save_picture(trainer, figure, "confusion.png")
 
 
+@contextmanager
+def ending_no_run(filename: str) -> Iterator[None]:
+    """Around what makes a picture: whatever is wrong with it is a warning."""
+    try:
+        yield
+    except Exception as error:
+        rank_zero_warn(f"{filename} is not right: {type(error).__name__}: {error}")
+
+
 def draw_grid(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
     rows = -(-len(X) // 8)
     figure = Figure(figsize=(12, 1.9 * rows), layout="constrained")
@@ -82,8 +100,8 @@ def draw_grid(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Fi
         axes = figure.add_subplot(rows, 8, i + 1)
         axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
         axes.set_axis_off()
-        if label == prediction:
-            axes.set_title(names[label], fontsize=9)
+        if label in (prediction, NO_CLASS):
+            axes.set_title(names[prediction], fontsize=9)
         else:
             axes.set_title(f"{names[prediction]}\n(is: {names[label]})", fontsize=9, color="red")
     return figure

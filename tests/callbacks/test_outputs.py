@@ -137,6 +137,29 @@ def test_predictions_in_dataset_order(
     )
 
 
+def test_no_picture_ends_a_run(make_trainer: Callable, tmp_path: Path, recwarn: Any) -> None:
+    """A label of -100 is in no class; 51 classes have no matrix; a wrong label is a warning."""
+    X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
+    both = ["confusion.png", "predictions.png"]
+    for num_classes, names in ((50, both), (51, both[1:])):
+        pictures = Pictures()
+        loader = DataLoader(TensorDataset(X, y), 3)
+        make_trainer(callbacks=[pictures]).test(LeNet(num_classes=num_classes), loader)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert pictures._metric is None or pictures._metric.confmat.sum() == 4
+        for name in names:
+            (tmp_path / name).unlink()
+    assert not [each for each in recwarn if "is not right" in str(each.message)]
+
+    class Untold(LeNet):
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"logits": self(batch[0])}
+
+    trainer = make_trainer(callbacks=[Pictures()])
+    with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
+        trainer.test(Untold(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
+
+
 @pytest.mark.parametrize("num_tensors", [1, 2])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_images_without_labels(
