@@ -22,8 +22,9 @@ read the other files in the order of the stops.
 Besides: `hooks.py` knows which code of the user's may edit weights between two steps. `equality.py`
 compares replicas. `lockstep.py` runs replicas that wait for each other in a step, for manual
 optimization (`manual_optimization.py`), BatchNorm (`sync_batchnorm.py`), `all_gather`
-(`collectives.py`), or a metric's `compute()`. `one_process.py` has devices by name, launchers, and
-a strategy's own part of a checkpoint; `streams.py` random numbers; `auto_split.py` uneven shares.
+(`collectives.py`), or a metric's `compute()`. `one_process.py` refuses launchers, and has
+a strategy's own part of a checkpoint; `devices_and_attributes.py` small things that all use;
+`streams.py` random numbers; `auto_split.py` uneven shares.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

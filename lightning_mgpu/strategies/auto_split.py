@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_mgpu.strategies.one_process import wait_for
+from lightning_mgpu.strategies.devices_and_attributes import wait_for
 
 NUM_TIMED = 5  # steps
 

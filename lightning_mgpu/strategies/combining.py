@@ -23,6 +23,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mgpu.allreduce.messages import add_all
+from lightning_mgpu.strategies.devices_and_attributes import weighted_mean
 from lightning_mgpu.strategies.equality import Notes
 from lightning_mgpu.strategies.split_batch import bring_home, hold_samples, is_list, items_of, like
 
@@ -136,13 +137,6 @@ def _are_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
         lengths = {len(output) for output in outputs}
         return len(lengths) > 1 or (are_texts and any(output != outputs[0] for output in outputs))
     return hold_samples(outputs, sizes)
-
-
-def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Sum of weight times value over the sum of weights. Equal numbers are not rounded."""
-    if len(values) == 1 or (not isinstance(values[0], Tensor) and len(set(values)) == 1):
-        return values[0]
-    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
 
 
 @torch.no_grad()

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgpu.allreduce.messages import copy_all
-from lightning_mgpu.strategies.combining import weighted_mean
+from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
 from lightning_mgpu.strategies.equality import EqualityCheck, differences
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
-from lightning_mgpu.strategies.one_process import gpus_first
 from lightning_mgpu.strategies.replicas import Replicas
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch

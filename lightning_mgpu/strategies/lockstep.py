@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.one_process import current_device
+from lightning_mgpu.strategies.devices_and_attributes import current_device
 
 
 class Stop(NamedTuple):

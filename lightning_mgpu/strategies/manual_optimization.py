@@ -14,9 +14,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mgpu.strategies.combining import gather
+from lightning_mgpu.strategies.devices_and_attributes import replace_attributes
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.lockstep import Lockstep
-from lightning_mgpu.strategies.records import attributes
 
 
 class Meetings:
@@ -43,7 +43,7 @@ class Meetings:
             for optimizer, step_once in step_by_optimizer.items()
         ]
         met += [(each, "step", self._met_schedule(each)) for each in schedulers]
-        with attributes(met):
+        with replace_attributes(met):
             yield
 
     def _met_step(self, optimizer: Any, step_and_follow: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mgpu.strategies.devices_and_attributes import MISSING
 from lightning_mgpu.strategies.equality import Notes
 from lightning_mgpu.strategies.split_batch import bring_home, leaves
 from lightning_mgpu.strategies.state import (
     ARRAYS,
-    MISSING,
     PLAIN,
     TENSORS,
     Queue,

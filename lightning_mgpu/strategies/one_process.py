@@ -1,8 +1,7 @@
-"""What Lightning asks of a strategy beside training: devices, launchers, part of a checkpoint."""
+"""What Lightning asks of a strategy beside training: launchers, and its part of a checkpoint."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,59 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 MAX_DEVICES = 64
 KEY = "lightning_mgpu_strategy"  # in a checkpoint
-
-
-def device_module(device: torch.device) -> Any:
-    """`torch.cuda` for an NVIDIA or AMD GPU, `torch.mps` for Apple's, ...; `None` for the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
-def current_device(device: torch.device) -> AbstractContextManager:
-    """Make a device the thread's current one, on which kernels start. Apple's has no choice."""
-    module = device_module(device)
-    return module.device(device) if hasattr(module, "device") else nullcontext()
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that was asked of it."""
-    if device.type == "mps":
-        torch.mps.synchronize()  # takes no device
-    elif (module := device_module(device)) is not None:
-        module.synchronize(device)
-
-
-def gpus_first(replicas: Iterable[int], devices: Sequence[torch.device]) -> list[int]:
-    """The order in which replicas start: GPUs go on by themselves, a CPU's is computed in place."""
-    return sorted(replicas, key=lambda i: devices[i].type == "cpu")
-
-
-def autocast_like(home: torch.device, device: torch.device) -> AbstractContextManager:
-    """Autocast on a device of another kind than `home`, in the dtype that is in force there.
-
-    torch keeps autocast for each kind of device; a precision plugin enters it for the first's.
-    """
-    if device.type == home.type or not torch.is_autocast_enabled(home.type):
-        return nullcontext()
-    return torch.autocast(device.type, torch.get_autocast_dtype(home.type), cache_enabled=False)
-
-
-def find_device(name: str | torch.device) -> torch.device:
-    """A device by its name. One that this machine does not have is refused."""
-    try:
-        device = torch.device(name)
-        module = device_module(device)
-    except RuntimeError:
-        raise MisconfigurationException(
-            f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are."
-        ) from None
-    if module is None:
-        return device
-    if (device.index or 0) >= (count := module.device_count()):
-        kind = device.type.upper()
-        raise MisconfigurationException(
-            f"parallel_devices: there is no {name!r}; torch sees {count} {kind} device(s)."
-        )
-    return torch.device(device.type, device.index or 0)
 
 
 class OneProcess:

@@ -6,7 +6,7 @@ each is done once.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,12 +22,12 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mgpu.strategies.combining import reduce_logged
+from lightning_mgpu.strategies.devices_and_attributes import replace_attributes
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.merging import Changes
 from lightning_mgpu.strategies.metric_calls import Call, call_once
 from lightning_mgpu.strategies.replicas import Replicas
 from lightning_mgpu.strategies.split_batch import leaves
-from lightning_mgpu.strategies.state import MISSING
 
 METRICS = (Metric, MetricCollection)
 METHODS = ("update", "forward", "compute", "reset")
@@ -90,7 +90,7 @@ class Recorder:
             patches.append((results, "log", self._record_log))
         self.records, self.is_recording = records, True
         try:
-            with attributes(patches):
+            with replace_attributes(patches):
                 yield
         finally:
             self._forget()
@@ -247,18 +247,3 @@ def _blank_copy(metric: Any) -> Any:
         # private: two may be equal for a shard, but not for the batch
         copied._enable_compute_groups = False
     return copied
-
-
-@contextmanager
-def attributes(new: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give objects attributes of their own inside the block."""
-    before = [(vars(owner), name, vars(owner).get(name, MISSING)) for owner, name, _ in new]
-    for owner, name, value in new:
-        vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        for namespace, name, value in before:
-            namespace.pop(name, None)
-            if value is not MISSING:
-                namespace[name] = value

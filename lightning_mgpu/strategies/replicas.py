@@ -20,10 +20,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_mgpu.allreduce.messages import copy_all
+from lightning_mgpu.strategies.devices_and_attributes import current_device, data_of
 from lightning_mgpu.strategies.equality import Notes
 from lightning_mgpu.strategies.merging import Merger
-from lightning_mgpu.strategies.one_process import current_device
-from lightning_mgpu.strategies.reads import data_of
 from lightning_mgpu.strategies.state import State
 from lightning_mgpu.strategies.streams import Streams
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_mgpu.strategies.devices_and_attributes import MISSING
 from lightning_mgpu.strategies.split_batch import leaves, send
 
 TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")  # of a layer
@@ -40,7 +41,6 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Thread)
 DEPTH = 4  # containers in containers
 MANY = 1000  # a larger dict or set is one for all replicas
 FEW = 100  # in larger containers nothing is looked for
-MISSING = object()
 HEAP_TYPE = 1 << 9  # CPython's flag of classes that were written in Python
 
 

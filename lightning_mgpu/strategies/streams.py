@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.one_process import device_module
+from lightning_mgpu.strategies.devices_and_attributes import device_module
 
 
 class Streams:

@@ -22,6 +22,13 @@ from typing_extensions import override
 from lightning_mgpu.strategies.auto_split import AutoSplit
 from lightning_mgpu.strategies.collectives import Collectives
 from lightning_mgpu.strategies.combining import average_statistics, gather
+from lightning_mgpu.strategies.devices_and_attributes import (
+    autocast_like,
+    find_device,
+    gpus_first,
+    on_read,
+    replace_attributes,
+)
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.hooks import (
     TORCH_OPTIMIZERS,
@@ -31,14 +38,8 @@ from lightning_mgpu.strategies.hooks import (
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
-from lightning_mgpu.strategies.one_process import (
-    OneProcess,
-    autocast_like,
-    find_device,
-    gpus_first,
-)
-from lightning_mgpu.strategies.reads import on_read
-from lightning_mgpu.strategies.records import Record, Recorder, attributes
+from lightning_mgpu.strategies.one_process import OneProcess
+from lightning_mgpu.strategies.records import Record, Recorder
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
@@ -414,7 +415,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             passes.append(True)
             itself(*args, **kwargs)
 
-        with attributes([(torch.autograd, "backward", watched)]):
+        with replace_attributes([(torch.autograd, "backward", watched)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:
             # a `backward` of the user's own may leave a batch out

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_mgpu.strategies.devices_and_attributes import current_device
 from lightning_mgpu.strategies.equality import EqualityCheck
 from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, has_hooks
-from lightning_mgpu.strategies.one_process import current_device
 from lightning_mgpu.strategies.replicas import Replicas
 
 

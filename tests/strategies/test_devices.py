@@ -7,7 +7,12 @@ from torch import Tensor
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.auto_split import AutoSplit
-from lightning_mgpu.strategies.one_process import current_device, find_device, gpus_first, wait_for
+from lightning_mgpu.strategies.devices_and_attributes import (
+    current_device,
+    find_device,
+    gpus_first,
+    wait_for,
+)
 from lightning_mgpu.strategies.split_batch import send
 
 MPS, CPU = torch.device("mps", 0), torch.device("cpu")
