@@ -62,9 +62,9 @@ def find_device(name: str | torch.device) -> torch.device:
     if module is None:
         return device
     if (device.index or 0) >= (count := module.device_count()):
-        kind = device.type.upper()
         raise MisconfigurationException(
-            f"parallel_devices: there is no {name!r}; torch sees {count} {kind} device(s)."
+            f"parallel_devices: there is no {name!r}; torch sees {count} "
+            f"{device.type.upper()} device(s)."
         )
     return torch.device(device.type, device.index or 0)
 

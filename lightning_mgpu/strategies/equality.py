@@ -102,8 +102,8 @@ class EqualityCheck:
     def find(self, sets: Mapping[str, Sequence[Tensor]], step: int) -> tuple[str, int, str] | None:
         """The first name of a set whose tensors differ, a replica, and when. The host waits."""
         named = {name: tensors for name, tensors in sets.items() if _is_comparable(tensors)}
-        found = differences(list(named.values())).tolist() if named else []
-        for name, row in zip(named, found):
+        are_different = differences(list(named.values())).tolist() if named else []
+        for name, row in zip(named, are_different):
             if True in row:
                 i = row.index(True)
                 since = "" if self.last_equal is None else f"equal at step {self.last_equal}, "

@@ -156,8 +156,8 @@ class Gradients:
     def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
         """Raise a ValueError if replicas have other sums than the first: they would drift apart."""
         step = self.replicas.module.global_step
-        if found := self.check.find(gradients, step):
-            name, i, when = found
+        if difference := self.check.find(gradients, step):
+            name, i, when = difference
             wrong = gradients[name][i]
             raise ValueError(
                 f"The allreduce left replica {i} ({wrong.device}) with another sum than replica 0 "

@@ -77,16 +77,16 @@ def unknown_code(module: Any, optimizers: Sequence[Optimizer]) -> set[str]:
     """The names of hooks and classes that run around steps and are not known to edit nothing."""
     trainer = module.trainer
     owners = [module, *trainer.callbacks, getattr(trainer, "datamodule", None)]
-    found = {name for owner in owners for name in overridden(type(owner)) & AROUND}  # type: ignore
-    found |= {name for owner in owners[:-1] for name in vars(owner).keys() & AROUND}  # instances'
-    found |= {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
-    found |= {name for name in GLOBAL_HOOKS if getattr(optimizer, name)}
+    names = {name for owner in owners for name in overridden(type(owner)) & AROUND}  # type: ignore
+    names |= {name for owner in owners[:-1] for name in vars(owner).keys() & AROUND}  # instances'
+    names |= {name for each in optimizers for name in STEP_HOOKS if getattr(each, name, None)}
+    names |= {name for name in GLOBAL_HOOKS if getattr(optimizer, name)}
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-    found |= {type(each).__name__ for each in schedulers if not _is_torchs(each)}
+    names |= {type(each).__name__ for each in schedulers if not _is_torchs(each)}
     plugin = trainer.precision_plugin
     methods = {name for name, each in vars(Precision).items() if callable(each)}
-    is_known = type(plugin) in PRECISIONS and not vars(plugin).keys() & methods
-    return found if is_known else found | {type(plugin).__name__}
+    is_torchs = type(plugin) in PRECISIONS and not vars(plugin).keys() & methods
+    return names if is_torchs else names | {type(plugin).__name__}
 
 
 def _is_torchs(scheduler: Any) -> bool:

@@ -164,18 +164,21 @@ class _End(BaseException):
     """Ends a replica that waits."""
 
 
-def _modes(kinds: set[str]) -> Callable[[], AbstractContextManager]:
-    """The calling thread's modes of autograd, inference and autocast, for another thread."""
+def _modes(types: set[str]) -> Callable[[], AbstractContextManager]:
+    """The calling thread's modes of autograd, inference and autocast, to enter in another one.
+
+    `types` are those of the devices.
+    """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = {
-        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+        each: torch.get_autocast_dtype(each) for each in types if torch.is_autocast_enabled(each)
     }
 
     @contextmanager
     def entered() -> Iterator[None]:
         with ExitStack() as stack, torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            for kind, dtype in autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            for each, dtype in autocast.items():
+                stack.enter_context(torch.autocast(each, dtype, cache_enabled=False))
             yield
 
     return entered

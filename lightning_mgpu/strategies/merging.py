@@ -28,7 +28,7 @@ from lightning_mgpu.strategies.state import (
     Queue,
     State,
     get,
-    is_same,
+    holds_same_objects,
     versions_of,
 )
 
@@ -53,17 +53,17 @@ class Merger:
     def changes(self, i: int) -> dict[int, Changes]:
         """What replica i's step has changed, by the number of the namespace or container."""
         state = self.state
-        pairs = enumerate(zip(state.start[i], state.own[i]))
+        pairs = enumerate(zip(state.stores_at_start[i], state.stores[i]))
         changes = {n: _find_changes(*pair) for n, pair in pairs if _is_changed(*pair)}
-        for n, key, value, versions in state.versions[i]:
-            if get(state.own[i][n], key) is value and versions_of(value) != versions:
+        for n, key, value, versions in state.versions_at_start[i]:
+            if get(state.stores[i][n], key) is value and versions_of(value) != versions:
                 changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
         return changes
 
     def combine(self, changes: Mapping[int, Mapping[int, Changes]], sizes: dict[int, int]) -> None:
         """Put together what the active replicas have changed, in the first one's."""
         for n in sorted({n for each in changes.values() for n in each}):
-            store = self.state.found[n].store
+            store = self.state.holders[n].store
             by_replica = {i: each[n] for i, each in changes.items() if n in each}
             if isinstance(store, set):
                 store.update(*(change.added for change in by_replica.values()))
@@ -87,7 +87,7 @@ class Merger:
         self, n: int, key: Any, values: dict[int, Any], sizes: dict[int, int]
     ) -> None:
         """Put together what replicas have assigned to an attribute, a key or an index."""
-        store, before = self.state.found[n].store, get(self.state.start[0][n], key)
+        store, before = self.state.holders[n].store, get(self.state.stores_at_start[0][n], key)
         given, sized, home = [*values.values()], [sizes[i] for i in values], self.state.devices[0]
         is_attribute, is_partial = n < len(self.state.owners), len(values) < len(sizes)
         if isinstance(store, Counter):
@@ -118,7 +118,7 @@ class Merger:
             self._note_values(self._first_stays(n, key), before, given, sized)
             for i, value in values.items():
                 if i:
-                    self.state.keep(i, store, key, value)
+                    self.state.keep_hidden_state(i, store, key, value)
 
     def _note_values(self, message: str, before: Any, given: list[Any], sizes: list[int]) -> None:
         """Note what looks like a result of a shard, and not like a hidden state of its samples."""
@@ -150,7 +150,7 @@ class Merger:
 
     def _combine_items(self, n: int, changes: dict[int, Changes]) -> None:
         """Replay on the first replica's list what the others have dropped and added."""
-        store = self.state.found[n].store
+        store = self.state.holders[n].store
         is_limited = isinstance(store, deque) and store.maxlen is not None
         if not is_limited and any(change.dropped for change in changes.values()):
             self.notes.warn(
@@ -164,21 +164,21 @@ class Merger:
                 store.extend(bring_home(change.added, self.state.devices[0]))
 
 
-def _is_changed(start: Any, own: Any) -> bool:
-    return not is_same(start, own) or (isinstance(own, Queue) and bool(own.added))
+def _is_changed(before: Any, now: Any) -> bool:
+    return not holds_same_objects(before, now) or (isinstance(now, Queue) and bool(now.added))
 
 
-def _find_changes(start: Any, own: Any) -> Changes:
-    if isinstance(own, set):
-        return Changes({}, start - own, list(own - start), 0)
-    if isinstance(own, dict):
-        new = {key: each for key, each in own.items() if start.get(key, MISSING) is not each}
-        if isinstance(own, Counter):
-            new = {key: count - start[key] for key, count in new.items()}
-        return Changes(new, start.keys() - own.keys(), [], 0)
-    before, now = list(start), list(own)
-    if isinstance(own, Queue) and own.added and own.maxlen is not None:
-        return Changes({}, set(), own.added, 0)
+def _find_changes(before: Any, now: Any) -> Changes:
+    if isinstance(now, set):
+        return Changes({}, before - now, list(now - before), 0)
+    if isinstance(now, dict):
+        new = {key: each for key, each in now.items() if before.get(key, MISSING) is not each}
+        if isinstance(now, Counter):
+            new = {key: count - before[key] for key, count in new.items()}
+        return Changes(new, before.keys() - now.keys(), [], 0)
+    if isinstance(now, Queue) and now.added and now.maxlen is not None:
+        return Changes({}, set(), now.added, 0)
+    before, now = list(before), list(now)
     moved = {id(item): n for n, item in reversed([*enumerate(before)]) if not _is_plain(item)}
     dropped = moved.get(id(now[0]), len(before)) if now else len(before)
     dropped = 0 if before and now and before[0] is now[0] else dropped
@@ -211,8 +211,8 @@ def _is_state(value: Any, size: int) -> bool:
 
 def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
     """Whether new lists, sets and dicts hold what replicas have collected, and not their states."""
-    kinds, first = {type(value) for value in values.values()}, next(iter(values.values()))
-    if len(kinds) > 1 or not isinstance(first, (list, deque, set, dict)):
+    types, first = {type(value) for value in values.values()}, next(iter(values.values()))
+    if len(types) > 1 or not isinstance(first, (list, deque, set, dict)):
         return False
     if isinstance(first, dict):  # of other keys
         return len({key for each in values.values() for key in each}) == sum(

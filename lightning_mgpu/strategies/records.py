@@ -74,12 +74,12 @@ class Recorder:
     @contextmanager
     def recording(self, records: Mapping[int, Record]) -> Iterator[None]:
         """Write down instead of do, until `combine`."""
-        module = self.replicas.module
-        results: Any = module.trainer._results  # private: where `self.log` puts values, if anywhere
-        patches: list[tuple[Any, str, Any]] = [(module, TO_TENSOR, self._to_tensor)]
+        model = self.replicas.module
+        results: Any = model.trainer._results  # private: where `self.log` puts values, if anywhere
+        patches: list[tuple[Any, str, Any]] = [(model, TO_TENSOR, self._to_tensor)]
         self._names = {}
-        for name, holder in self.replicas.modules():
-            for metric in holder.modules():
+        for name, module in self.replicas.modules():
+            for metric in module.modules():
                 if isinstance(metric, METRICS) and id(metric) not in self._names:
                     self._names[id(metric)] = name
                     if id(metric) not in self._blanks:
@@ -242,8 +242,8 @@ def _paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def _blank_copy(metric: Any) -> Any:
     states = [leaf for part in metric.modules() for leaf in leaves(dict(vars(part)))]
     memo = {id(each): each.detach().clone() for each in states if isinstance(each, Tensor)}
-    copied = copy.deepcopy(metric, memo)  # without a graph, which nobody can copy
-    if isinstance(copied, MetricCollection):
+    blank = copy.deepcopy(metric, memo)  # without a graph, which nobody can copy
+    if isinstance(blank, MetricCollection):
         # private: two may be equal for a shard, but not for the batch
-        copied._enable_compute_groups = False
-    return copied
+        blank._enable_compute_groups = False
+    return blank

@@ -31,7 +31,7 @@ SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)
 TensorSet = tuple[Tensor, ...]  # a parameter or a buffer, one per replica; the first is the user's
 
 
-class Found(NamedTuple):
+class TensorPlace(NamedTuple):
     """A parameter or a buffer, and where it is."""
 
     tensor: Tensor
@@ -42,27 +42,27 @@ class Found(NamedTuple):
 
 def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """A replica's own parameters, as in the book: copies on its device. Buffers, too."""
-    copies: list[Tensor] = []
+    new_params: list[Tensor] = []
     for param in params:
         with torch.inference_mode(False), torch.no_grad():
-            own = param.detach().to(device, copy=True)
+            new = param.detach().to(device, copy=True)
         if isinstance(param, nn.Parameter):
-            own = nn.Parameter(own, param.requires_grad)
+            new = nn.Parameter(new, param.requires_grad)
             if type(param) is not nn.Parameter:  # a class of one's own, for example with a manifold
-                own.__class__ = type(param)
-                vars(own).update(vars(param))
-        copies.append(own)
-    return copies
+                new.__class__ = type(param)
+                vars(new).update(vars(param))
+        new_params.append(new)
+    return new_params
 
 
 class Replicas:
     """k replicas of the user's module, which is the first one."""
 
     def __init__(
-        self, module: LightningModule, devices: Sequence[torch.device], own_streams: bool
+        self, module: LightningModule, devices: Sequence[torch.device], all_seeded: bool
     ) -> None:
         self.module, self.devices = module, list(devices)
-        self.streams, self.notes = Streams(devices, own_streams), Notes()
+        self.streams, self.notes = Streams(devices, all_seeded), Notes()
         self.state = State(devices, self._localize)
         self.merger = Merger(self.state, self.notes)
         self.current = 0  # whose turn it is
@@ -70,8 +70,8 @@ class Replicas:
         self.parameter_sets: dict[str, TensorSet] = {}
         self.buffer_sets: dict[str, TensorSet] = {}
         self.set_of: dict[int, TensorSet] = {}  # of parameters and buffers, by the original's id
-        self._found: dict[int, Found] = {}  # by the original's id
-        self._seen: list[Any] = []  # by `find`, the last time
+        self._place_of: dict[int, TensorPlace] = {}  # by the original's id
+        self._structure_at_find: list[Any] = []  # by `find`, the last time
         self._named: list[tuple[str, nn.Module]] = []  # layers and metrics
         self._layers: list[nn.Module] = []  # the same
         self._tensors: list[Tensor | None] = []  # of all layers, in order
@@ -113,7 +113,8 @@ class Replicas:
             shared: Objects that stay one for all replicas.
             others: Objects besides the module that replicas have a state of.
         """
-        if self.state.is_as_found() and _are(self._structure(shared, others), self._seen):
+        structure = self._structure(shared, others)
+        if self.state.is_as_found() and _are_same(structure, self._structure_at_find):
             return
         self._named = _walk(self.module)
         self._find_state(shared, others)
@@ -122,17 +123,17 @@ class Replicas:
             self._find_state(shared, others)
         layers = [layer for _, layer in self._named]
         tensors = [tensor for layer in layers for tensor in _tensors(layer)]
-        if not (_are(layers, self._layers) and _are(tensors, self._tensors)):
+        if not (_are_same(layers, self._layers) and _are_same(tensors, self._tensors)):
             self._layers, self._tensors = layers, tensors
             parameters, buffers = _find(self._named, "_parameters"), _find(self._named, "_buffers")
-            self._found = parameters | buffers
-            new = [each.tensor for key, each in self._found.items() if key not in self.set_of]
+            self._place_of = parameters | buffers
+            new = [each.tensor for key, each in self._place_of.items() if key not in self.set_of]
             sets = zip(*[new, *(get_params(new, device) for device in self.devices[1:])])
-            known = {**self.set_of, **{id(copies[0]): copies for copies in sets}}
-            self.set_of = {key: known[key] for key in self._found}
-            self.parameter_sets = {each.path: known[key] for key, each in parameters.items()}
-            self.buffer_sets = {each.path: known[key] for key, each in buffers.items()}
-        self._seen = self._structure(shared, others)
+            set_of = {**self.set_of, **{id(tensors[0]): tensors for tensors in sets}}
+            self.set_of = {key: set_of[key] for key in self._place_of}
+            self.parameter_sets = {each.path: set_of[key] for key, each in parameters.items()}
+            self.buffer_sets = {each.path: set_of[key] for key, each in buffers.items()}
+        self._structure_at_find = self._structure(shared, others)
 
     def _structure(self, shared: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """What `find` looks at, in order."""
@@ -165,17 +166,19 @@ class Replicas:
         self._buffer_marks, self.data_was_read = _marks(self.buffer_sets.values()), False
         self.state.begin(step, meets)
 
-    def _localize(self, own: dict[str, Any], i: int) -> None:
+    def _localize(self, namespace: dict[str, Any], i: int) -> None:
         """Put replica i's tensors into the copy of a layer's `__dict__`."""
         for name in ("_parameters", "_buffers"):
-            if own.get(name):
-                own[name] = {key: self.own_tensor(each, i) for key, each in own[name].items()}
-        if "_flat_weights" in own:  # what recurrent layers compute with
-            own["_flat_weights"] = [self.own_tensor(w, i) for w in own["_flat_weights"]]
-        if "_device" in own:  # a LightningModule's
-            own["_device"] = self.devices[i]
+            if namespace.get(name):
+                tensors = namespace[name].items()
+                namespace[name] = {key: self.tensor_of(each, i) for key, each in tensors}
+        if "_flat_weights" in namespace:  # what recurrent layers compute with
+            weights = namespace["_flat_weights"]
+            namespace["_flat_weights"] = [self.tensor_of(weight, i) for weight in weights]
+        if "_device" in namespace:  # a LightningModule's
+            namespace["_device"] = self.devices[i]
 
-    def own_tensor(self, tensor: Any, i: int) -> Any:
+    def tensor_of(self, tensor: Any, i: int) -> Any:
         """Replica i's of a parameter or buffer; anything else is what it is."""
         tensors = self.set_of.get(id(tensor))
         return tensor if tensors is None else tensors[i]
@@ -183,18 +186,18 @@ class Replicas:
     @contextmanager
     def enter(self, i: int) -> Iterator[None]:
         """Let the module be replica i inside the block, in a step and in its backward pass."""
-        self._put_in(i)
+        self._exchange(i)
         try:
             with current_device(self.devices[i]), self.streams.of(i):
                 yield
         finally:
-            self._put_in(0)
+            self._exchange(0)
 
-    def _put_in(self, i: int) -> None:
+    def _exchange(self, i: int) -> None:
         if i != self.current:
             self.current = i
-            for owner, own in zip(self.state.owners, self.state.own[i]):
-                object.__setattr__(owner, "__dict__", own)
+            for owner, namespace in zip(self.state.owners, self.state.stores[i]):
+                object.__setattr__(owner, "__dict__", namespace)
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """Metrics, and modules in containers and objects that may hold some, with a name each."""
@@ -202,13 +205,13 @@ class Replicas:
 
     def statistics(self, i: int) -> list[Tensor]:
         """What BatchNorm layers have tracked in replica i."""
-        found = (
+        tracked = (
             (each, self.set_of[key])
-            for key, each in self._found.items()
+            for key, each in self._place_of.items()
             if each.name in ("running_mean", "running_var")
         )
         is_tracking = lambda layer: isinstance(layer, _NormBase) and layer.training  # noqa: E731
-        return [tensors[i] for each, tensors in found if is_tracking(each.layer)]
+        return [tensors[i] for each, tensors in tracked if is_tracking(each.layer)]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a replica's parameter or buffer."""
@@ -228,10 +231,10 @@ class Replicas:
         now = _marks(buffers)
         number = {id(owner): n for n, owner in enumerate(self.state.owners)} if buffers else {}
         for tensors, is_edited in zip(buffers, self._are_edited(self._buffer_marks, now)):
-            layer, name = self._found[id(tensors[0])][1:3]
+            layer, name = self._place_of[id(tensors[0])][1:3]
             if not isinstance(layer, _NormBase):  # whose statistics are averaged
-                namespaces = [self.state.own[i][number[id(layer)]] for i in active]
-                held = [own["_buffers"].get(name) for own in namespaces]
+                namespaces = [self.state.stores[i][number[id(layer)]] for i in active]
+                held = [namespace["_buffers"].get(name) for namespace in namespaces]
                 if is_edited or any(tensors[i] is not other for i, other in zip(active, held)):
                     self._note_edit(tensors[0], held)
 
@@ -245,7 +248,7 @@ class Replicas:
     def _note_edit(self, original: Tensor, held: list[Any]) -> None:
         """Warn if the tensors that the replicas hold after an edit differ."""
         self.distrust()
-        _, layer, name, _ = self._found[id(original)]
+        _, layer, name, _ = self._place_of[id(original)]
         message = (
             f"A step edits {name} of {type(layer).__name__} by what is in its shard. The first "
             "replica's value is kept for all: edit it in a hook, for example "
@@ -261,34 +264,34 @@ class Replicas:
         self.streams.begin()
         self.state.clear()
         del self._named[:], self._layers[:], self._tensors[:], self._marks[:], self._buffer_marks[:]
-        del self._seen[:]
-        for held in (self.parameter_sets, self.buffer_sets, self.set_of, self._found):
+        del self._structure_at_find[:]
+        for held in (self.parameter_sets, self.buffer_sets, self.set_of, self._place_of):
             held.clear()  # type: ignore[attr-defined]
-        self.state.kept.clear()
+        self.state.hidden_states.clear()
 
 
 def _walk(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """All layers with their names, each once. What metrics and scripted layers hold is theirs."""
-    found: dict[int, tuple[str, nn.Module]] = {}  # by id: metrics are equal where states are
+    layers: dict[int, tuple[str, nn.Module]] = {}  # by id: metrics are equal where states are
 
     def walk(layer: nn.Module, name: str) -> None:
-        if id(layer) not in found:
-            found[id(layer)] = name, layer
+        if id(layer) not in layers:
+            layers[id(layer)] = name, layer
             for key, child in layer._modules.items() if not isinstance(layer, SHARED) else ():
                 if child is not None:
                     walk(child, f"{name}.{key}" if name else key)
 
     walk(module, prefix)
-    return list(found.values())
+    return list(layers.values())
 
 
 def _unknown(
     modules: Sequence[tuple[str, nn.Module]], named: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[str, nn.Module]]:
     """Layers of modules that are not yet among the named ones, without metrics."""
-    known = {id(layer) for _, layer in named}
+    named_ids = {id(layer) for _, layer in named}
     walked = [each for name, m in modules if not isinstance(m, SHARED) for each in _walk(m, name)]
-    unique = {id(layer): (name, layer) for name, layer in walked if id(layer) not in known}
+    unique = {id(layer): (name, layer) for name, layer in walked if id(layer) not in named_ids}
     return list(unique.values())
 
 
@@ -298,20 +301,20 @@ def _tensors(layer: nn.Module) -> list[Tensor | None]:
     return [*layer._parameters.values(), *layer._buffers.values()]
 
 
-def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
-def _find(named: list[tuple[str, nn.Module]], where: str) -> dict[int, Found]:
+def _find(named: list[tuple[str, nn.Module]], where: str) -> dict[int, TensorPlace]:
     """All parameters, or all buffers, by their ids."""
-    found: dict[int, Found] = {}
+    places: dict[int, TensorPlace] = {}
     for prefix, layer in named:
         for name, tensor in vars(layer)[where].items() if not isinstance(layer, SHARED) else ():
             if tensor is not None:
                 path = f"{prefix}.{name}".lstrip(".")
-                found.setdefault(id(tensor), Found(tensor, layer, name, path))
-    return found
+                places.setdefault(id(tensor), TensorPlace(tensor, layer, name, path))
+    return places
 
 
 @torch.no_grad()

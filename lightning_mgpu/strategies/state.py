@@ -44,7 +44,7 @@ FEW = 100  # in larger containers nothing is looked for
 HEAP_TYPE = 1 << 9  # CPython's flag of classes that were written in Python
 
 
-class Found(NamedTuple):
+class Holder(NamedTuple):
     """A layer, an object or a container that replicas have their own of."""
 
     value: Any
@@ -80,19 +80,20 @@ class State:
     ) -> None:
         self.devices = devices
         self.localize = localize  # puts replica i's tensors into the namespace of a layer
-        self.kept: dict[Any, tuple[Any, dict[Any, tuple[Any, ...]]]] = {}  # see `_keep`
+        # see `keep_hidden_state`
+        self.hidden_states: dict[Any, tuple[Any, dict[Any, tuple[Any, ...]]]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Let go of all copies but of hidden states."""
-        self.found: list[Found] = []
+        self.holders: list[Holder] = []
         self._links: list[tuple[int, Any, int]] = []  # a store, a key, the container there
         self._arrays: list[tuple[int, Any]] = []  # a store, and a key of tensors or arrays in it
         self.modules: list[tuple[str, nn.Module]] = []  # that no layer holds as such
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
-        self.own: list[list[Any]] = []  # by replica: its namespaces, then its containers
-        self.start: list[list[Any]] = []  # the same, when the step began
-        self._seen: list[Any] = []  # the first replica's, as `find` has found them
+        self.stores: list[list[Any]] = []  # by replica: its namespaces, then its containers
+        self.stores_at_start: list[list[Any]] = []  # the same, when the step began
+        self._stores_at_find: list[Any] = []  # the first replica's, as `find` has found them
         self._large: list[Any] = []  # dicts and sets that are one for all replicas
 
     def find(self, layers: Sequence[Any], shared: Sequence[Any], others: Sequence[Any]) -> None:
@@ -101,11 +102,11 @@ class State:
         `shared` are objects that stay one for all replicas.
         """
         self.clear()
-        found = [Found(owner, vars(owner)) for owner in (*layers, *others)]
-        seen = {id(each.store) for each in found} | {id(vars(each)) for each in shared}
+        holders = [Holder(owner, vars(owner)) for owner in (*layers, *others)]
+        seen = {id(each.store) for each in holders} | {id(vars(each)) for each in shared}
         links: list[tuple[int, Any, int]] = []
         arrays: list[tuple[int, Any]] = []
-        for parent in found:  # which grows
+        for parent in holders:  # which grows
             for key, value in _children(parent.store) if parent.depth < DEPTH else ():
                 if isinstance(value, nn.Module):  # of which no layer knows, a metric perhaps
                     self.modules.append((str(key), value))
@@ -117,70 +118,73 @@ class State:
                         links.append((*place, id(store)))
                     if id(store) not in seen:
                         seen.add(id(store))
-                        found.append(Found(value, store, place, parent.depth + 1, is_owner))
+                        holders.append(Holder(value, store, place, parent.depth + 1, is_owner))
                 elif isinstance(value, tuple) and any(map(_is_array, leaves(value))):
                     arrays.append((id(parent.store), key))
                 elif _is_large(value):
                     self._large.append(value)
-        self.found = sorted(found, key=lambda each: not each.is_owner)
-        self._number = {id(each.store): n for n, each in enumerate(self.found)}
+        self.holders = sorted(holders, key=lambda each: not each.is_owner)
+        self._number = {id(each.store): n for n, each in enumerate(self.holders)}
         self._links = [(self._number[a], key, self._number[b]) for a, key, b in links]
         self._arrays = [(self._number[store], key) for store, key in arrays]
-        self.owners = [each.value for each in self.found if each.is_owner]
-        self._seen = [copied(each.store) for each in self.found]
+        self.owners = [each.value for each in self.holders if each.is_owner]
+        self._stores_at_find = [shallow_copy(each.store) for each in self.holders]
 
     def is_as_found(self) -> bool:
         """Whether nothing that `find` looks at has changed since: it would find the same."""
         if not all(map(_is_large, self._large)):
             return False
-        for n, each in enumerate(self.found):
-            if each.is_owner and vars(each.value) is not each.store:
+        for n, (value, store, *_, is_owner) in enumerate(self.holders):
+            if is_owner and vars(value) is not store:
                 return False
-            if not is_same(self._seen[n], each.store):
-                if _looked_at(self._seen[n]) != _looked_at(each.store) or _is_large(each.store):
+            before = self._stores_at_find[n]
+            if not holds_same_objects(before, store):
+                if _looked_at(before) != _looked_at(store) or _is_large(store):
                     return False
-                self._seen[n] = copied(each.store)
+                self._stores_at_find[n] = shallow_copy(store)
         return True
 
     def begin(self, step: int, meets: bool) -> None:
         """A step begins, in which replicas may meet: give every replica its own."""
         self.step, self.meets = step, meets
         # what hooks have replaced is let go of
-        self.kept = {
-            key: kept for key, kept in self.kept.items() if key[0] != step or key[2] in self._number
+        self.hidden_states = {
+            key: hidden
+            for key, hidden in self.hidden_states.items()
+            if key[0] != step or key[2] in self._number
         }
-        first = [each.store for each in self.found]
-        self.own = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
-        self.start = [[copied(each) for each in stores] for stores in self.own]
-        self.versions = [
+        first = [each.store for each in self.holders]
+        self.stores = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
+        self.stores_at_start = [[shallow_copy(each) for each in stores] for stores in self.stores]
+        self.versions_at_start = [
             [(n, key, stores[n][key], versions_of(stores[n][key])) for n, key in self._arrays]
-            for stores in self.own
+            for stores in self.stores
         ]
 
     def _copy_for(self, i: int) -> list[Any]:
         """The namespaces and containers of replica i, with what it has kept of earlier steps."""
-        values = [copy.copy(each.store if each.is_owner else each.value) for each in self.found]
+        values = [copy.copy(each.store if each.is_owner else each.value) for each in self.holders]
         values = [Queue(each, each.maxlen) if type(each) is deque else each for each in values]
         stores = [_namespace(value) for value in values]
         memo: dict[int, Any] = {}  # tensors that are the same stay the same
         for n, key in self._arrays:
             if not isinstance(stores[n], tuple):
                 stores[n][key] = self._copy_array(stores[n][key], i, memo)
-        for each, own in zip(self.found, stores):
+        for each, store in zip(self.holders, stores):
             if isinstance(each.value, nn.Module):
-                self.localize(own, i)
-        for parent, key, child in reversed(self._links):  # so a tuple is complete before its holder
-            if isinstance(holder := stores[parent], tuple):
-                items = (*holder[:key], values[child], *holder[key + 1 :])
+                self.localize(store, i)
+        for parent, key, child in reversed(self._links):  # a tuple is complete before its parent
+            if isinstance(parent_store := stores[parent], tuple):
+                items = (*parent_store[:key], values[child], *parent_store[key + 1 :])
                 stores[parent] = values[parent] = items
             else:
-                holder[key] = values[child]
-        for each, own in zip(self.found, stores):
-            kept = self.kept.get((self.step, i, id(each.store)))
-            for key, (value, base, versions) in kept[1].items() if kept else ():
+                parent_store[key] = values[child]
+        for each, store in zip(self.holders, stores):
+            hidden = self.hidden_states.get((self.step, i, id(each.store)))
+            for key, (value, base, versions) in hidden[1].items() if hidden else ():
                 now = get(each.store, key)
                 if _is_still(now, base) and versions_of(now) == versions:  # no hook has changed it
-                    own[key] = value if _has_graph(now) else _detached(value)
+                    store[key] = value if _has_graph(now) else _detached(value)
         return stores
 
     def _copy_array(self, value: Any, i: int, memo: dict[int, Any]) -> Any:
@@ -197,23 +201,23 @@ class State:
                 memo[id(value)] = value.to(self.devices[i] if is_home else value.device, copy=True)
         return memo[id(value)]
 
-    def keep(self, i: int, store: Any, key: Any, value: Any) -> None:
+    def keep_hidden_state(self, i: int, store: Any, key: Any, value: Any) -> None:
         """Keep replica i's value for its next such step, unless a hook edits the first one's.
 
         What a training step has assigned, validation does not see.
         """
         base = get(store, key)
-        _, kept = self.kept.setdefault((self.step, i, id(store)), (store, {}))
-        kept[key] = value, base, versions_of(base)
+        _, hidden = self.hidden_states.setdefault((self.step, i, id(store)), (store, {}))
+        hidden[key] = value, base, versions_of(base)
 
     def name_of(self, n: int, *key: Any) -> str:
         """A namespace or container, or a value in it, as a message says it."""
         path = list(key)
-        while place := self.found[n].place:
+        while place := self.holders[n].place:
             n, key_there = self._number[place[0]], place[1]
             path.insert(0, key_there)
         attribute, *keys = path
-        owner = type(self.found[n].value).__name__
+        owner = type(self.holders[n].value).__name__
         return f"{attribute}{''.join(f'[{each!r}]' for each in keys)} of {owner}"
 
 
@@ -237,14 +241,14 @@ def _looked_at(store: Any) -> list[Any]:
     return [(key, type(v) if isinstance(v, ARRAYS) else id(v)) for key, v in _children(store)]
 
 
-def copied(store: Any) -> Any:
+def shallow_copy(store: Any) -> Any:
     """A shallow copy of a namespace or a container. A deque's is a list."""
     if type(store) in (dict, list, set):
         return store.copy()
     return list(store) if isinstance(store, deque) else copy.copy(store)
 
 
-def is_same(before: Any, now: Any) -> bool:
+def holds_same_objects(before: Any, now: Any) -> bool:
     """Whether a namespace or a container holds the very objects that its copy holds."""
     if isinstance(now, set):
         return bool(before == now)

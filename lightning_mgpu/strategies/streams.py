@@ -13,11 +13,11 @@ from lightning_mgpu.strategies.devices_and_attributes import device_module
 class Streams:
     """A stream of random numbers for each of k replicas, seeded by the run's seed and the step.
 
-    The first replica draws from the global generators, as one device does, unless `all_own`.
+    The first replica draws from the global generators, as one device does, unless `all_seeded`.
     """
 
-    def __init__(self, devices: Sequence[torch.device], all_own: bool) -> None:
-        self.devices, self.all_own = devices, all_own
+    def __init__(self, devices: Sequence[torch.device], all_seeded: bool) -> None:
+        self.devices, self.all_seeded = devices, all_seeded
         self.begin()
 
     def begin(self, *number: int) -> None:
@@ -28,7 +28,7 @@ class Streams:
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
         """Draw replica i's numbers inside the block; a step may enter it several times."""
-        if i == 0 and not self.all_own:
+        if i == 0 and not self.all_seeded:
             yield
             return
         device, module = self.devices[i], device_module(self.devices[i])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_mgpu.strategies.lockstep import Lockstep
 
-own_batch_norm = F.batch_norm
+torch_batch_norm = F.batch_norm
 
 
 @contextmanager
@@ -33,18 +33,18 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         eps: float = 1e-5,
     ) -> Tensor:
         if not training or lockstep.running is None:
-            return own_batch_norm(
+            return torch_batch_norm(
                 X, running_mean, running_var, weight, bias, training, momentum, eps
             )
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
-        own_mean = Z.mean(dims)  # (C,)
-        own_squares = (Z - own_mean.view(shape)).square().sum(dims)  # two passes: no cancellation
-        offered = lockstep.exchange("BatchNorm", (own_mean, own_squares), X.numel() // X.size(1))
+        shard_mean = Z.mean(dims)  # (C,)
+        spread = (Z - shard_mean.view(shape)).square().sum(dims)  # two passes: no cancellation
+        offered = lockstep.exchange("BatchNorm", (shard_mean, spread), X.numel() // X.size(1))
         means, squares, counts = zip(*offered)
         total = sum(counts)
-        mean = torch.stack([own * (n / total) for own, n in zip(means, counts)]).sum(0)
-        between = [n * (own - mean).square() for own, n in zip(means, counts)]
+        mean = torch.stack([each * (n / total) for each, n in zip(means, counts)]).sum(0)
+        between = [n * (each - mean).square() for each, n in zip(means, counts)]
         var = torch.stack([*squares, *between]).sum(0) / total  # Chan, Golub and LeVeque (1983)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():

@@ -83,7 +83,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     # Devices
 
     @property
-    def own_devices(self) -> list[torch.device]:
+    def given_devices(self) -> list[torch.device]:
         return self.parallel_devices or [torch.device("cpu")]
 
     @property
@@ -91,9 +91,9 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         """One per replica."""
         if self._is_set_up:
             return self.replicas.devices
-        own = self.own_devices
-        count = (self.num_replicas or len(own)) // len(own)
-        return [device for device in own for _ in range(count)]
+        given = self.given_devices
+        count = (self.num_replicas or len(given)) // len(given)
+        return [device for device in given for _ in range(count)]
 
     @property
     @override
@@ -109,17 +109,18 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self.check_launch()
-        own, split, count = self.own_devices, self.split, self.num_replicas
-        are_mixed = len({device.type for device in own}) > 1
-        if count is not None and (count < 1 or count % len(own) or split or are_mixed):
+        devices, split, count = self.given_devices, self.split, self.num_replicas
+        num_devices = len(devices)
+        are_mixed = len({device.type for device in devices}) > 1
+        if count is not None and (count < 1 or count % num_devices or split or are_mixed):
             raise MisconfigurationException(
-                f"replicas={count}: choose a multiple of the {len(own)} device(s), which must be "
-                "of one kind, and leave `split` out."
+                f"replicas={count}: choose a multiple of the {num_devices} device(s), which must "
+                "be of one kind, and leave `split` out."
             )
-        shares = split if isinstance(split, list) and len(split) == len(own) else [0.0]
+        shares = split if isinstance(split, list) and len(split) == num_devices else [0.0]
         if split not in (None, "auto") and not all(0 < s < float("inf") for s in shares):
             raise MisconfigurationException(
-                f"split={split!r}: give 'auto', or one positive share per device ({len(own)})."
+                f"split={split!r}: give 'auto', or one positive share per device ({num_devices})."
             )
         super().setup_environment()
 
@@ -130,7 +131,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self.auto_split = AutoSplit(self.split == "auto")
         self.replicas = Replicas(
-            self.lightning_module, devices, own_streams=self.num_replicas is not None
+            self.lightning_module, devices, all_seeded=self.num_replicas is not None
         )
         self.gradients = Gradients(
             self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere
@@ -409,13 +410,13 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     ) -> Tensor:
         self.gradients.are_reduced = False
         self.gradients.is_check_due = self.is_check_due
-        passes, itself = [], torch.autograd.backward
+        passes, torch_backward = [], torch.autograd.backward
 
-        def watched(*args: Any, **kwargs: Any) -> None:
+        def noted_backward(*args: Any, **kwargs: Any) -> None:
             passes.append(True)
-            itself(*args, **kwargs)
+            torch_backward(*args, **kwargs)
 
-        with replace_attributes([(torch.autograd, "backward", watched)]):
+        with replace_attributes([(torch.autograd, "backward", noted_backward)]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:
             # a `backward` of the user's own may leave a batch out
@@ -451,7 +452,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             self.gradients.forget()  # unscaling edits them, and torch does not count it
         self.updates.is_check_due = self.is_check_due
         self.update_replicas(optimizer)
-        self.own_updates = self.updates.are_own
+        self.own_updates = self.updates.was_repeated
         if not self._is_automatic:
             self.gradients.push()  # by the optimizer, or by unscaling
             self.updates.offer_state(optimizer)  # as it is after the update
@@ -475,8 +476,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         if not self.is_split:
             return
         module = self.replicas.module
-        is_claimed = self.updates.are_own and self.replicas.are_as_marked
-        if is_claimed and not may_edit_before_checks(module):
+        were_equal = self.updates.was_repeated and self.replicas.are_as_marked
+        if were_equal and not may_edit_before_checks(module):
             self.updates.check_equality()
         self.replicas.notes.flush()
         self.replicas.distrust()

@@ -35,7 +35,7 @@ class Updates:
         self._repeated: set[Optimizer] = set()  # every replica steps it, and keeps its own state
         self.check = EqualityCheck()  # of the replicas' weights after their own updates
         self.is_check_due = False
-        self.are_own = False  # whether every replica has made the last update itself
+        self.was_repeated = False  # whether every replica has made the last update itself
         self._are_equal: dict[
             Optimizer, bool
         ] = {}  # the replicas, after its first step of an epoch
@@ -78,14 +78,14 @@ class Updates:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if i == 0:
             self._settings = [dict(group) for group in groups]
-            with self._watched_states(optimizers):
+            with self._copied_at_first_look(optimizers):
                 yield
             return
         before = [dict(group) for group in groups]
         states = [optimizer.state for optimizer in optimizers]
         for group, settings in zip(groups, self._settings):
             group.update(settings)
-            group["params"] = [self.replicas.own_tensor(param, i) for param in settings["params"]]
+            group["params"] = [self.replicas.tensor_of(param, i) for param in settings["params"]]
         for optimizer in optimizers:
             optimizer.state = self._states[optimizer][i]
         try:
@@ -108,22 +108,22 @@ class Updates:
                 )
 
     @contextmanager
-    def _watched_states(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    def _copied_at_first_look(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Inside the block the first look at a state makes the other replicas' copies.
 
         The step may edit it next.
         """
-        watched = []
+        replaced = []
         for optimizer in optimizers:
-            state, copies = optimizer.state, self._states[optimizer][1:]
-            if any(isinstance(each, CopyOnDemand) for each in copies):
-                optimizer.state = CopyOnDemand(partial(_load_all, state, copies))  # type: ignore[assignment]
-                watched.append((optimizer, optimizer.state, state))
+            state, others = optimizer.state, self._states[optimizer][1:]
+            if any(isinstance(each, CopyOnDemand) for each in others):
+                optimizer.state = CopyOnDemand(partial(_load_all, state, others))  # type: ignore[assignment]
+                replaced.append((optimizer, optimizer.state, state))
         try:
             yield
         finally:
-            for optimizer, put, state in watched:
-                if optimizer.state is put:  # the step may have assigned another
+            for optimizer, placeholder, state in replaced:
+                if optimizer.state is placeholder:  # the step may have assigned another
                     optimizer.state = state
 
     def repeat(self, optimizer: Optimizer, push_gradients: Callable[[], None]) -> bool:
@@ -141,8 +141,8 @@ class Updates:
         Raises:
             RuntimeError: If replicas were equal after such updates, and are not any more.
         """
-        self.are_own = optimizer in self._repeated and self._is_repeatable(optimizer)
-        if not self.are_own:
+        self.was_repeated = optimizer in self._repeated and self._is_repeatable(optimizer)
+        if not self.was_repeated:
             self._repeated.discard(optimizer)  # its states lag behind from now on
             return False
         push_gradients()
@@ -155,16 +155,16 @@ class Updates:
             self._are_equal[optimizer] = not self.check.find(self.replicas.parameter_sets, step)
         elif self.is_check_due:
             self.check_equality()
-        self.are_own = self._are_equal[optimizer]
-        if self.are_own:
+        self.was_repeated = self._are_equal[optimizer]
+        if self.was_repeated:
             self.replicas.mark_equal()
-        return self.are_own
+        return self.was_repeated
 
     def check_equality(self) -> None:
         """Raise an error if replicas that make their own updates have drifted apart."""
         step = self.replicas.module.global_step
-        if found := self.check.find(self.replicas.parameter_sets, step):
-            name, i, when = found
+        if difference := self.check.find(self.replicas.parameter_sets, step):
+            name, i, when = difference
             raise RuntimeError(
                 f"{name} of replica {i} ({self.replicas.devices[i]}) is not replica 0's ({when}): "
                 "gradients were not reduced to the same bits, or somebody has edited one replica's "
@@ -173,7 +173,7 @@ class Updates:
 
     def start_anew(self) -> None:
         """Somebody may have edited states, or an epoch begins: copy them, and compare again."""
-        self.are_own = False
+        self.was_repeated = False
         self._repeated.clear()
         self._are_equal.clear()
 
@@ -207,14 +207,15 @@ class Updates:
         A counter on the CPU stays there.
         """
         home, device = self.replicas.devices[0], self.replicas.devices[i]
-        copied: defaultdict[Any, Any] = defaultdict(dict)
+        state_by_param: defaultdict[Any, Any] = defaultdict(dict)
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device if tensor.device == home else tensor.device, copy=True)
 
         for param, of_param in list(state.items()) if i else ():
-            copied[self.replicas.own_tensor(param, i)] = apply_to_collection(of_param, Tensor, move)
-        return copied
+            its_param = self.replicas.tensor_of(param, i)
+            state_by_param[its_param] = apply_to_collection(of_param, Tensor, move)
+        return state_by_param
 
 
 @contextmanager
@@ -239,8 +240,8 @@ def refuse_other_optimizers(replicas: Replicas) -> Iterator[None]:
         handle.remove()
 
 
-def _load_all(state: Any, copies: Sequence[Any]) -> Any:
-    for each in copies:
+def _load_all(state: Any, others: Sequence[Any]) -> Any:
+    for each in others:
         if isinstance(each, CopyOnDemand):
             each.load()
     return state

@@ -121,7 +121,7 @@ UNSEEN = ["nothing", "a number", "a tensor", "an item"]
 def test_the_structure_is_found_again_where_it_changed(change, monkeypatch):
     module = Holder()
     module.net = nn.Sequential(module.net)
-    found = Replicas(module, [torch.device("cpu")] * 2, own_streams=False)
+    found = Replicas(module, [torch.device("cpu")] * 2, all_seeded=False)
     found.find([], [])
     walks, walk = [], replicas._walk
     monkeypatch.setattr(replicas, "_walk", lambda *args: walks.append(args) or walk(*args))

@@ -262,7 +262,9 @@ def test_states_in_a_dict_that_a_hook_replaces_are_let_go(train):
         def loss(self, batch):
             Z = self.net(batch[0])
             self.state["h"] = Z.detach()
-            self.num_kept = len(self.trainer.strategy.replicas.state.kept) if self._trainer else 0
+            self.num_kept = (
+                len(self.trainer.strategy.replicas.state.hidden_states) if self._trainer else 0
+            )
             return F.mse_loss(Z, batch[1])
 
     assert train(Module, 2, check=False).num_kept <= 2
