@@ -28,7 +28,7 @@ OPTIONS = {
     "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
     "--seed_everything N": "seed of weights, batches, dropout (default: 42); false: a new one",
     "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
-    "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest in runs/",
+    "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest one",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
 }
 MORE = {

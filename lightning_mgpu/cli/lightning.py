@@ -117,8 +117,11 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        config.weights_only = True  # a checkpoint runs no code
-        config.wandb.mode = "disabled" if config.no_wandb else config.wandb.mode
+        if config.weights_only is False:
+            raise UsageError("--weights_only=False: a checkpoint runs no code; leave this out")
+        config.weights_only = True
+        if config.no_wandb:  # config.yaml has the mode, which another one may replace
+            config.no_wandb, config.wandb.mode = False, "disabled"
         take_launchers_numbers(config.trainer, given_options(self.args[1:]))
         self._dump_config()
         check_secrets(config)

@@ -28,6 +28,7 @@ from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
+from lightning_mgpu.runs.resume import record_newest
 from lightning_mgpu.runs.seeds import VERSION, seed_generators
 
 VAL_ACC = "val_acc"
@@ -120,6 +121,7 @@ class LastCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        record_newest(trainer)
         if not SLURMEnvironment.detect():
             # as Ctrl-C; Lightning's would end with status 0
             signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -166,6 +168,20 @@ class LastCheckpoint(Callback):
         # loggers upload it after this
         if stage == "fit" and self._is_over and not is_sharded(trainer):
             self._save(trainer)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        connector = trainer._checkpoint_connector
+        dump = connector.dump_checkpoint
+
+        def dump_with_config(weights_only: bool | None = None) -> dict[str, Any]:
+            """Lightning asks no callback where weights alone are saved; they need a model, too."""
+            checkpoint = dump(weights_only)
+            if weights_only:
+                self.on_save_checkpoint(trainer, pl_module, checkpoint)
+            return checkpoint
+
+        connector.dump_checkpoint = dump_with_config  # type: ignore[method-assign]
 
     @override
     def on_save_checkpoint(
@@ -234,6 +250,7 @@ class LastCheckpoint(Callback):
         self.best.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
             trainer.save_checkpoint(path, self.best.save_weights_only)
+        record_newest(trainer)
 
 
 def find_trained(module: LightningModule) -> Iterator[tuple[str, bool]]:

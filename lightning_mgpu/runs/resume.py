@@ -6,33 +6,40 @@
 The run's `config.yaml` is the configuration. Only options in `MAY_CHANGE` may have other values.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.runs.seeds import VERSION
 
 FLAG = "--resume"
-RUNS = Path("runs")
+NEWEST = Path("runs", "newest")  # has the path of a run directory
 OF_A_MACHINE = ("data.root.", "data.num_workers.", "data.pin_memory.", "malloc.")
 MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
 
 
+def record_newest(trainer: Trainer) -> None:
+    """Write where this run is, which may be anywhere: `last` is the newest, none other."""
+    if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        with suppress(OSError):  # nothing may be written here
+            NEWEST.parent.mkdir(exist_ok=True)
+            replace_text(NEWEST, str(trainer.default_root_dir))
+
+
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` with the newest checkpoint."""
-    if name != "last":
-        if not Path(name, "config.yaml").is_file():
-            raise UsageError(f"{FLAG}={name}: no run directory, which has a config.yaml")
-        return Path(name)
-    saved = list(RUNS.glob(f"*/checkpoints/{LAST}"))
-    if not saved:
-        raise UsageError(
-            f"{FLAG}=last: no run in {RUNS}/ has a checkpoint; name the directory of one"
-        )
-    return max(saved, key=lambda path: path.stat().st_mtime).parents[1]
+    """The run directory of this name; for `last` the one that was started or saved last."""
+    if name == "last" and not NEWEST.is_file():
+        raise UsageError(f"{FLAG}=last: no run was started here; name the directory of one")
+    path = Path(NEWEST.read_text() if name == "last" else name)
+    if not (path / "config.yaml").is_file():
+        raise UsageError(f"{FLAG}={path}: no run directory, which has a config.yaml")
+    return path
 
 
 def what_stays(config: dict[str, Any]) -> dict[str, Any]:

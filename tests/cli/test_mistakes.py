@@ -72,7 +72,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
         "hand it over in an environment variable",
     ),
     "fit --resume=nowhere": ("--resume=nowhere: no run directory",),
-    "fit --resume=last": ("--resume=last: no run in runs/ has a checkpoint",),
+    "fit --resume=last": ("--resume=last: no run was started here",),
+    "test --weights_only=false": ("--weights_only=False: a checkpoint runs no code",),
     "export --ckpt_path=weights.ckpt --output=x.pt2": ("does not say which model it is of",),
     "export --ckpt_path=nope.ckpt --output=x.bin": (
         "--output=x.bin: end the name in .onnx or .pt2",

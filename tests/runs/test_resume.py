@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.devices import in_words
 from lightning_mgpu.runs.directory import claim
 from tests.conftest import run_devices
@@ -95,6 +96,25 @@ def test_a_longer_run_elsewhere_under_another_strategy(
     assert fit("--resume=moved") == 0  # finished: tested once more, and nothing else
     assert "epoch 3/3" not in capfd.readouterr().out
     assert [bool(row["test_acc"]) for row in metrics(moved)].count(True) == 1
+
+
+def test_the_newest_run_is_resumed_wherever_it_is(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """With weights alone in its checkpoints, which know their model; W&B comes back."""
+    short = ("--trainer.devices=1", "--trainer.max_epochs=1", "--no-wandb")
+    assert fit(*short) == 0
+    elsewhere = tmp_path / "elsewhere"
+    only = "--checkpoint.save_weights_only=true"
+    assert fit(*short, f"--run_dir={elsewhere}", only, stop="0,1") == 1
+    assert "wandb:    off (--wandb.mode=disabled)" in capfd.readouterr().out
+    assert fit("--resume=last", "--wandb.mode=auto") == 0
+    assert "wandb:    off (WANDB_MODE=disabled)" in capfd.readouterr().out
+    config = saved_config(read_checkpoint(elsewhere / "checkpoints" / "last.ckpt"))
+    assert config["model"]["class_path"] == "own_run.Net"
+    shutil.rmtree(elsewhere)
+    assert fit("--resume=last") == 2
+    assert "elsewhere: no run directory" in capfd.readouterr().err
 
 
 def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], capfd: Any) -> None:
