@@ -36,8 +36,9 @@ from lightning_mgpu.cli.checks import (
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser
+from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
-from lightning_mgpu.runs.checkpoints import LastCheckpoint, RunCheckpoint
+from lightning_mgpu.runs.checkpoints import LastCheckpoint
 from lightning_mgpu.runs.devices import devices, is_sharded
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
@@ -229,8 +230,8 @@ class CLI(LightningCLI):
                 told = "not tested, as parameters are sharded; test with"
                 print(f"{told}: {PROG} test --ckpt_path={path}")
         elif has_test:
-            if best is None and is_first:
-                print("testing the last epoch: no metric says which one is the best", flush=True)
+            if is_first:
+                print(f"testing {self.best.in_words()}", flush=True)
             tested = self.trainer.test(
                 self.model, self.datamodule, ckpt_path=best, verbose=False, weights_only=True
             )

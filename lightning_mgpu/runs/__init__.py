@@ -4,7 +4,8 @@
 | -------------------- | ----------------------------------------------------------------------- |
 | `directory.py`       | the run directory: its name, its lock                                   |
 | `record.py`          | what a run writes before training, and its last lines                   |
-| `checkpoints.py`     | the best checkpoint, and `last.ckpt`, from which a run goes on          |
+| `best_checkpoint.py` | the checkpoint of the best epoch, which `fit` tests                     |
+| `checkpoints.py`     | `last.ckpt`, from which a run goes on                                   |
 | `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat  |
 | `resume.py`          | `--resume`: which run, which checkpoint, which flags may change         |
 | `csv_logger.py`      | `metrics.csv`                                                           |

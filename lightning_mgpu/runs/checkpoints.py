@@ -1,9 +1,6 @@
-"""A run's checkpoints: the best epoch's, which `fit` tests, and `last.ckpt`, for `--resume`.
+"""`last.ckpt`, from which `--resume` goes on.
 
---checkpoint.save_top_k=3  # and whatever else Lightning's ModelCheckpoint takes
---checkpoint.monitor=val_loss
-
-`last.ckpt` is saved when the next epoch starts: then all of the epoch is logged, stepped and
+It is saved when the next epoch starts: then all of the epoch is logged, stepped and
 validated. After the last epoch it is saved when `on_train_end` and `on_fit_end` are over, in which
 callbacks and modules may set weights. Nothing of an epoch in progress is kept. Every epoch begins
 with random numbers of its own (`seeds.py`), so that there is no state of generators to keep.
@@ -17,12 +14,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST
 from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.devices import is_sharded
@@ -30,74 +28,6 @@ from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
 from lightning_mgpu.runs.resume import record_newest
 from lightning_mgpu.runs.seeds import VERSION, seed_generators
-
-VAL_ACC = "val_acc"
-
-
-class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` in the run directory; watches `val_acc` wherever it is logged.
-
-    Args:
-        monitor: The metric to watch. Left out: the largest `val_acc`, unless the model validates on
-            the test set, which must not choose the model.
-        mode: Whether the least (`min`) or the largest (`max`) value of `monitor` is the best. Left
-            out: the largest of an accuracy (`acc` is in its name), the least of anything else.
-        save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
-    """
-
-    edits_nothing = True  # see strategies/hooks.py
-
-    def __init__(
-        self,
-        monitor: str | None = None,
-        mode: str | None = None,
-        save_last: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        by_step = bool(kwargs.get("every_n_train_steps") or kwargs.get("train_time_interval"))
-        self.is_automatic = monitor is None and not by_step
-        if self.is_automatic:
-            monitor, mode = VAL_ACC, "max"
-        mode = mode or ("max" if "acc" in str(monitor) else "min")
-        super().__init__(
-            dirpath=None,  # the run directory's, see setup
-            monitor=monitor,
-            mode=mode,
-            save_last=False,  # it would be saved at a new best alone
-            enable_version_counter=False,  # an epoch trained again replaces its file
-            **kwargs,
-        )
-        self.keep_last = save_last
-
-    @property
-    def best(self) -> str | None:
-        """The best checkpoint, if any. A kill may have come before its file was replaced."""
-        return self.best_model_path if Path(self.best_model_path).is_file() else None
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
-        super().setup(trainer, pl_module, stage)
-
-    @override
-    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
-        if self.is_automatic:
-            on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-            if on_test_set or VAL_ACC not in trainer.callback_metrics:
-                return True
-        return super()._should_skip_saving_checkpoint(trainer)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over this run's best, wherever its directory is, and nothing of another run."""
-        here = Path(str(self.dirpath))
-        if (here / LAST).exists():
-            state = {**state_dict, "dirpath": self.dirpath}
-            for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
-                state[key] = str(here / Path(state[key]).name) if state[key] else ""
-            scores = state["best_k_models"].items()
-            state["best_k_models"] = {str(here / Path(path).name): score for path, score in scores}
-            super().load_state_dict(state)
 
 
 class LastCheckpoint(Callback):

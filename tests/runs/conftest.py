@@ -18,6 +18,7 @@ from lightning_mgpu.models.classifier import Classifier, OptimizerCallable
 from torch import nn
 from lightning_mgpu.data import batch_loader
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 
 class Net(Classifier):
@@ -42,6 +43,25 @@ class Net(Classifier):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         self.log("val_mine", 1.0, batch_size=len(batch[1]), sync_dist=True)
+
+
+class Larger(MeanMetric):
+    higher_is_better = True
+
+
+class Falls(Net):
+    """Logs 1.0, 0.9, 0.8, ... under a name, as a number or as an object of torchmetrics."""
+
+    def __init__(self, name: str, as_object: bool = False):
+        super().__init__()
+        self.name, self.metric = name, Larger() if as_object else None
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        value = 1 - self.current_epoch / 10
+        if self.metric is not None:
+            self.metric.update(value)
+        self.log(self.name, self.metric or value, batch_size=len(batch[1]), sync_dist=True)
 
 
 class Ends(Net):

@@ -1,6 +1,7 @@
 """The best checkpoint, those from elsewhere, what they know of their model; export; last lines."""
 
 import csv
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs import export
-from lightning_mgpu.runs.checkpoints import RunCheckpoint
 from lightning_mgpu.runs.record import fingerprint
-from tests.runs.conftest import last, metrics
+from tests.runs.conftest import assert_same, last, metrics
 
 
 def test_a_runs_directory(run: Path, run_files: set[str]) -> None:
@@ -72,14 +72,53 @@ def test_weights_set_when_training_ends_are_in_the_last(
     assert capfd.readouterr().out.splitlines()[-2] == printed
 
 
-def test_which_value_of_a_metric_is_the_best() -> None:
-    given = {"val_acc": None, "val/accuracy": None, "val_loss": None, "val_f1": "max"}
-    assert [RunCheckpoint(name, mode).mode for name, mode in given.items()] == [
-        "max",
-        "max",
-        "min",
-        "max",
-    ]
+FALLS = "--model=own_run.Falls --trainer.max_epochs=3 --model.name"
+SUBDIRECTORY = "--checkpoint.filename=e{epoch}-{val/acc:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("val_f1", "testing epoch 1: val_f1 1.0000 (largest)"),
+        ("val_error", "testing epoch 3: val_error 0.8000 (smallest)"),
+        ("val_quality --checkpoint.mode=min", "testing epoch 3: val_quality 0.8000 (smallest)"),
+        ("val_quality", "Add --checkpoint.mode=max or --checkpoint.mode=min"),
+        ("val_loss_x --model.as_object=true", "testing epoch 1: val_loss_x 1.0000 (largest)"),
+        (f"val/acc {SUBDIRECTORY}", "testing epoch 1: val/acc 1.0000 (largest)"),
+        (
+            "val_f1 --checkpoint.filename=best --checkpoint.save_top_k=2",
+            "testing epoch 1: val_f1 1.0000 (largest)",
+        ),
+    ],
+)
+def test_which_checkpoint_is_the_best(
+    options: str, told: str, fit: Callable[..., int], capfd: Any
+) -> None:
+    """It is tested, before and after a resume; where nothing tells, no epoch is trained."""
+    name, *others = options.split()
+    falls = f"{FALLS}={name} --checkpoint.monitor={name}".split()
+    status = fit("--trainer.devices=1", *falls, *others, "--run_dir=a")
+    captured = capfd.readouterr()
+    if status:
+        assert told in captured.err and "epoch 1" not in captured.out
+        return
+    assert told in captured.out.splitlines()
+    assert fit("--resume=a") == 0
+    assert told in capfd.readouterr().out.splitlines()
+
+
+def test_the_sanity_check_changes_nothing(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """Lightning's two batches of validation before training: not a number, line or point more."""
+    lines = []
+    for num in (0, 2):
+        args = (f"--trainer.num_sanity_val_steps={num}", "--trainer.max_epochs=2")
+        assert fit("--trainer.devices=1", *args, f"--run_dir=run{num}") == 0
+        out = capfd.readouterr().out.replace(f"run{num}", "run")
+        lines.append([re.sub(r"[\d.]+ s\b|[\d.]+ sec", "", line) for line in out.splitlines()])
+    assert lines[0] == lines[1]
+    assert_same(tmp_path / "run0", tmp_path / "run2")
 
 
 def test_the_test_set_does_not_choose_the_model(
