@@ -6,6 +6,7 @@ What comes out: the defaults first, then what was given, in its order; what stan
 import json
 import pydoc
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,14 @@ def given_options(args: Sequence[str]) -> dict[str, Any]:
     """What options were given, as flags and in files, under their names on the command line."""
     given: dict[str, Any] = {}
     for arg in args:
-        name, _, value = arg.removeprefix("--").partition("=")
+        name, _, text = arg.removeprefix("--").partition("=")
+        value: Any = text
         if name == "config":
-            given |= flatten(read_config(value))
+            given |= flatten(read_config(text))
         elif arg.startswith("--"):
-            given |= flatten(
-                {name.rstrip("+"): read_config(value) if value.startswith("{") else value}
-            )
+            with suppress(UsageError):  # other texts begin with a brace, too: {epoch}-{val_loss}
+                value = read_config(text) if text.startswith("{") else text
+            given |= flatten({name.rstrip("+"): value})
     return given
 
 

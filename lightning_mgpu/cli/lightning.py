@@ -35,7 +35,7 @@ from lightning_mgpu.cli.checks import (
 )
 from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
-from lightning_mgpu.cli.parser import Parser
+from lightning_mgpu.cli.parser import Parser, restorable
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.checkpoints import LastCheckpoint
@@ -123,8 +123,10 @@ class CLI(LightningCLI):
         config.weights_only = True
         if config.no_wandb:  # config.yaml has the mode, which another one may replace
             config.no_wandb, config.wandb.mode = False, "disabled"
-        take_launchers_numbers(config.trainer, given_options(self.args[1:]))
+        given = given_options(self.args[1:])
+        take_launchers_numbers(config.trainer, given)
         self._dump_config()
+        self.config_dump = restorable(self.config_dump, config, given)
         check_secrets(config)
         check_devices(config.trainer)
         check_strategy(config.trainer.strategy)

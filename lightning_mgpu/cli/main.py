@@ -27,6 +27,7 @@ WARNINGS = (
     r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
     r"GPU available but not used",  # of a run on the CPU that was asked for
+    r"\s*Unable to serialize instance",  # see parser.py
 )
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (

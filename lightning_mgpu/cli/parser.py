@@ -2,6 +2,7 @@
 
 import re
 from argparse import ArgumentError
+from collections.abc import Iterable
 from functools import partial
 from itertools import dropwhile
 from typing import Any
@@ -13,8 +14,11 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
+from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.help import PROG
+from lightning_mgpu.runs.errors import UsageError
 
+NO_TEXT = "Unable to serialize instance "  # what jsonargparse writes where a value has no text
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
@@ -105,3 +109,28 @@ def _plain(value: Any) -> Any:
         made, *args = dropwhile(lambda arg: not isinstance(arg, type), value.args)
         return partial(made, *args, **value.keywords)
     return value
+
+
+def restorable(dumped: Any, value: Any, given: Iterable[str]) -> Any:
+    """A dumped configuration that gives this one when it is read.
+
+    jsonargparse finds no text for a text that could have been a function. A default that has none,
+    such as a lambda, is left out.
+
+    Raises:
+        UsageError: If the value of an option that was given has no text.
+    """
+    if isinstance(dumped, list) and isinstance(value, (list, tuple)):
+        return [restorable(*pair, given) for pair in zip(dumped, value)]
+    if not isinstance(dumped, dict) or not isinstance(value, (dict, Namespace)):
+        return dumped
+    kept = {}
+    for key, item in dumped.items():
+        if not str(item).startswith(NO_TEXT):
+            kept[key] = restorable(item, value.get(key), given)
+        elif isinstance(value[key], str):
+            kept[key] = value[key]
+        elif name := next((name for name in given if last_part(name) == key), ""):
+            told = "config.yaml cannot say which object this is; a function has a path that can"
+            raise UsageError(f"--{name}={item.removeprefix(NO_TEXT)}: {told}")
+    return kept

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mgpu.runs.checkpoint_file import LAST
+from lightning_mgpu.runs.checkpoint_file import LAST, check_readable
 from lightning_mgpu.runs.errors import UsageError
 
 VAL_ACC = "val_acc"
@@ -146,6 +146,11 @@ class RunCheckpoint(ModelCheckpoint):
             path = self.format_checkpoint_name(monitor_candidates, ver=version)
             version += 1
         return path
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        check_readable(trainer, Path(filepath))
 
     @override
     def state_dict(self) -> dict[str, Any]:

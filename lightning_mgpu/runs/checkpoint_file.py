@@ -1,10 +1,13 @@
 """Checkpoint files are checked before use: a Trainer's, without code. They know their model."""
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.runs.errors import UsageError
 
@@ -31,6 +34,27 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
     if to_train_on and not {"loops", "optimizer_states"} <= checkpoint.keys():
         raise UsageError(f"{path} holds weights alone: no training can go on from it")
     return checkpoint
+
+
+def check_readable(trainer: Trainer, path: Path) -> None:
+    """Look through a checkpoint just written, in every process, as all have to end.
+
+    Raises:
+        UsageError: If it has objects, such as numpy's numbers, which are never read; says where.
+    """
+    told = ""
+    if trainer.is_global_zero and path.is_file() and get_unsafe_globals_in_checkpoint(path):
+        content = torch.load(path, map_location="cpu", weights_only=False)  # of this process
+        for key, value in flatten(content).items():
+            torch.save(value, file := BytesIO())
+            file.seek(0)
+            if unsafe := get_unsafe_globals_in_checkpoint(file):
+                told += f"\n{key}: {', '.join(sorted(unsafe))}"
+    if told := trainer.strategy.broadcast(told):
+        raise UsageError(
+            "checkpoints could not be read again: they may hold tensors and plain values, such as "
+            f"float(x) for a number of numpy's, and these hold objects of other classes:{told}"
+        )
 
 
 def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:

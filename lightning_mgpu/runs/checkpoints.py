@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST
+from lightning_mgpu.runs.checkpoint_file import KEY, LAST, check_readable
 from lightning_mgpu.runs.csv_logger import csv_logger
 from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.errors import UsageError
@@ -180,6 +180,7 @@ class LastCheckpoint(Callback):
         self.best.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
             trainer.save_checkpoint(path, self.best.save_weights_only)
+            check_readable(trainer, path)
         record_newest(trainer)
 
 

@@ -169,6 +169,28 @@ def test_training_on_in_a_new_directory(run: Path, fit: Callable[..., int], capf
     assert "--model.optimizer.lr=0.5: run/checkpoints/last.ckpt has 0.1" in capfd.readouterr().err
 
 
+NUMPY = """
+import numpy as np
+from lightning.pytorch import Callback
+
+class Numpy(Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["mine"] = {"score": [np.float64(1.0)], "other": 1.0}
+"""
+
+
+@pytest.mark.parametrize("option", ["--checkpoint.save_last=true", "--checkpoint.save_last=false"])
+def test_what_could_not_be_read_again_is_told_at_once(
+    option: str, fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    (own / "own_numpy.py").write_text(NUMPY)
+    callback = "--trainer.callbacks=own_numpy.Numpy"
+    assert fit("--trainer.devices=1", callback, option, "--run_dir=run") == 2
+    out, err = capfd.readouterr()
+    assert "\nmine.score: numpy" in err and "mine.other" not in err
+    assert "epoch 2/" not in out and not (own / "run" / "checkpoints" / "last.ckpt").exists()
+
+
 class Pwned:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("code of a checkpoint runs",)

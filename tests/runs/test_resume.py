@@ -36,6 +36,34 @@ def test_stopped_three_times(
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
+FUNCTIONS = """
+from collections.abc import Callable
+from lightning.pytorch import Callback
+
+class Uses(Callback):
+    def __init__(self, f: Callable, g: Callable | str, h: Callable | str = lambda x: x) -> None:
+        print("used", f(0.0), g, h(0.0))
+
+    @classmethod
+    def method(cls) -> None: ...
+"""
+
+
+def test_texts_and_functions_as_values_are_resumed(
+    fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    (own / "functions.py").write_text(FUNCTIONS)
+    used = ("--trainer.callbacks+=functions.Uses", "--trainer.callbacks.f=math.cos")
+    name = "--checkpoint.filename={epoch}-{val_loss:.1f}"
+    options = ("--trainer.devices=1", "--trainer.max_epochs=1", "--run_dir=run", name, *used)
+    assert fit(*options, "--trainer.callbacks.g=functions.Uses.method") == 2
+    assert "--trainer.callbacks.g=<bound method Uses.method " in capfd.readouterr().err
+    assert fit(*options, "--trainer.callbacks.g=cosine") == 0
+    assert fit("--resume=run", "--trainer.max_epochs=2") == 0
+    assert capfd.readouterr().out.count("used 1.0 cosine 0.0\n") == 2
+    assert list((own / "run" / "checkpoints").glob("epoch=[01]-val_loss=*.ckpt"))
+
+
 def kill_after(command: Any, line: str, *args: str) -> None:
     """Start a run, and `kill -9` it with all its processes when it prints a line that begins so."""
     process = command.start("fit", *args)
