@@ -1,30 +1,44 @@
 """Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
 
-The way of a batch, from the loader to the update. The Trainer calls methods in `train_batch.py`;
-read the other files in the order of the stops.
+The way of a batch, from the loader to the update. The Trainer calls the functions that are not
+indented; these call the others. Read the files in the order of the stops.
 
-    optimizer_step         the Trainer's update: stops 1 to 9 are its closure   train_batch.py
- 1.   training_step        the whole batch comes, on the first device           train_batch.py
- 2.     split_batch        it is split into one shard per replica               split_batch.py
- 3.     Recorder           what replicas log is written into their records      records.py
- 4.     Replicas.begin     get_params: every replica has its own parameters,    replicas.py
-                           attributes, lists and dicts                          state.py
- 5.     turn(i)            they become the module's; the step runs on shard i   train_batch.py
- 6.     combine            k records become one step's                          combining.py,
-                                                                     metric_calls.py, merging.py
- 7.     Gradients.join     k losses become one, which the Trainer gets          gradients.py
- 8.   backward             each replica's backward pass runs in its turn        gradients.py
- 9.     reduce_gradients   the allreduce                                  manual_allreduce.py, dp.py
-10.   hooks, clipping      the Trainer's, on the first replica's gradients
-11.   the optimizer        updates the first replica
-12. update_replicas        the others make the same update, or get a copy       updates.py
+ 1. optimizer_step             the Trainer's update; its closure makes stops 3 to 27  train_batch.py
+ 2.   Window.closing           warns if an update's losses count nothing              loss_weight.py
+ 3. training_step              the whole batch comes, on the first device             train_batch.py
+ 4.   Window.begin_batch       perhaps the first of an accumulation window            loss_weight.py
+ 5.   share_out                how many samples each replica gets                     split_batch.py
+ 6.   cut_graph                the batch loses its graph, if it has one               split_batch.py
+ 7.   split_batch              the batch becomes k shards                             split_batch.py
+ 8.   send                     each shard goes to its replica's device                split_batch.py
+ 9.   Replicas.find            what the module holds, if it changed            replicas.py, state.py
+10.   Recorder.recording       from here on k records are written                         records.py
+11.   Replicas.begin           get_params: replicas get what the first has     replicas.py, state.py
+12.   Updates.begin            ... and, on demand, the optimizers' states                 updates.py
+13.   turn                     the user's training_step runs on shard i ...           train_batch.py
+14.     Replicas.enter         ... while the module is replica i                         replicas.py
+15.     Updates.use_state_of   ... and the optimizers have its parameters                 updates.py
+16.   Replicas.statistics      BatchNorm's are written into the record                   replicas.py
+17.   Merger.changes           ... and changes of Python objects                          merging.py
+18.   Recorder.combine_calls   logs and metrics are replayed, once       records.py, metric_calls.py
+19.   average_statistics       k BatchNorm statistics become one                        combining.py
+20.   Merger.combine           k changes of Python objects become one                     merging.py
+21.   Replicas.compare_edited  warns of weights that differ                              replicas.py
+22.   gather                   k outputs become one                                     combining.py
+23.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
+24.   Window.weigh             its weight in the window                               loss_weight.py
+25. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
+26.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
+27. hooks, clipping            the Trainer's, on the first replica's gradients
+28. the optimizer              updates the first replica
+29. update_replicas            the others follow                          manual_allreduce.py, dp.py
+30.   Updates.repeat           ... by an update of their own, if they can                 updates.py
 
-Besides: `hooks.py` knows which code of the user's may edit weights between two steps. `equality.py`
-compares replicas. `lockstep.py` runs replicas that wait for each other in a step, for manual
-optimization (`manual_optimization.py`), BatchNorm (`sync_batchnorm.py`), `all_gather`
-(`collectives.py`), or a metric's `compute()`. `one_process.py` refuses launchers, and has
-a strategy's own part of a checkpoint; `devices_and_attributes.py` small things that all use;
-`streams.py` random numbers; `auto_split.py` uneven shares.
+Not on the way: `hooks.py` knows which user code may edit weights between two steps. `equality.py`
+compares replicas. `lockstep.py` runs replicas that wait for each other within a step; then
+`manual_optimization.py`, `sync_batchnorm.py` and `collectives.py` say for what. `one_process.py`
+refuses launchers. `streams.py` has random numbers, `auto_split.py` uneven shares, and
+`devices_and_attributes.py` what all files need.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
