@@ -3,7 +3,6 @@
 What comes out: the defaults first, then what was given, in its order; what stands later wins.
 """
 
-import json
 import pydoc
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from lightning_mgpu.cli.errors import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.runs.files import to_yaml
 from lightning_mgpu.runs.resume import FLAG, find_run
 
 STRATEGY = "--trainer.strategy"
@@ -40,7 +40,7 @@ def join(args: Sequence[str]) -> list[str]:
 def _found(arg: str) -> str:
     name, _, value = arg.partition("=")
     if name in ("--model", "--data") and value.endswith((".yaml", ".yml")):
-        return f"{name}={json.dumps(read_config(value))}"
+        return f"{name}={to_yaml(read_config(value), in_a_line=True)}"
     if name not in ("-c", "--config") or value.startswith("{"):
         return arg
     return f"--config={find_config(value)}"
@@ -71,7 +71,8 @@ def take_resume(args: list[str]) -> tuple[list[str], Path | None]:
 def prepare(args: list[str], given: dict[str, Any], first: dict[str, Any]) -> list[str]:
     """The arguments behind a subcommand in the LightningCLI's form, `first` before them."""
     known = {**flatten(first), **given}
-    return [_help(arg, known) for arg in (f"--config={json.dumps(first)}", *_strategy(args, given))]
+    before = f"--config={to_yaml(first, in_a_line=True)}"
+    return [_help(arg, known) for arg in (before, *_strategy(args, given))]
 
 
 def with_defaults(given: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
             f"registered are {', '.join(reversed(registered))}"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
-    return [*others, f"{STRATEGY}={json.dumps(strategy_class(name))}", *options]
+    return [*others, f"{STRATEGY}={to_yaml(strategy_class(name), in_a_line=True)}", *options]
 
 
 def strategy_class(name: str) -> dict[str, Any]:

@@ -1,9 +1,37 @@
-"""Files that are whole or not there: written aside, then renamed."""
+"""Files that are whole or not there: written aside, then renamed. Configurations as text."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `--config` reads. Its YAML takes the text `1e-5` for a number, PyYAML's not."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, None if isinstance(_read(text), str) else "'"
+    ),
+)
+
+
+def _read(text: str) -> Any:
+    with contextlib.suppress(yaml.YAMLError):
+        return get_loader("yaml")(text)
+    return text
+
+
+def to_yaml(config: dict[str, Any], in_a_line: bool = False) -> str:
+    """A configuration as YAML, in which numbers may be infinite, other than in JSON."""
+    style: dict[str, Any] = {"default_flow_style": True, "width": float("inf")} if in_a_line else {}
+    return yaml.dump(config, Dumper=_Dumper, sort_keys=False, **style).strip()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,7 +22,7 @@ from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.directory import claim, log_error
-from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.runs.files import replace_text, to_yaml
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 
 
@@ -50,7 +49,7 @@ class RunRecord(Callback):
             return
         self.opened.callback(os.close, claim(self.run_dir))
         self.opened.push(lambda kind, error, trace: log_error(self.run_dir, error))
-        replace_text(self.run_dir / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        replace_text(self.run_dir / "config.yaml", f"{to_yaml(self.config)}\n")
         if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
             self.on_fit_start(trainer, pl_module)  # later a process has only its shard
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):

@@ -25,6 +25,7 @@ from lightning_mgpu.runs.files import replace_text, replacing
 from lightning_mgpu.runs.processes import run_in_group
 
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
+FAILED = "status "  # begins a note on a trial that did not come to its end
 
 
 @dataclass
@@ -75,6 +76,8 @@ class Sweep:
     def run(self) -> None:
         """Run the trials not ended that no other process runs, and write the report after each."""
         os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
+        # tried again: the disk may have been full
+        failed = {k for k, each in self.trials().items() if each.get("note", "").startswith(FAILED)}
         for number in range(self.num_trials):
             run_dir = self.dir / f"trial_{number:03}"
             with run_dir.with_suffix(".log").open("a") as log:
@@ -83,7 +86,7 @@ class Sweep:
                 except BlockingIOError:
                     continue
                 trial = self.trials().get(run_dir.name) or {"params": self._draw(number)}
-                if "note" in trial:
+                if "note" in trial and run_dir.name not in failed:
                     continue
                 replace_text(record := run_dir.with_suffix(".json"), json.dumps(trial))
                 trial |= self._run_trial(run_dir, trial["params"], log)
@@ -128,7 +131,7 @@ class Sweep:
         if status != 0:
             lines = Path(log.name).read_text(errors="replace").splitlines()
             reason = ([line for line in lines if line.startswith("error: ")] or lines or [""])[-1]
-            value, note = None, f"status {status}: {reason}"
+            value, note = None, f"{FAILED}{status}: {reason}"
         print(
             f"{run_dir.name}: {f'failed: {note}' if note else f'{self.metric} {value:.4f}'}",
             flush=True,
@@ -143,6 +146,7 @@ class Sweep:
             return None, f"metric: name: {self.metric}: no such metric is logged"
         if not math.isfinite(values[-1]):
             return None, f"diverged: {self.metric} is {values[-1]}"
+        values = list(filter(math.isfinite, values))  # the first epoch's may not be
         return max(values) if self.direction == "maximize" else min(values), ""
 
     def write_report(self) -> str:
@@ -177,7 +181,8 @@ class Sweep:
 
 def as_argument(name: str, value: Any) -> str:
     """An option as on a command line: `null` and `true`, where Python writes None and True."""
-    return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+    text = value if isinstance(value, str) else json.dumps(value).replace("Infinity", ".inf")
+    return f"--{name}={text}"
 
 
 def _cell(value: Any) -> str:

@@ -56,6 +56,9 @@ def test_texts_and_functions_as_values_are_resumed(
     used = ("--trainer.callbacks+=functions.Uses", "--trainer.callbacks.f=math.cos")
     name = "--checkpoint.filename={epoch}-{val_loss:.1f}"
     options = ("--trainer.devices=1", "--trainer.max_epochs=1", "--run_dir=run", name, *used)
+    # infinity, of which JSON has no text, and one that is a number to one YAML, a text to another
+    options += ("--trainer.gradient_clip_val=.inf", "--wandb.name=1e-5")
+    options += ("--trainer.log_every_n_steps=0",)
     assert fit(*options, "--trainer.callbacks.g=functions.Uses.method") == 2
     assert "--trainer.callbacks.g=<bound method Uses.method " in capfd.readouterr().err
     assert fit(*options, "--trainer.callbacks.g=cosine") == 0

@@ -99,7 +99,10 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(
 
 
 class Fits:
-    """In place of `fit`: the loss is the rate, after a worse epoch; 0.2 fails, 0.7 logs nothing."""
+    """In place of `fit`: the loss is the rate, after a worse epoch; 0.2 fails, 0.7 logs nothing.
+
+    The first loss of 0.4 is no number.
+    """
 
     def __init__(self) -> None:
         self.given: list[list[str]] = []
@@ -118,7 +121,8 @@ class Fits:
             log.flush()
             return 1
         (run_dir := Path(options["run_dir"])).mkdir()
-        losses = "" if rate == "0.7" else f"0,{float(rate) + 1}\n1,{rate}\n2,\n"
+        first = "nan" if rate == "0.4" else float(rate) + 1
+        losses = "" if rate == "0.7" else f"0,{first}\n1,{rate}\n2,\n"
         (run_dir / "metrics.csv").write_text(f"epoch,val_loss\n{losses}")
         return 0
 
@@ -154,7 +158,8 @@ def test_ctrl_c_more_trials_and_failures(
     fits: Fits, sweep: Callable[..., int], tmp_path: Path, capsys: Any
 ) -> None:
     most = {"name": "val_loss", "goal": "maximize"}
-    write(tmp_path / "rates.yaml", metric=most, parameters={LR: {"values": [0.1, 0.2, 0.3, 0.7]}})
+    values = [0.1, 0.2, 0.3, 0.7, 0.4]
+    write(tmp_path / "rates.yaml", metric=most, parameters={LR: {"values": values}})
 
     def interrupt() -> None:
         fits.before = lambda: None
@@ -163,8 +168,9 @@ def test_ctrl_c_more_trials_and_failures(
     fits.before = interrupt
     assert sweep("--count=2") == 130 and fits.rates == []
     assert sweep("--count=2") == 0 and fits.rates == ["0.1", "0.2"]
-    assert sweep() == 0 and fits.rates == ["0.1", "0.2", "0.3", "0.7"]
-    assert sweep() == 0 and len(fits.rates) == 4
+    # what has failed is tried again, once per command
+    assert sweep() == 0 and fits.rates == ["0.1", "0.2", "0.2", "0.3", "0.7", "0.4"]
+    assert sweep() == 0 and fits.rates[6:] == ["0.2"]
     out = capsys.readouterr().out
     assert "trial_001: failed: status 1: RuntimeError: https://host is away" in out
     assert "trial_003: failed: metric: name: val_loss: no such metric is logged" in out
@@ -172,6 +178,7 @@ def test_ctrl_c_more_trials_and_failures(
     assert rows == [
         ("trial_002", "1.3"),
         ("trial_000", "1.1"),
+        ("trial_004", "0.4"),
         ("trial_003", ""),
         ("trial_001", ""),
     ]
