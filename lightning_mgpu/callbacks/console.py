@@ -6,10 +6,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from torch import Tensor
 from typing_extensions import override
 
 # `train/loss`, `validation_f1`
 NAME = re.compile(r"(train|training|val|valid|validation)[/_.](.+)")
+# what Lightning adds to the name of a value logged by step and by epoch
+FORKED = re.compile(r"_(step|epoch)(?=$|/dataloader_idx_)")
 
 
 class EpochLines(RichProgressBar):
@@ -19,11 +22,19 @@ class EpochLines(RichProgressBar):
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=int(sys.stdout.isatty()))  # 0: no bar
+        self._before: dict[str, Tensor] = {}  # the epoch
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self._before = metrics_so_far(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        line = epoch_line(trainer)  # in all processes, which meet to reduce the metrics
+        line = epoch_line(
+            trainer, self._before
+        )  # in all processes, which meet to reduce the metrics
         if self._enabled:  # not in other processes than the first
             print(line, flush=True)  # rich puts it above the bar
 
@@ -44,12 +55,12 @@ def epoch_number(trainer: Trainer) -> str:
     )
 
 
-def epoch_line(trainer: Trainer) -> str:
+def epoch_line(trainer: Trainer, before: dict[str, Tensor]) -> str:
     """`epoch 3/10  val_loss 0.5012  train_loss 0.4823  10.5 s`.
 
     Shown are the metrics of training and validation, and those with `prog_bar=True`; else all.
     """
-    metrics = epoch_metrics(trainer)
+    metrics = epoch_metrics(trainer, before)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
     asked = [name for name in metrics if quantity(name) or name in trainer.progress_bar_metrics]
     return "  ".join(
@@ -61,21 +72,27 @@ def epoch_line(trainer: Trainer) -> str:
     )
 
 
-def epoch_metrics(trainer: Trainer) -> dict[str, float]:
+def metrics_so_far(trainer: Trainer) -> dict[str, Tensor]:
+    """The values logged in epochs before, when an epoch starts."""
+    return dict(trainer._logger_connector._callback_metrics)
+
+
+def epoch_metrics(trainer: Trainer, before: dict[str, Tensor]) -> dict[str, float]:
     """The values of this epoch by name; every process calls it, to meet and reduce what was logged.
 
-    Where nothing was validated, Lightning still has values of an epoch before. They are left out.
-    Of a value logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`: `x` is taken.
+    Lightning keeps values of epochs `before`, such as those of the last validation. A value that
+    was logged anew is another tensor. Of a value logged by step and by epoch, Lightning has
+    `x_step`, `x_epoch` and `x`: `x` is taken.
     """
-    every = trainer.check_val_every_n_epoch or 1
-    has_validated = (trainer.current_epoch + 1) % every == 0
-    metrics = {}
-    for name, value in trainer.callback_metrics.items():
-        measured = quantity(name)
-        is_stale = measured is not None and measured[1] and not has_validated
-        if not is_stale and not name.endswith(("_step", "_epoch")):
-            metrics[name] = float(value)
-    return metrics
+    found = {
+        name: value
+        for name, value in trainer.callback_metrics.items()
+        if value is not before.get(name)
+    }
+    is_twice = {
+        name for name in found if (short := FORKED.sub("", name)) != name and short in found
+    }
+    return {name: float(value) for name, value in found.items() if name not in is_twice}
 
 
 def quantity(name: str) -> tuple[str, bool] | None:

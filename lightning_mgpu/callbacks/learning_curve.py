@@ -5,9 +5,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.console import epoch_metrics, quantity
+from lightning_mgpu.callbacks.console import epoch_metrics, metrics_so_far, quantity
 from lightning_mgpu.callbacks.pictures import ending_no_run, save_picture
 
 MOST_PANELS = 4  # losses first
@@ -26,6 +27,7 @@ class LearningCurve(Callback):
         self.points: dict[
             str, list[tuple[int, float]]
         ] = {}  # (epoch from 1, value), by the metric's name
+        self._before: dict[str, Tensor] = {}  # the epoch
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -36,8 +38,12 @@ class LearningCurve(Callback):
         self.points = state_dict["points"]
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = metrics_so_far(trainer)
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, value in sorted(epoch_metrics(trainer).items()):
+        for name, value in sorted(epoch_metrics(trainer, self._before).items()):
             if quantity(name):
                 self.points.setdefault(name, []).append((trainer.current_epoch + 1, value))
         self._save(trainer, upload=False)

@@ -60,6 +60,12 @@ def test_epoch_lines_show_metrics_of_any_name(
     first, second = lines(("g_loss",), ("train/loss", "other"), ("val/loss",))
     assert first == "epoch 1/2  train/loss 1.0000  val/loss 2.0000  g_loss 1.0000"
     assert second == "epoch 2/2  train/loss 1.0000  g_loss 1.0000"  # nothing was validated
+    first, second = lines((), ("train_tokens_per_step", "per_epoch"), ("g_loss_epoch",))
+    both = "train_tokens_per_step 1.0000"
+    assert first == f"epoch 1/2  {both}" and second == f"epoch 2/2  {both}"
+    first, second = lines((), ("per_epoch",), ("g_loss_epoch",))
+    assert first == "epoch 1/2  per_epoch 1.0000  g_loss_epoch 2.0000"
+    assert second == "epoch 2/2  per_epoch 1.0000"  # whatever the name of what was not validated
     assert lines((), ("g_loss", "d_loss"), ()) == [
         f"epoch {i}/2  g_loss 1.0000  d_loss 1.0000" for i in (1, 2)
     ]

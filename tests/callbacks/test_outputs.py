@@ -24,17 +24,19 @@ def panels(curve: LearningCurve) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.parametrize(
+    "every",
+    [{"check_val_every_n_epoch": 2}, {"val_check_interval": 14, "check_val_every_n_epoch": None}],
+)
 def test_curve_is_redrawn_every_epoch(
-    make_data: Callable, make_trainer: Callable, tmp_path: Path
+    every: dict[str, Any], make_data: Callable, make_trainer: Callable, tmp_path: Path
 ) -> None:
     class Seen(LeNet):
         def on_train_epoch_end(self) -> None:  # after the callbacks'
             (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
 
     curve = LearningCurve()
-    make_trainer(max_epochs=3, callbacks=[curve], check_val_every_n_epoch=2).fit(
-        Seen(), make_data()
-    )
+    make_trainer(max_epochs=3, callbacks=[curve], **every).fit(Seen(), make_data())
     assert all(
         (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         for name in (0, 1, 2, "curve")
