@@ -1,4 +1,4 @@
-"""Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one a device, in each.
+"""Allreduce by hand: `allreduce(tensors)` leaves the sum of k tensors, one per device, in each.
 
 An algorithm is a plain function over a list of tensors, so it can be read, tested and swapped by
 itself; `check_allreduce` holds yours to the same contract. What each costs for k devices and
@@ -13,9 +13,9 @@ tensors of n bytes (a round is the time in which every device can send one messa
 
 Few large messages win when each has a high fixed cost, small even ones when bandwidth limits.
 
-Where all k share one memory (replicas on the CPU) messages are no more than reads and writes, and
-what counts is how often memory is passed over, and the calls that Python makes for a model of P
-parameters. To the bit, all three do the textbook's sums in its order:
+Where all k share one memory (replicas on the CPU), messages are only reads and writes. The cost is
+then how often memory is passed over, and how many calls Python makes for a model of P parameters.
+All three compute the textbook's sums in its order, to the bit:
 
 | file       | reads + writes, by n   | Python's calls | the idea                                |
 | ---------- | ---------------------- | -------------- | --------------------------------------- |

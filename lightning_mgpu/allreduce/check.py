@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 Allreduce = Callable[[list[Tensor]], None]
-"""k >= 1 tensors of one shape, one a device, become their sum: in place, bit-identical on every
+"""k >= 1 tensors of one shape, one per device, become their sum: in place, bit-identical on every
 device and at every call, for any shape (empty, not divisible by k), any strides and any floating
 dtype. Those of this package take 0-d tensors too; one's own need not, it gets views of one
 element."""
 
 
 AllreduceMany = Callable[[list[list[Tensor]]], None]
-"""What an allreduce may carry as its attribute `many` (see many.py): all gradients of a model at
-once, for every parameter its k. Does to each list what an `Allreduce` does to one; they may differ
-in shape, layout and dtype."""
+"""An allreduce may have a function like this as its attribute `many` (see many.py). It takes all
+gradients of a model at once, k for every parameter, and does to each list what an `Allreduce` does
+to one. The lists may differ in shape, layout and dtype."""
 
 
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:

@@ -25,9 +25,9 @@ _compiling = threading.Lock()
 def compiled_many(gradients: list[list[Tensor]]) -> None:
     """Every parameter's k gradients become their sum, in place; to the bit `textbook_allreduce`'s.
 
-    All parameters are loops of one kernel with their sizes compiled in: one call a step. Compiling
-    it takes seconds, once for each model and k. Of a model with very many parameters,
-    `foreach_many` sums the small ones, and every large one is a call of `compiled_allreduce`.
+    All parameters are loops of one kernel with their sizes compiled in: one call per step.
+    Compiling it takes seconds, once for each model and k. If a model has very many parameters,
+    `foreach_many` sums the small ones, and each large one is a call of `compiled_allreduce`.
     """
     tensors = [t for same in gradients for t in same]
     if len(gradients) < len(tensors) <= MAX_TENSORS and _fit(tensors):  # k > 1
@@ -46,7 +46,7 @@ def compiled_allreduce(tensors: list[Tensor]) -> None:
     """Add up k tensors by element and store each sum k times, in place, in one loop over all cores.
 
     Reads k n bytes and writes k n, as `t.add_(1)` on each of them does: within one memory no
-    allreduce can do less. The textbook reads and writes device 0's sum anew for all other devices.
+    allreduce can do less. The textbook reads and writes device 0's sum again for each further one.
 
     The kernel for any size is compiled at the first call, once for each k and dtype; torch keeps it
     on disk. Small tensors, half precision, strides with holes and tensors that are not on the CPU,

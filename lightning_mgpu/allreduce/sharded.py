@@ -21,7 +21,7 @@ def sharded_allreduce(tensors: list[Tensor]) -> None:
     with flattened(tensors) as flat:
         # slices[device][owner], sizes differ by at most 1
         slices = [f.tensor_split(k) for f in flat]
-        # owner i takes from i + shift: nobody sends two messages at a time
+        # owner i takes from i + shift: no device sends two messages at a time
         for shift in range(1, k):
             for owner in range(k):
                 mine, theirs = slices[owner][owner], slices[(owner + shift) % k][owner]

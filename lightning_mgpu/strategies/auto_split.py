@@ -36,9 +36,8 @@ class AutoSplit:
         self._steps += 1
         if self._steps == 1:  # it warms up
             self._seconds.clear()
-        if (
-            self.is_done or self._steps <= NUM_TIMED or len(self._seconds) < len(shares)
-        ):  # too few samples for all
+        has_few_samples = len(self._seconds) < len(shares)  # not every replica had some
+        if self.is_done or self._steps <= NUM_TIMED or has_few_samples:
             return list(shares)
         self.is_done = True
         speeds = [share / self._seconds[i] for i, share in enumerate(shares)]

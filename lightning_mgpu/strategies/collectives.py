@@ -38,7 +38,7 @@ class Collectives:
         return self.global_rank == 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The replicas' tensors of one shape, stacked: (k, ...). With gradients if `sync_grads`.
+        """Stack the replicas' tensors, of one shape: (k, ...). With gradients if `sync_grads`.
 
         Raises:
             RuntimeError: If replicas do not wait for each other, or if shapes differ.
@@ -89,10 +89,10 @@ class Collectives:
         return send(given, source, lockstep.devices[self._running.index])
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing that is done once can overtake replicas."""
+        """Nothing to wait for: replicas run in one process."""
 
     def _lockstep(self, name: str) -> Any:
-        """What a replica exchanges by. None outside of steps."""
+        """The lockstep by which a replica exchanges. None outside of steps."""
         if self.in_plain_step:
             raise RuntimeError(
                 f"{name}() in a step needs what all replicas have: set lockstep=True "

@@ -60,7 +60,7 @@ def gather(
             outputs = [output.to(device) for output in outputs]
         return _gather_tensors(outputs, sizes, notes, name)
     if isinstance(first, np.ndarray):
-        if first.dtype.kind not in "biufc":  # but of texts
+        if first.dtype.kind not in "biufc":  # of texts, not of numbers
             return np.concatenate(outputs)
         tensors = [torch.as_tensor(output) for output in outputs]
         return apply_to_collection(
@@ -113,9 +113,7 @@ def _gather_tensors(
     for dim in range(1, first.ndim if not has_rows else 0):
         if all(tensor.shape[dim : dim + 1] == (size,) for tensor, size in zip(tensors, sizes)):
             return torch.cat(list(tensors), dim)
-    if (
-        len({tensor.shape[1:] for tensor in tensors}) > 1
-    ):  # padded to different lengths, for example
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:  # padded to different lengths
         if notes:
             notes.warn(
                 f"{name}: replicas return tensors of different shapes, which cannot be joined. The "
@@ -131,7 +129,7 @@ def _gather_tensors(
 
 
 def _are_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether lists hold an item per sample, or what was found in each shard."""
+    """Whether lists are joined: they hold an item per sample, or results of each shard."""
     if any(len(output) != size for output, size in zip(outputs, sizes)):
         are_texts = all(isinstance(item, str) for output in outputs for item in output)
         lengths = {len(output) for output in outputs}
@@ -145,8 +143,8 @@ def average_statistics(
 ) -> None:
     """Average what BatchNorm has tracked into the first replica's, weighted by samples.
 
-    A moving average is linear. It is written by `.data`: the backward pass may have kept the
-    tensor, and checks that nobody has edited it.
+    A moving average is linear. It is written by `.data`, because the backward pass may have saved
+    the tensor, and refuses one that was edited.
     """
     means = [torch.zeros_like(each) for each in statistics[0]]
     for i, size in sizes.items() if means else ():
@@ -156,7 +154,7 @@ def average_statistics(
 
 
 def reduce_logged(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:
-    """The whole batch's value, of one per shard: how, says `self.log(reduce_fx=...)`."""
+    """Reduce one logged value per shard to the whole batch's, by `self.log(reduce_fx=...)`."""
     reduce_fx = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name, stacked = reduce_fx.lower(), torch.stack(list(values))
     if name in ("mean", "avg"):  # half precision would round a mean, and integers have none

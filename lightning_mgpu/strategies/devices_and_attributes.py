@@ -1,4 +1,4 @@
-"""Small things of which other files are made: devices, attributes in place of others, a mean.
+"""Small things that the other files need: devices, replaced attributes, a weighted mean.
 
 This file imports nothing of the package.
 """
@@ -22,7 +22,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def current_device(device: torch.device) -> AbstractContextManager:
-    """Make a device the thread's current one, on which kernels start. Apple's has no choice."""
+    """Make a device the thread's current one, on which kernels start. Apple has only one."""
     module = device_module(device)
     return module.device(device) if hasattr(module, "device") else nullcontext()
 
@@ -36,14 +36,14 @@ def wait_for(device: torch.device) -> None:
 
 
 def gpus_first(replicas: Iterable[int], devices: Sequence[torch.device]) -> list[int]:
-    """The order in which replicas start: GPUs go on by themselves, a CPU's is computed in place."""
+    """The order in which replicas start: GPUs compute while the CPU starts the next replica."""
     return sorted(replicas, key=lambda i: devices[i].type == "cpu")
 
 
 def autocast_like(home: torch.device, device: torch.device) -> AbstractContextManager:
-    """Autocast on a device of another kind than `home`, in the dtype that is in force there.
+    """Autocast on a device, in the dtype that is in force on `home`, a device of another kind.
 
-    torch keeps autocast for each kind of device; a precision plugin enters it for the first's.
+    torch has autocast per kind of device, and a precision plugin enters it only for `home`'s.
     """
     if device.type == home.type or not torch.is_autocast_enabled(home.type):
         return nullcontext()
@@ -57,7 +57,7 @@ def find_device(name: str | torch.device) -> torch.device:
         module = device_module(device)
     except RuntimeError:
         raise MisconfigurationException(
-            f"parallel_devices: {name!r} is no device; 'cpu', 'cuda:0', ... are."
+            f"parallel_devices: {name!r} is not a device; 'cpu', 'cuda:0', ... are."
         ) from None
     if module is None:
         return device

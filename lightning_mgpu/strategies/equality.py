@@ -1,6 +1,6 @@
-"""Whether replicas hold the same bits. No more than eight bytes of each tensor travel.
+"""Whether replicas hold the same bits. At most eight bytes of each tensor travel.
 
-On one device tensors are compared as they are, on several by a digest that is made where each is.
+Tensors on one device are compared as they are, tensors on several devices by their digests.
 The host waits once for all of them, if at all.
 """
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**20  # elements: a digest takes some 30 bytes of memory for each of so many
+CHUNK = 2**20  # elements at once: a digest takes some 30 bytes of memory for each
 MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # odd, as int64
 
 
@@ -37,9 +37,9 @@ def digest(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def differences(sets: Sequence[Sequence[Tensor]]) -> Tensor:
-    """For n sets of k tensors, which differ from the first of their set: bool, of shape (n, k).
+    """Which of n sets of k tensors differ from the first of their set: bool, of shape (n, k).
 
-    The result is on the first tensors' device. The host has not waited for it.
+    The result is on the first tensors' device. The host does not wait for it.
     """
     rows = []
     for first, *others in sets:
@@ -59,7 +59,7 @@ def differences(sets: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 class Notes:
-    """Warnings of what may not be what one device would have: each once, and without a wait."""
+    """Warnings that a result may differ from one device's: each once, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -83,7 +83,7 @@ class Notes:
             self._flags[message] = before | is_true.to(before.device)
 
     def flush(self) -> None:
-        """Say what has turned out. The host waits, once."""
+        """Give the warnings whose flags are true. The host waits, once."""
         flags = [flag.to(next(iter(self._flags.values())).device) for flag in self._flags.values()]
         for message, is_true in zip(
             list(self._flags), torch.stack(flags).tolist() if flags else []

@@ -1,8 +1,8 @@
 """From the losses of k replicas to one gradient.
 
 The Trainer gets one loss, the mean over the whole batch. Its backward pass runs the replicas' own,
-one after the other, each in its turn. Then the gradients are reduced. Whoever looks at a gradient
-afterwards, a callback or the module's own `backward`, sees the whole batch's.
+one after the other, each in its turn. Then the gradients are reduced. Callbacks, and
+the module's own `backward` after that, see the gradient of the whole batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Gradients:
             self.replicas.push_weights()
         sets = list(self.replicas.parameter_sets.values())
         before = [params[0].grad for params in sets]
-        self._equal.clear()  # nothing holds the old ones
+        self._equal.clear()  # so that nothing holds the old ones
         for param in (every := [param for params in sets for param in params]):
             param.grad = None
         attributes = _attributes(every)
@@ -132,7 +132,7 @@ class Gradients:
                 leaf.grad = None
 
     def _reduce(self) -> None:
-        """Reduce the gradients. A missing one counts as zero; sparse ones are added up by torch."""
+        """Reduce the gradients. A missing gradient counts as zero. torch adds up sparse ones."""
         gradients: dict[str, list[Tensor]] = {}
         places: set[int] = set()
         for name, params in self.replicas.parameter_sets.items():
@@ -189,7 +189,7 @@ class Gradients:
                 other.grad = None
 
     def push(self, *_: Any) -> None:
-        """Give the replicas the first one's gradients if somebody may have changed one."""
+        """Give the replicas the first one's gradients if one may have been edited."""
         if self.replicas.unknown_code or not self._are_equal():
             self._push(list(self.replicas.parameter_sets.values()))
             self._equal = self._versions()
@@ -208,7 +208,7 @@ class Gradients:
             copy_all(targets, sources)
 
     def forget(self) -> None:
-        """The first replica's gradients may have been edited in a way that torch does not count."""
+        """Forget that gradients were equal: an edit may have happened that torch does not count."""
         self._equal = []
 
     def _are_equal(self) -> bool:

@@ -1,8 +1,8 @@
-"""Which code of the user's runs around steps. It may edit weights and gradients unseen.
+"""Which user code runs around steps. It may edit weights and gradients unseen.
 
-torch counts edits in place, but not those of `.data`. So after code that nobody here knows, the
-other replicas get copies of the first one's weights. What is known to edit nothing is listed here,
-and not what may edit: something forgotten in this list costs time, and no weights.
+torch counts edits in place, but not those of `.data`. So after unknown code the other replicas get
+copies of the first one's weights. This file lists the code that edits nothing, instead of the code
+that may edit: if an entry is missing, steps take longer, but no weight is wrong.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ READERS = {
     callbacks.ThroughputMonitor,
     callbacks.Timer,
 }
-# what a LightningModule has that no Trainer calls around a step, or that is the step
+# methods and properties that no Trainer calls around a step, and the steps themselves
 OF_STEPS = """
 forward training_step validation_step test_step predict_step all_gather log log_dict print freeze
 unfreeze optimizers lr_schedulers manual_backward toggle_optimizer untoggle_optimizer
@@ -99,7 +99,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 
 def may_edit_before_checks(module: Any) -> bool:
-    """Whether hooks of the user's run between an update and the moment when it is compared."""
+    """Whether user hooks run between an update and the comparison of its replicas."""
     names, owners = {*BEFORE_CHECKS}, [module, *module.trainer.callbacks]
     hooks = [overridden(type(owner)) | vars(owner).keys() for owner in owners]  # type: ignore
     return any(names & each for each in hooks)
@@ -107,7 +107,7 @@ def may_edit_before_checks(module: Any) -> bool:
 
 @cache
 def overridden(cls: Any) -> frozenset[str]:
-    """The hooks of a module's or callback's class that others wrote than those known to read."""
+    """The hooks of a class of modules or callbacks whose code is not known to edit nothing."""
     names = [name for name in {*AROUND, *BEFORE_CHECKS} if hasattr(cls, name)]
     return frozenset(name for name in names if not _is_reader(_definer(cls, name)))
 

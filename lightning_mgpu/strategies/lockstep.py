@@ -1,8 +1,8 @@
 """Replicas that meet in the middle of a step: a thread each, of which one runs at a time.
 
-The caller's thread lets one replica after the other run until it meets or is through. When all
-have come to the same meeting it does what they meet for, once, and lets them go on. So replicas
-never run side by side, and what is done for all of them is done in the caller's thread.
+The caller's thread lets one replica after the other run until it meets or has finished. When all
+replicas have come to the same meeting, the thread runs the meeting's action, once, and lets them
+go on. So replicas never run at the same time, and an action for all runs in the caller's thread.
 """
 
 import contextvars
@@ -28,7 +28,7 @@ class Stop(NamedTuple):
 
 
 class Lockstep:
-    """Runs steps whose replicas meet, one replica a device. `turn` enters a replica's turn."""
+    """Runs steps whose replicas meet. `turn(i)` enters replica i's turn."""
 
     def __init__(
         self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]
@@ -41,7 +41,7 @@ class Lockstep:
     def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
         """Call `function(i)` for every active replica, and return the results.
 
-        Whatever is raised ends all of them.
+        An error in one of them ends all.
         """
         self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
         replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in active}
@@ -58,7 +58,7 @@ class Lockstep:
                 replica.end()
 
     def _go_on(self, replica: "_Replica", answer: Any) -> Stop:
-        """Let a replica run until it meets or is through; raise what it raises."""
+        """Let a replica run until it meets or has finished; raise what it raises."""
         with self.turn(replica.index):
             self.running = replica
             try:
@@ -73,7 +73,7 @@ class Lockstep:
     def meet(
         self, where: tuple[str, Any], value: Any, action: Callable[[dict[int, Any]], Any]
     ) -> Any:
-        """Wait for the others, let `action` be called once with what all bring; return its answer.
+        """Wait for the other replicas. `action` is called once with all values; return its answer.
 
         `where` is a name, and something that must be the same for all.
         """
@@ -81,7 +81,7 @@ class Lockstep:
         return self.running.stop(Stop(where, value, action))
 
     def exchange(self, name: str, tensors: Sequence[Tensor], *others: Any) -> list[tuple[Any, ...]]:
-        """Give tensors, and other things, to all replicas, and get what they give, in their order.
+        """Give tensors, and other values, to all replicas, and get theirs, in order of replicas.
 
         Gradients flow back to the replicas that have given the tensors. From then on their graphs
         are one.

@@ -77,7 +77,7 @@ class Window:
 
         Args:
             loss: The mean of the batch. Its value stays as it is.
-            weight: What the mean is over; None without weights.
+            weight: How many things the mean is over; None without weights.
 
         Raises:
             MisconfigurationException: If some batches of a window have weights, and others do not.

@@ -1,8 +1,7 @@
 """Manual optimization: replicas meet in `manual_backward`, where an optimizer or a scheduler steps.
 
-Between two meetings a replica works on its own parameters and gradients: in its turn the optimizers
-have these. What replicas meet for is done once, by the first replica's optimizer, and the others
-follow.
+Between two meetings a replica works on its own parameters and gradients, which the optimizers have
+in its turn. At a meeting the first replica's optimizer steps, once, and the others follow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ class Meetings:
         """Inside the block replicas meet at every `step`.
 
         Args:
-            step_by_optimizer: What is called once, when all have met at an optimizer or a wrapper.
+            step_by_optimizer: Called once, when all have met at an optimizer or a wrapper.
             schedulers: They step once, by themselves.
         """
         met = [

@@ -1,4 +1,4 @@
-"""What replicas have changed in Python objects is put together in the first one's: the user's.
+"""Changes of Python objects by k replicas are put together in the first one's, the user's.
 
 | changed | afterwards |
 | --- | --- |
@@ -7,7 +7,7 @@
 | anything else that every replica has assigned: a hidden state | each its own, in its next step |
 | items added to a list, a deque, a set; what a `Counter` counts | all, in the batch's order |
 
-What may not be what one device would have is warned of by its name.
+A warning names each value that may differ from one device's.
 """
 
 from collections import Counter, deque
@@ -36,7 +36,7 @@ NUMBERS = (int, float, complex)
 
 
 class Changes(NamedTuple):
-    """What a replica's step has changed in a namespace or a container."""
+    """A replica's changes, in one step, of a namespace or a container."""
 
     assigned: dict[Any, Any]  # by key, or by index
     removed: set[Any]  # keys
@@ -45,7 +45,7 @@ class Changes(NamedTuple):
 
 
 class Merger:
-    """Puts together what replicas have changed."""
+    """Puts the changes of replicas together."""
 
     def __init__(self, state: State, notes: Notes) -> None:
         self.state, self.notes = state, notes
@@ -121,7 +121,7 @@ class Merger:
                     self.state.keep_hidden_state(i, store, key, value)
 
     def _note_values(self, message: str, before: Any, given: list[Any], sizes: list[int]) -> None:
-        """Note what looks like a result of a shard, and not like a hidden state of its samples."""
+        """Warn of values that look like results of a shard, not like hidden states of samples."""
         if all(isinstance(value, list) for value in given):
             if all(map(_is_plain, (item for value in given for item in value))):
                 if any(value != given[0] for value in given):
@@ -149,7 +149,7 @@ class Merger:
         return f"A step gives {name} a value of its shard: the first replica's stays."
 
     def _combine_items(self, n: int, changes: dict[int, Changes]) -> None:
-        """Replay on the first replica's list what the others have dropped and added."""
+        """Drop from and add to the first replica's list as the others did to theirs."""
         store = self.state.holders[n].store
         is_limited = isinstance(store, deque) and store.maxlen is not None
         if not is_limited and any(change.dropped for change in changes.values()):

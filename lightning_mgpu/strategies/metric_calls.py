@@ -1,4 +1,4 @@
-"""A metric that every replica has given its shard is updated as one device would: once, if it can.
+"""A metric gets the shards of all replicas in one update, if they can be joined.
 
 | arguments | the metric gets |
 | --- | --- |
@@ -23,7 +23,7 @@ from lightning_mgpu.strategies.split_batch import Array, hold_samples, is_list, 
 
 
 class Call(NamedTuple):
-    """What a replica has called: a method of a metric, or `self.log`."""
+    """A replica's call of a metric's method, or of `self.log`."""
 
     metric: Any
     method: str
@@ -72,7 +72,7 @@ def _bring(given: Any, device: torch.device) -> Any:
 
 
 def _is_empty(call: Call) -> bool:
-    """Whether all that a shard has given has no rows: one device would not have called for it."""
+    """Whether a shard has given arrays without rows only: one device would not have called."""
     arrays = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Array)]
     return bool(arrays) and all(each.ndim and not len(each) for each in arrays)
 
@@ -125,12 +125,12 @@ def _join(
     items = [items_of(part) or [] for part in parts]
     keys = {tuple(part) if isinstance(part, dict) else len(items_of(part) or ()) for part in parts}
     if any(items_of(part) is None for part in parts) or len(keys) > 1:
-        raise ValueError("nobody knows how to join it")
+        raise ValueError("not a nesting of rows of samples")
     return like(first, [_join(column, sizes, device, multiples) for column in zip(*items)])
 
 
 def _alike(parts: Sequence[Any]) -> Iterator[Tensor]:
-    """Tensors of which some are on the CPU, or all."""
+    """Move tensors to one device: a GPU, if one of them is there."""
     are_on_cpu = all(part.is_cpu for part in parts)
     device = next((part.device for part in parts if not part.is_cpu), None)
     yield from parts if are_on_cpu else (part.to(device) for part in parts)
@@ -139,7 +139,7 @@ def _alike(parts: Sequence[Any]) -> Iterator[Tensor]:
 def _aggregated(
     calls: Sequence[Call], sizes: Sequence[int], devices: Sequence[torch.device]
 ) -> Any:
-    """Numbers of the shards for an aggregator, or vectors, weighted where it is a mean."""
+    """Arguments of an aggregator: numbers or vectors of the shards, weighted for a mean."""
     metric, device = calls[0].metric, devices[0]
     aggregator = metric.base_metric if isinstance(metric, Running) else metric
     if not isinstance(aggregator, BaseAggregator):
@@ -154,7 +154,7 @@ def _aggregated(
         return [torch.stack(values)], {}
     weights = [each.get("weight", 1.0) for each in given]
     if len({*weights}) == 1 and isinstance(weights[0], float):  # it weighs every batch alike
-        # k vectors weigh as much as those of any batch, also where they are what shards have found
+        # k vectors weigh as much as those of any batch, also if they are results of the shards
         whole = sum(sizes) / (len(devices) if is_vector else 1)
         weights = [weight * size / whole for weight, size in zip(weights, sizes)]
     rows = [torch.as_tensor(each, device=device).expand_as(v) for each, v in zip(weights, values)]

@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy beside training: launchers, and its part of a checkpoint."""
+"""Lightning's demands besides training: launchers, and a strategy's part of a checkpoint."""
 
 import contextlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class OneProcess:
     """A strategy of one process, whatever the number of its devices, and the environment."""
 
     name = "this strategy"
-    num_nodes = 1  # the Trainer sets what it was asked for
+    num_nodes = 1  # the Trainer sets the number that was asked for
     parallel_devices: list[torch.device] | None
     cluster_environment: Any
     node_rank = 0
@@ -42,17 +42,14 @@ class OneProcess:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a strategy of one's own keeps from step to step: tensors and plain values.
+        """The state of a subclass between steps, as tensors and plain values.
 
-        Checkpoints have it.
+        It is saved in checkpoints.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, perhaps on another number of devices.
-
-        Tensors come on the CPU.
-        """
+        """Take back the state, perhaps on another number of devices. Tensors are on the CPU."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "optimizer_states" in checkpoint and (state := self.state_dict()):

@@ -1,7 +1,7 @@
-"""One record per replica: what its step leaves behind. Combined, they are one device's step.
+"""One record per replica of the results of its step. Combined, they are one device's step.
 
-While replicas run, `self.log` and the calls of torchmetrics objects are written down. Afterwards
-each is done once.
+While replicas run, calls of `self.log` and of torchmetrics objects are written down. Afterwards
+each call is made once.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Record:
-    """What a replica's step leaves behind."""
+    """The results of a replica's step."""
 
     size: int  # samples of its shard
     output: Any = None  # what it has returned
@@ -55,7 +55,7 @@ class Record:
 
 
 class Recorder:
-    """Writes down what replicas log and give to metrics, and does it once when they are through."""
+    """Writes down what replicas log and give to metrics, and replays it once for all of them."""
 
     def __init__(self, replicas: Replicas, lockstep: Lockstep) -> None:
         self.replicas, self.lockstep = replicas, lockstep
@@ -73,7 +73,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, records: Mapping[int, Record]) -> Iterator[None]:
-        """Write down instead of do, until `combine`."""
+        """Inside the block calls are written down, to be made by `combine_calls`."""
         model = self.replicas.module
         results: Any = model.trainer._results  # private: where `self.log` puts values, if anywhere
         patches: list[tuple[Any, str, Any]] = [(model, TO_TENSOR, self._to_tensor)]
@@ -95,7 +95,7 @@ class Recorder:
         finally:
             self._forget()
 
-    # Written down
+    # While replicas run
 
     def _write(self, caller: Any, name: str, call: Call) -> Key:
         i = self.replicas.current
@@ -109,14 +109,14 @@ class Recorder:
 
     def _to_tensor(self, value: Any, name: str) -> Any:
         if self.is_recording and not isinstance(value, Tensor):
-            return value  # a number: its way to the device is one copy for the whole batch
+            return value  # a number: it is copied to the device once for the whole batch
         made: Tensor = getattr(LightningModule, TO_TENSOR)(self.replicas.module, value, name)
         if (source := self._sources.get(id(value))) is not None:
             self._sources[id(made)] = *source[:2], made
         return made
 
     def _recorded(self, metric: Any, method: str) -> Callable[..., Any]:
-        """What stands in for a method of a metric."""
+        """The replacement of a metric's method."""
         itself = getattr(metric, method)
 
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class Recorder:
         return record
 
     def _for_the_shard(self, metric: Any, key: Key, args: Any, kwargs: Any) -> Any:
-        """What `forward` answers a replica. NaN where the shard has too few samples."""
+        """The value that `forward` returns to a replica. NaN if its shard has too few samples."""
         value: Any = None
         with suppress(Exception):
             value = self._blank(metric)(*args, **kwargs)
@@ -170,7 +170,7 @@ class Recorder:
         value = self.lockstep.meet(("compute()", id(metric)), None, compute)
         return move_data_to_device(value, self.replicas.module.device)
 
-    # Done
+    # Afterwards
 
     @contextmanager
     def _doing(self) -> Iterator[None]:
@@ -181,9 +181,9 @@ class Recorder:
             self.is_recording = True
 
     def combine_calls(self) -> None:
-        """Do once what all records have of metrics and `self.log`.
+        """Make the calls of all records, each once.
 
-        Metrics go first: a replica that has not called one may have logged before another has.
+        Metrics go first: their values are needed by the calls of `self.log`.
         """
         records, notes = self.records, self.replicas.notes
         keys = dict.fromkeys(key for record in records.values() for key in record.calls)
@@ -209,7 +209,7 @@ class Recorder:
             record.calls.clear()
 
     def _log_once(self, fx: str, name: str, calls: list[Call], sizes: list[int]) -> None:
-        """`batch_size` is a count of the shard's: it adds up."""
+        """`batch_size` counts samples of the shard: the whole batch has the sum."""
         (value, source), kwargs = calls[0].args, calls[0].kwargs
         home = self.replicas.devices[0]
         if kwargs.get("batch_size") is not None:
@@ -242,7 +242,7 @@ def _paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def _blank_copy(metric: Any) -> Any:
     states = [leaf for part in metric.modules() for leaf in leaves(dict(vars(part)))]
     memo = {id(each): each.detach().clone() for each in states if isinstance(each, Tensor)}
-    blank = copy.deepcopy(metric, memo)  # without a graph, which nobody can copy
+    blank = copy.deepcopy(metric, memo)  # without a graph, which cannot be copied
     if isinstance(blank, MetricCollection):
         # private: two may be equal for a shard, but not for the batch
         blank._enable_compute_groups = False

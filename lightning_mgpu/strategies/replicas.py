@@ -77,28 +77,28 @@ class Replicas:
         self._tensors: list[Tensor | None] = []  # of all layers, in order
         self._marks: list[tuple[int, int]] = []  # of all parameters when the replicas were equal
         self._buffer_marks: list[tuple[int, int]] = []  # when the step began
-        self.is_distrusted = True  # somebody may have edited weights, and torch has not counted it
+        self.is_distrusted = True  # weights may have been edited in a way that torch does not count
         self.data_was_read = False  # of a weight or buffer by a step, which may have edited it
 
     # Weights
 
     def distrust(self) -> None:
-        """Somebody may have edited the first replica's weights unseen."""
+        """Note that the first replica's weights may have been edited unseen."""
         self.is_distrusted = True
 
     def mark_equal(self) -> None:
-        """The replicas are equal now."""
+        """Note that the replicas are equal now."""
         self._marks, self.is_distrusted = _marks(self.parameter_sets.values()), False
 
     @property
     def are_as_marked(self) -> bool:
-        """Whether replicas were equal and, as far as torch knows, nobody has edited one since."""
+        """Whether replicas were equal and, as far as torch knows, none was edited since."""
         return not self.is_distrusted and self._marks == _marks(self.parameter_sets.values())
 
     def push_weights(self, is_sure: bool = True) -> None:
-        """Copy the first replica's parameters to the others if they may have become other ones.
+        """Copy the first replica's parameters to the others, unless they are equal.
 
-        They may where nobody `is_sure` that no code of the user's has run since.
+        Unknown code counts as an edit, unless the caller `is_sure` that none has run.
         """
         if (self.unknown_code and not is_sure) or not self.are_as_marked:
             copy_tensors(self.parameter_sets.values())
@@ -107,7 +107,7 @@ class Replicas:
     # A step
 
     def find(self, shared: Sequence[Any], others: Sequence[Any]) -> None:
-        """Find the layers and tensors of the module, which may have come and gone, and its state.
+        """Find the layers, tensors and Python objects of the module, unless they are the same.
 
         Args:
             shared: Objects that stay one for all replicas.
@@ -200,7 +200,7 @@ class Replicas:
                 object.__setattr__(owner, "__dict__", namespace)
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """Metrics, and modules in containers and objects that may hold some, with a name each."""
+        """Metrics, and modules in containers and objects, which may hold metrics, with names."""
         return [each for each in self._named if isinstance(each[1], SHARED)] + self.state.modules
 
     def statistics(self, i: int) -> list[Tensor]:
@@ -219,9 +219,9 @@ class Replicas:
         return isinstance(tensor, nn.Parameter) or any(tensor is b for each in sets for b in each)
 
     def compare_edited(self, active: Sequence[int]) -> None:
-        """Note the weights and buffers that the step has edited, if by what was in its shards.
+        """Warn of weights and buffers to which the step has given different values by shard.
 
-        The first replica's values are everybody's from now on.
+        All replicas get the first one's values from now on.
         """
         parameters, buffers = self.parameter_sets.values(), self.buffer_sets.values()
         now = _marks(parameters)
@@ -239,7 +239,7 @@ class Replicas:
                     self._note_edit(tensors[0], held)
 
     def _are_edited(self, before: list[Any], now: list[Any]) -> Iterable[bool]:
-        """Of every set, whether one of its tensors may have been edited."""
+        """Whether tensors may have been edited, for each set."""
         k = len(self.devices)
         if self.data_was_read or before == now:
             return repeat(self.data_was_read)
@@ -260,7 +260,7 @@ class Replicas:
             self.notes.compare(message, held)
 
     def release(self) -> None:
-        """Let go of all copies. Cycles would keep them until Python's collector runs."""
+        """Let go of all tensors. Cycles would hold them until Python's collector runs."""
         self.streams.begin()
         self.state.clear()
         del self._named[:], self._layers[:], self._tensors[:], self._marks[:], self._buffer_marks[:]
@@ -271,7 +271,7 @@ class Replicas:
 
 
 def _walk(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """All layers with their names, each once. What metrics and scripted layers hold is theirs."""
+    """All layers with their names, each once, without those inside metrics or scripted layers."""
     layers: dict[int, tuple[str, nn.Module]] = {}  # by id: metrics are equal where states are
 
     def walk(layer: nn.Module, name: str) -> None:
@@ -323,14 +323,14 @@ def copy_tensors(sets: Iterable[TensorSet]) -> None:
     columns = list(zip(*sets))  # one per replica
     for others in columns[1:]:
         for first, other in zip(columns[0], others):
-            if (other.shape, other.dtype) != (first.shape, first.dtype):  # somebody has set `.data`
+            if (other.shape, other.dtype) != (first.shape, first.dtype):  # `.data` was set
                 other.data = torch.empty_like(first, device=other.device)
         # by `.data`: a hook may have edited weights before the backward pass, which checks versions
         copy_all([data_of(other) for other in others], columns[0])
 
 
 def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
-    """What changes with an edit: torch counts those in place; setting `.data` moves a tensor."""
+    """Numbers that change with an edit: torch counts edits in place; `.data = ` moves a tensor."""
     tensors = [tensor for tensors in sets for tensor in tensors]
     try:
         return list(zip(map(attrgetter("_version"), tensors), map(Tensor.data_ptr, tensors)))

@@ -1,9 +1,9 @@
 """`split_batch` of the book, for any nesting of tensors. Its inverse is `gather` in combining.py.
 
 Samples lie along dimension 0 of all tensors and arrays, and in lists of that length, for example
-of names. Tensors of length 1, 0-d tensors, numbers and strings belong to all samples. Not split are
-parts of different lengths (a graph's nodes and edges, lists of images), and objects that move to a
-device as a whole.
+of names. Tensors of length 1, 0-d tensors, numbers and strings belong to all samples. A batch is
+not split if its parts have different lengths (a graph's nodes and edges, lists of images), or if an
+object in it moves to a device as a whole.
 """
 
 import copy
@@ -37,10 +37,10 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def cut_graph(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    """The batch with leaves in place of tensors that have a graph, and pairs of both.
+    """Replace tensors that have a graph by leaves. Returns the batch, and pairs (tensor, leaf).
 
-    A hook such as `on_after_batch_transfer` may have computed with the module's parameters. Its
-    graph is of the whole batch: its backward pass runs once, after those of the replicas.
+    A hook such as `on_after_batch_transfer` may have computed with the module's parameters. The
+    backward pass of that graph runs once for the whole batch, after those of the replicas.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -59,25 +59,24 @@ def _cut(part: Any, total: int, rows: slice) -> Any:
         if not part.ndim or len(part) != total:
             return part
         shard = part[rows]
-        if type(shard) is Tensor and type(part) not in (
-            Tensor,
-            nn.Parameter,
-        ):  # torchvision's tv_tensors
+        # torchvision's tv_tensors
+        if type(shard) is Tensor and type(part) not in (Tensor, nn.Parameter):
             shard = shard.as_subclass(type(part))  # type: ignore[type-var]
             vars(shard).update(vars(part))
-        # a view; by `.data` it counts edits in place for itself, as the backward pass checks
+        # a view: by `.data` torch counts its edits in place apart from those of other shards
         return shard.data if type(shard) is Tensor and not shard.requires_grad else shard
     if (items := items_of(part)) is None:
         return part
     if is_list(part) and len(part) == total and not _has_arrays(part):
-        return part[rows]  # names, say
+        return part[rows]  # for example names
     return like(part, [_cut(item, total, rows) for item in items])
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
-    """How many samples each replica gets, in proportion to its share; even ones as `tensor_split`.
+    """How many samples each replica gets, in proportion to its share.
 
-    Every size is the exact proportion rounded down or up; the largest remainders are rounded up.
+    Each size is rounded down or up, up for the largest remainders. Even shares are split as by
+    `tensor_split`.
     """
     exact = [num_samples * share / sum(shares) for share in shares]
     sizes = [int(size) for size in exact]
@@ -90,15 +89,15 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
 def share_out(
     batch: Any, shares: Sequence[float], device: torch.device, loader_batch_sizes: set[int]
 ) -> list[int]:
-    """Samples of each replica. The first never goes without; it gets what cannot be split.
+    """Number of samples per replica. The first one always gets some, or the batch as a whole.
 
-    `loader_batch_sizes` are the loaders' batch sizes: a list as long holds samples.
+    `loader_batch_sizes` are the loaders' batch sizes: a list of such a length holds samples.
     """
     num_samples = find_batch_size(batch, loader_batch_sizes)
     if num_samples is None:
         rank_zero_warn(
-            "A batch whose parts differ in length along dimension 0, or that nobody knows how to "
-            f"split, is not split: {device} computes it alone."
+            "A batch whose parts differ in length along dimension 0, or have no known length, is "
+            f"not split: only {device} computes it."
         )
         return [1] + [0] * (len(shares) - 1)
     sizes = shard_sizes(num_samples, shares)
@@ -109,7 +108,7 @@ def share_out(
 
 
 def send(shard: Any, home: torch.device, device: torch.device) -> Any:
-    """A shard on a replica's device. What the user has put elsewhere stays there."""
+    """Move a shard to a replica's device. Tensors on other devices than `home` stay there."""
     if home == device:
         return shard
     # a copy to the CPU is read at once; one to Apple's GPU races with its source, as in Lightning
@@ -120,7 +119,7 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
 
 
 def bring_home(output: Any, device: torch.device) -> Any:
-    """Move tensors to the device. What the user has put on the CPU stays there."""
+    """Move tensors to the device, except tensors on the CPU."""
     if all(
         leaf.is_cpu or leaf.device == device for leaf in leaves(output) if isinstance(leaf, Tensor)
     ):
@@ -139,15 +138,11 @@ def find_batch_size(batch: Any, loader_batch_sizes: set[int]) -> int | None:
     if len(sizes) != 1 or 0 in sizes:
         return None
     size = sizes.pop()
-    if (
-        is_list(batch) and 3 < len(batch) != size and _is_loaded(batch, loader_batch_sizes)
-    ):  # up to 3 are inputs, targets, weights
+    # up to 3 are inputs, targets, weights
+    if is_list(batch) and 3 < len(batch) != size and _is_loaded(batch, loader_batch_sizes):
         return None
-    return (
-        None
-        if any(_is_ambiguous(item, size, loader_batch_sizes) for item in items_of(batch) or [])
-        else size
-    )
+    items = items_of(batch) or []
+    return None if any(_is_ambiguous(item, size, loader_batch_sizes) for item in items) else size
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -164,7 +159,7 @@ def _is_opaque(leaf: Any) -> bool:
 def _is_loaded(part: Any, loader_batch_sizes: set[int]) -> bool:
     """Whether a list is as long as a loader's batch.
 
-    From then on so are shorter ones, which a last batch may have.
+    After the first one, shorter lists count too, because a last batch may be shorter.
     """
     if is_loaded := len(part) in loader_batch_sizes:
         loader_batch_sizes.update(range(max(loader_batch_sizes)))
@@ -186,10 +181,8 @@ def _is_ambiguous(part: Any, size: int, loader_batch_sizes: set[int]) -> bool:
 
 
 def items_of(part: Any) -> list[Any] | None:
-    """What lies directly in a list, tuple, dict or dataclass; `None` for everything else."""
-    if isinstance(part, PackedSequence) or hasattr(
-        type(part), "batch_size"
-    ):  # the latter: a TensorDict
+    """The items of a list, tuple, dict or dataclass; `None` for everything else."""
+    if isinstance(part, PackedSequence) or hasattr(type(part), "batch_size"):  # a TensorDict
         return None
     if isinstance(part, Mapping):
         return list(part.values())
@@ -215,7 +208,7 @@ def like(part: Any, items: list[Any]) -> Any:
 
 
 def leaves(part: Any) -> Iterator[Any]:
-    """Everything in a nesting that is no list, tuple, dict or dataclass."""
+    """Everything in a nesting but the lists, tuples, dicts and dataclasses themselves."""
     if (items := items_of(part)) is None:
         yield part
     for item in items or ():

@@ -1,8 +1,8 @@
-"""What Python objects hold: attributes, dicts, lists, sets, tensors. Every replica has its own.
+"""Attributes, dicts, lists, sets and tensors in Python objects. Every replica has its own.
 
 Layers, and objects and containers that they hold, are found when a step begins, and copied for
-every replica. A turn exchanges the `__dict__` of layers and objects. See `merging.py` for what
-becomes of a step's changes.
+every replica. A turn exchanges the `__dict__` of layers and objects. `merging.py` puts the changes
+of a step together.
 """
 
 import copy
@@ -45,7 +45,7 @@ HEAP_TYPE = 1 << 9  # CPython's flag of classes that were written in Python
 
 
 class Holder(NamedTuple):
-    """A layer, an object or a container that replicas have their own of."""
+    """A layer, an object or a container of which each replica has a copy."""
 
     value: Any
     store: Any  # its namespace, or the container itself
@@ -85,7 +85,7 @@ class State:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of all copies but of hidden states."""
+        """Let go of all copies, except hidden states."""
         self.holders: list[Holder] = []
         self._links: list[tuple[int, Any, int]] = []  # a store, a key, the container there
         self._arrays: list[tuple[int, Any]] = []  # a store, and a key of tensors or arrays in it
@@ -145,7 +145,7 @@ class State:
         return True
 
     def begin(self, step: int, meets: bool) -> None:
-        """A step begins, in which replicas may meet: give every replica its own."""
+        """A step begins, in which replicas may meet: copy the first one's state for the others."""
         self.step, self.meets = step, meets
         # what hooks have replaced is let go of
         self.hidden_states = {
@@ -162,7 +162,7 @@ class State:
         ]
 
     def _copy_for(self, i: int) -> list[Any]:
-        """The namespaces and containers of replica i, with what it has kept of earlier steps."""
+        """The namespaces and containers of replica i, with its hidden states of earlier steps."""
         values = [copy.copy(each.store if each.is_owner else each.value) for each in self.holders]
         values = [Queue(each, each.maxlen) if type(each) is deque else each for each in values]
         stores = [_namespace(value) for value in values]
@@ -204,7 +204,7 @@ class State:
     def keep_hidden_state(self, i: int, store: Any, key: Any, value: Any) -> None:
         """Keep replica i's value for its next such step, unless a hook edits the first one's.
 
-        What a training step has assigned, validation does not see.
+        Validation does not see the values that a training step has assigned.
         """
         base = get(store, key)
         _, hidden = self.hidden_states.setdefault((self.step, i, id(store)), (store, {}))
@@ -222,7 +222,7 @@ class State:
 
 
 def _children(store: Any) -> list[tuple[Any, Any]]:
-    """What may hold containers: values of a layer's attributes, of a dict, and of a short list."""
+    """Values that may hold containers, with their keys: of a namespace, a dict, a short list."""
     is_namespace = isinstance(store, dict) and "_modules" in store
     if isinstance(store, set) or (len(store) > FEW and not is_namespace):
         return []
@@ -268,7 +268,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _store_of(value: Any) -> Any:
-    """The container itself, or the namespace of an object. None if neither is the replicas' own."""
+    """The container itself, or an object's namespace. None if it is one for all replicas."""
     if type(value) is tuple:
         return value if any(_store_of(item) is not None for item in value) else None
     if _is_container(value):
@@ -299,7 +299,7 @@ def _namespace(value: Any) -> Any:
 
 @cache
 def _has_state(cls: Any) -> bool:
-    """Whether instances have a `__dict__` that a turn can exchange, and are nobody else's."""
+    """Whether instances have a `__dict__` that a turn can exchange, and belong to the user."""
     is_pythons = cls.__flags__ & HEAP_TYPE and cls.__dictoffset__ and not hasattr(cls, "__next__")
     has_property = any(isinstance(vars(each).get("__dict__"), property) for each in cls.__mro__)
     return bool(is_pythons) and not has_property and not issubclass(cls, NO_STATE)
@@ -333,7 +333,7 @@ def _detached(value: Any) -> Any:
 
 
 def versions_of(value: Any) -> list[int]:
-    """What changes when a tensor, an array, or one in a tuple, is edited in place."""
+    """Numbers that change when a tensor, an array, or one in a tuple, is edited in place."""
     if isinstance(value, np.ndarray):
         return [hash(value.tobytes())]
     tensors = value if isinstance(value, tuple) else (value,)

@@ -21,7 +21,7 @@ class Streams:
         self.begin()
 
     def begin(self, *number: int) -> None:
-        """A step begins. The numbers name it: which step, epoch and batch."""
+        """A step begins. The numbers say which one: step, epoch and batch."""
         self._number = number
         self._states: dict[int, list[Tensor]] = {}  # of generators, by replica
 

@@ -1,8 +1,8 @@
 """BatchNorm over the whole batch: replicas exchange mean and variance (`sync_batchnorm=True`).
 
 Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1, with the batch spread
-over devices). What was exchanged stays in the autograd graph, so one backward pass over all losses
-gives the whole gradient.
+over devices). The exchanged tensors stay in the autograd graph, so one backward pass over all
+losses gives the whole gradient.
 """
 
 from collections.abc import Iterator

@@ -45,7 +45,7 @@ from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, sp
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates, refuse_other_optimizers
 
-CHECK_EVERY = 50  # updates: replicas that make their own are compared so often
+CHECK_EVERY = 50  # updates, between comparisons of replicas that make their own
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -59,9 +59,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     replicas: Replicas
     weighs_losses = True  # by the weights that `training_step` returns
     own_updates = False  # whether every replica has made the last update itself
-    sums_everywhere: (
-        bool  # whether `reduce_gradients` leaves the sum in every replica, or the first
-    )
+    sums_everywhere: bool  # whether `reduce_gradients` leaves the sum in all, or the first
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.sizes: dict[int, int] = {}  # the samples of the replicas that have some in this step
         self.loader_batch_sizes: set[int] = set()
         self.batch_graph: list[tuple[Tensor, Tensor]] = []  # see `cut_graph`
-        self._is_first_step = True  # since somebody may have edited weights
+        self._is_first_step = True  # since weights may have been edited
         self._is_set_up = False
 
     # Devices
@@ -166,7 +164,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         raise NotImplementedError
 
     def update_replicas(self, optimizer: Optimizer) -> None:
-        """The first replica was updated: see to the others."""
+        """Update the other replicas, after the first one was updated."""
         raise NotImplementedError
 
     # A step
@@ -244,11 +242,11 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             return {i: send(batch, home, self.devices[i]) for i in self.sizes}
         batch, self.batch_graph = cut_graph(batch)
         shards = split_batch(batch, all_sizes)
-        # before the first replica runs: a copy from a GPU waits for what was asked of it before
+        # before the first replica runs: a copy from a GPU waits for its earlier work
         return {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
 
     def _prepare(self, name: str) -> None:
-        """Find out how to run a step, and what there is for replicas to have."""
+        """Find out how to run a step, and what the module holds."""
         self._trains = name == STEPS[0]
         self._is_manual = self._trains and not self._is_automatic
         self._meet = self._are_several and (
@@ -260,7 +258,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.replicas.unknown_code = unknown_code(self.replicas.module, optimizers)
 
     def _begin(self, name: str, *args: Any) -> None:
-        """Give the replicas what the module has."""
+        """Give the replicas the weights, buffers and attributes of the module."""
         numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
         epoch = self.replicas.module.current_epoch
         self.replicas.begin(STEPS.index(name), epoch, *numbers, meets=self._meet)
@@ -301,7 +299,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             record.changes = self.replicas.merger.changes(i)
 
     def _note_data_read(self, tensor: Tensor) -> None:
-        """A step has read `.data`, and may edit it: nobody counts that."""
+        """A step has read `.data`, and may edit it without being counted."""
         if self.replicas.holds(tensor):
             self.replicas.data_was_read = True
         else:  # of a gradient?
@@ -359,7 +357,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     # From losses to updates
 
     def _join_losses(self, outputs: dict[int, Any], whole: Any) -> Any:
-        """What the Trainer gets of a training step: its output, with the whole batch's loss."""
+        """The output of a training step for the Trainer, with the whole batch's loss."""
         losses: dict[int, Tensor] = {}
         for i, output in outputs.items():
             if output is not None:
@@ -463,7 +461,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
 
-    # Around steps, where somebody may edit weights and the optimizers' states
+    # Around steps, where weights and the optimizers' states may be edited
 
     @property
     def is_check_due(self) -> bool:
@@ -483,7 +481,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self.replicas.distrust()
         self._is_first_step = self.gradients.is_manual_check_due = True
         self.gradients.forget()
-        self.updates.start_anew()
+        self.updates.copy_again()
         check_layers(module, sync_batchnorm=self._layer_sync is not None)
 
     @override

@@ -1,7 +1,7 @@
-"""Every replica makes its own update, as in the book, where nothing else has a hand in it.
+"""Every replica makes its own update, as in the book, unless user code may take part in it.
 
 In its turn a replica finds its own parameters in the optimizers. For its update the user's
-optimizer steps again in its turn, with a state of the replica's own.
+optimizer steps again in that turn, with the replica's own state.
 """
 
 import copy
@@ -24,7 +24,7 @@ from lightning_mgpu.strategies.replicas import Replicas
 
 
 class Updates:
-    """What the optimizers are in a replica's turn, and the replicas' own updates."""
+    """Gives the optimizers to replicas in their turns, and makes the replicas' own updates."""
 
     def __init__(self, replicas: Replicas, replicas_update: bool) -> None:
         self.replicas, self.replicas_update = replicas, replicas_update
@@ -36,9 +36,8 @@ class Updates:
         self.check = EqualityCheck()  # of the replicas' weights after their own updates
         self.is_check_due = False
         self.was_repeated = False  # whether every replica has made the last update itself
-        self._are_equal: dict[
-            Optimizer, bool
-        ] = {}  # the replicas, after its first step of an epoch
+        # whether replicas were equal after the optimizer's first step of an epoch
+        self._are_equal: dict[Optimizer, bool] = {}
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """A step begins, which trains with these optimizers.
@@ -50,11 +49,11 @@ class Updates:
             dict(group) for optimizer in optimizers for group in optimizer.param_groups
         ]
         for optimizer in optimizers:
-            is_known = isinstance(optimizer, Optimizer) and not hasattr(type(optimizer), "state")
-            if not is_known:  # Lightning takes others, too
+            has_state = isinstance(optimizer, Optimizer) and not hasattr(type(optimizer), "state")
+            if not has_state:  # Lightning takes others, too
                 raise MisconfigurationException(
-                    f"{type(optimizer).__name__} is no torch.optim.Optimizer with a state: derive "
-                    "it from that."
+                    f"{type(optimizer).__name__} is not a torch.optim.Optimizer with a "
+                    "state: derive it from that."
                 )
             if optimizer not in self._repeated:
                 self.offer_state(optimizer)
@@ -99,7 +98,7 @@ class Updates:
                 self._states[optimizer][i], optimizer.state = optimizer.state, state
 
     def _compare_settings(self, group: dict[str, Any], first: dict[str, Any]) -> None:
-        """Note settings that a replica's step has changed otherwise than the first one's."""
+        """Warn of settings that replicas have changed in different ways."""
         for name, value in group.items():
             if isinstance(value, (int, float)) and value != first.get(name, value):
                 self.replicas.notes.warn(
@@ -109,9 +108,9 @@ class Updates:
 
     @contextmanager
     def _copied_at_first_look(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Inside the block the first look at a state makes the other replicas' copies.
+        """Inside the block the first look at a state copies it for the other replicas.
 
-        The step may edit it next.
+        The step may edit the state next.
         """
         replaced = []
         for optimizer in optimizers:
@@ -131,8 +130,8 @@ class Updates:
 
         Args:
             optimizer: The user's, which has stepped.
-            push_gradients: Called before the others step: gives them the first one's gradients, if
-                theirs may be others.
+            push_gradients: Called before the others step, to give them the first one's
+                gradients if theirs may differ.
 
         Returns:
             Whether they have made it, and hold the first one's bits. An epoch's first such update
@@ -167,12 +166,12 @@ class Updates:
             name, i, when = difference
             raise RuntimeError(
                 f"{name} of replica {i} ({self.replicas.devices[i]}) is not replica 0's ({when}): "
-                "gradients were not reduced to the same bits, or somebody has edited one replica's "
-                "weights unseen."
+                "gradients were not reduced to the same bits, or one replica's weights were "
+                "edited unseen."
             )
 
-    def start_anew(self) -> None:
-        """Somebody may have edited states, or an epoch begins: copy them, and compare again."""
+    def copy_again(self) -> None:
+        """States may have been edited, or an epoch begins: copy them, and compare again."""
         self.was_repeated = False
         self._repeated.clear()
         self._are_equal.clear()
@@ -180,8 +179,8 @@ class Updates:
     def _is_repeatable(self, optimizer: Optimizer) -> bool:
         """Whether replicas can make this update themselves.
 
-        They can with an optimizer of torch's as it is, on devices of one kind, where no code of the
-        user's has a hand in it.
+        They can with an optimizer of torch's as it is, on devices of one kind, if no user code
+        takes part in it.
         """
         module, sets = self.replicas.module, self.replicas.set_of  # without scripted layers'
         step = vars(optimizer).get("step")  # a scheduler puts one there, which calls the class's

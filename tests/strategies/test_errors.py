@@ -24,7 +24,7 @@ WRONG_OPTIONS = [  # given for two devices; what the one line says
     ({"allreduce": "nonsense"}, "allreduce=nonsense: give a function"),
     ({"parallel_devices": ["cpu"] * 99}, "99 devices are too many"),
     *(
-        ({"parallel_devices": ["cpu", name]}, f"{name!r} is no device; 'cpu'")
+        ({"parallel_devices": ["cpu", name]}, f"{name!r} is not a device; 'cpu'")
         for name in ("gpu:0", "cuda:x")
     ),
 ]
@@ -206,8 +206,8 @@ REFUSED = {  # what is said of modules that several devices would train wrongly
     "(max_norm=...) edits its weights": lambda: Regression(
         nn.Sequential(nn.Embedding(3, 3, max_norm=1.0))
     ),
-    "Stepper is no torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
-    "Wrapper is no torch.optim.Optimizer with a state": lambda: Regression(
+    "Stepper is not a torch.optim.Optimizer": lambda: Regression(optimizer=Stepper),
+    "Wrapper is not a torch.optim.Optimizer with a state": lambda: Regression(
         optimizer=lambda module: Wrapper(module.parameters(), 0.1)
     ),
 }
