@@ -63,9 +63,8 @@ def gather(
         if first.dtype.kind not in "biufc":  # of texts, not of numbers
             return np.concatenate(outputs)
         tensors = [torch.as_tensor(output) for output in outputs]
-        return apply_to_collection(
-            _gather_tensors(tensors, sizes, notes, name), Tensor, Tensor.numpy
-        )
+        whole = _gather_tensors(tensors, sizes, notes, name)
+        return apply_to_collection(whole, Tensor, Tensor.numpy)
     if isinstance(first, (bool, np.bool_)):
         return any(outputs)
     if isinstance(first, (int, float, np.number)):

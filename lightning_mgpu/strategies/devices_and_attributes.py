@@ -114,9 +114,6 @@ def data_of(tensor: Tensor) -> Tensor:
     return torch._C.TensorBase.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
-# A mean
-
-
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Sum of weight times value over the sum of weights. Equal numbers are not rounded."""
     if len(values) == 1 or (not isinstance(values[0], Tensor) and len(set(values)) == 1):

@@ -85,9 +85,8 @@ class Notes:
     def flush(self) -> None:
         """Give the warnings whose flags are true. The host waits, once."""
         flags = [flag.to(next(iter(self._flags.values())).device) for flag in self._flags.values()]
-        for message, is_true in zip(
-            list(self._flags), torch.stack(flags).tolist() if flags else []
-        ):
+        are_true = torch.stack(flags).tolist() if flags else []
+        for message, is_true in zip(list(self._flags), are_true):
             if is_true:
                 self.warn(message)
         self._flags.clear()

@@ -217,14 +217,12 @@ class Gradients:
         An edit of `.data` is not seen.
         """
         equal, now = self._equal, self._versions()
-        return len(equal) == len(now) and all(
-            a is b and n == m for (a, n), (b, m) in zip(equal, now)
-        )
+        are_same = all(a is b and n == m for (a, n), (b, m) in zip(equal, now))
+        return are_same and len(equal) == len(now)
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        gradients = [
-            param.grad for params in self.replicas.parameter_sets.values() for param in params
-        ]
+        sets = self.replicas.parameter_sets.values()
+        gradients = [param.grad for params in sets for param in params]
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def check_manual(self, active: Sequence[int]) -> None:
@@ -236,10 +234,9 @@ class Gradients:
         if not self.is_manual_check_due and self._are_equal():
             return
         self.is_manual_check_due = False
-        sets = [
-            [params[i].grad for i in active] for params in self.replicas.parameter_sets.values()
-        ]
-        present = [[grad for grad in grads if grad is not None] for grads in sets]
+        sets = self.replicas.parameter_sets.values()
+        by_set = [[params[i].grad for i in active] for params in sets]
+        present = [[grad for grad in grads if grad is not None] for grads in by_set]
         dense = [grads for grads in present if grads and not grads[0].is_sparse]
         is_missing = any(0 < len(grads) < len(active) for grads in present)
         if is_missing or (dense and bool(differences(dense).any())):

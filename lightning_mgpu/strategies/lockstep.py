@@ -165,10 +165,7 @@ class _End(BaseException):
 
 
 def _modes(types: set[str]) -> Callable[[], AbstractContextManager]:
-    """The calling thread's modes of autograd, inference and autocast, to enter in another one.
-
-    `types` are those of the devices.
-    """
+    """The thread's modes of autograd, inference and autocast, by device type, for another one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = {
         each: torch.get_autocast_dtype(each) for each in types if torch.is_autocast_enabled(each)

@@ -21,11 +21,9 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 class Meetings:
     """Lets replicas meet where they step an optimizer, its wrapper or a scheduler."""
 
-    def __init__(
-        self, lockstep: Lockstep, gradients: Gradients, size_by_replica: Mapping[int, int]
-    ) -> None:
+    def __init__(self, lockstep: Lockstep, gradients: Gradients, sizes: Mapping[int, int]) -> None:
         self.lockstep, self.gradients = lockstep, gradients
-        self.size_by_replica = size_by_replica  # samples of each shard
+        self.sizes = sizes  # samples, by replica
 
     @contextmanager
     def at_steps(
@@ -37,27 +35,22 @@ class Meetings:
             step_by_optimizer: Called once, when all have met at an optimizer or a wrapper.
             schedulers: They step once, by themselves.
         """
-        met = [
-            (optimizer, "step", self._met_step(optimizer, step_once))
-            for optimizer, step_once in step_by_optimizer.items()
-        ]
+        met = [(each, "step", self._met_step(each, f)) for each, f in step_by_optimizer.items()]
         met += [(each, "step", self._met_schedule(each)) for each in schedulers]
         with replace_attributes(met):
             yield
 
     def _met_step(self, optimizer: Any, step_and_follow: Callable[..., Any]) -> Callable[..., Any]:
-        """The `step` of an optimizer for replicas.
-
-        Each evaluates its closure; the whole batch's loss is returned.
-        """
+        """The `step` of an optimizer for replicas, which returns the whole batch's loss."""
         step = optimizer.step
 
         @wraps(step)
         def met_step(closure: Any = None, **kwargs: Any) -> Any:
             if not self.lockstep.running:
                 return step(closure=closure, **kwargs)
-            loss = closure() if closure is not None else None
-            loss = apply_to_collection(loss, Tensor, Tensor.detach)
+            loss = (
+                None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
+            )
             return self.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
 
         def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
@@ -96,5 +89,4 @@ class Meetings:
 
     def _gather(self, active: Mapping[int, Any], parts: Sequence[Any]) -> Any:
         """The whole batch's value, of one per active replica."""
-        sizes = [self.size_by_replica[i] for i in active]
-        return gather(parts, sizes, self.lockstep.devices[0])
+        return gather(parts, [self.sizes[i] for i in active], self.lockstep.devices[0])

@@ -105,9 +105,8 @@ class Merger:
             is_first = is_attribute and all(map(_is_number, given))
             if get(store, key) is MISSING or not is_first:
                 store[key] = bring_home(given[-1], home)  # the others have not touched it
-            if all(map(_is_number, (before, *given))) and not (
-                self.state.meets and [*values] == [0]
-            ):
+            is_first_only = self.state.meets and [*values] == [0]
+            if all(map(_is_number, (before, *given))) and not is_first_only:
                 self.notes.warn(self._first_stays(n, key))
         elif all(map(_is_plain, given)):
             if _are_of_shards(before, given, sized):
@@ -131,9 +130,8 @@ class Merger:
         if not all(isinstance(value, ARRAYS) for value in given):
             return
         tensors = [torch.as_tensor(value) for value in given]
-        if any(tensor.layout != torch.strided for tensor in tensors) or all(
-            size in tensor.shape for tensor, size in zip(tensors, sizes)
-        ):
+        have_samples = all(size in tensor.shape for tensor, size in zip(tensors, sizes))
+        if have_samples or any(tensor.layout != torch.strided for tensor in tensors):
             return
         if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
             self.notes.warn(message)
@@ -183,9 +181,8 @@ def _find_changes(before: Any, now: Any) -> Changes:
     dropped = moved.get(id(now[0]), len(before)) if now else len(before)
     dropped = 0 if before and now and before[0] is now[0] else dropped
     if len(before) == len(now) and dropped in (0, len(before)):
-        return Changes(
-            {n: b for n, (a, b) in enumerate(zip(before, now)) if a is not b}, set(), [], 0
-        )
+        new = {n: b for n, (a, b) in enumerate(zip(before, now)) if a is not b}
+        return Changes(new, set(), [], 0)
     return Changes({}, set(), now[len(before) - dropped :], dropped)
 
 
@@ -215,9 +212,8 @@ def _are_collected(values: dict[int, Any], sizes: dict[int, int]) -> bool:
     if len(types) > 1 or not isinstance(first, (list, deque, set, dict)):
         return False
     if isinstance(first, dict):  # of other keys
-        return len({key for each in values.values() for key in each}) == sum(
-            map(len, values.values())
-        )
+        keys = [key for each in values.values() for key in each]
+        return len({*keys}) == len(keys)
     # [h, c] under a new key is a hidden state, one item is a first one
     return not all(len(v) > 1 and _is_state(list(v), sizes[i]) for i, v in values.items())
 

@@ -189,9 +189,7 @@ class Recorder:
         keys = dict.fromkeys(key for record in records.values() for key in record.calls)
         with self._doing():
             for key in sorted(keys, key=lambda key: isinstance(key.caller, str)):
-                by_replica = {
-                    i: each.calls[key] for i, each in records.items() if key in each.calls
-                }
+                by_replica = {i: r.calls[key] for i, r in records.items() if key in r.calls}
                 calls, sizes = list(by_replica.values()), [records[i].size for i in by_replica]
                 is_log = calls[0].method == "log"
                 if len(calls) < len(records) and not calls[0].kwargs.get("rank_zero_only"):

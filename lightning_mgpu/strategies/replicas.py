@@ -335,13 +335,9 @@ def _marks(sets: Iterable[TensorSet]) -> list[tuple[int, int]]:
     try:
         return list(zip(map(attrgetter("_version"), tensors), map(Tensor.data_ptr, tensors)))
     except RuntimeError:  # of tensors made under inference, or sparse
-        return [
-            (
-                0 if t.is_inference() else t._version,
-                t.data_ptr() if t.layout == torch.strided else 0,
-            )
-            for t in tensors
-        ]
+        versions = [0 if t.is_inference() else t._version for t in tensors]
+        places = [t.data_ptr() if t.layout == torch.strided else 0 for t in tensors]
+        return list(zip(versions, places))
 
 
 def check_layers(module: nn.Module, sync_batchnorm: bool) -> None:

@@ -24,16 +24,12 @@ Array = (Tensor, np.ndarray)
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split a batch along dimension 0 into shards of the given sizes.
+    """Split a batch along dimension 0 into shards of the given sizes, without copying tensors.
 
     See d2l.ai, 'Training on Multiple GPUs'.
-
-    Tensors are cut without copying them.
     """
-    return [
-        _cut(batch, sum(sizes), slice(end - size, end))
-        for size, end in zip(sizes, accumulate(sizes))
-    ]
+    slices = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
+    return [_cut(batch, sum(sizes), rows) for rows in slices]
 
 
 def cut_graph(batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
@@ -120,13 +116,10 @@ def send(shard: Any, home: torch.device, device: torch.device) -> Any:
 
 def bring_home(output: Any, device: torch.device) -> Any:
     """Move tensors to the device, except tensors on the CPU."""
-    if all(
-        leaf.is_cpu or leaf.device == device for leaf in leaves(output) if isinstance(leaf, Tensor)
-    ):
+    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+    if all(tensor.is_cpu or tensor.device == device for tensor in tensors):
         return output  # the very object, which callbacks may share
-    return apply_to_collection(
-        output, Tensor, lambda tensor: tensor if tensor.is_cpu else tensor.to(device)
-    )
+    return apply_to_collection(output, Tensor, lambda t: t if t.is_cpu else t.to(device))
 
 
 def find_batch_size(batch: Any, loader_batch_sizes: set[int]) -> int | None:
@@ -151,9 +144,8 @@ def _is_opaque(leaf: Any) -> bool:
         return leaf.is_nested or leaf.layout != torch.strided
     if isinstance(leaf, (np.ndarray, type)):
         return False
-    return hasattr(leaf, "to") or any(
-        isinstance(each, Array) for each in getattr(leaf, "__dict__", {}).values()
-    )
+    held = getattr(leaf, "__dict__", {}).values()
+    return hasattr(leaf, "to") or any(isinstance(each, Array) for each in held)
 
 
 def _is_loaded(part: Any, loader_batch_sizes: set[int]) -> bool:
@@ -169,9 +161,7 @@ def _is_loaded(part: Any, loader_batch_sizes: set[int]) -> bool:
 def _is_ambiguous(part: Any, size: int, loader_batch_sizes: set[int]) -> bool:
     """Whether a list in a batch may hold what belongs to one sample, tensors too, item by item."""
     if is_list(part) and _has_arrays(part):
-        is_of_images = (
-            len(part) > 1 and size == 3 and all(getattr(item, "ndim", 0) == 3 for item in part)
-        )
+        is_of_images = len(part) > 1 and all(getattr(item, "ndim", 0) == size == 3 for item in part)
         if len(part) == size or is_of_images or _is_loaded(part, loader_batch_sizes):
             return True
     return any(_is_ambiguous(item, size, loader_batch_sizes) for item in items_of(part) or [])

@@ -74,9 +74,7 @@ class State:
     """The namespaces and containers of k replicas. Those of the first are the user's."""
 
     def __init__(
-        self,
-        devices: Sequence[torch.device],
-        localize: Callable[[dict[str, Any], int], None],
+        self, devices: Sequence[torch.device], localize: Callable[[dict[str, Any], int], None]
     ) -> None:
         self.devices = devices
         self.localize = localize  # puts replica i's tensors into the namespace of a layer

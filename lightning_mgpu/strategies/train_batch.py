@@ -30,11 +30,7 @@ from lightning_mgpu.strategies.devices_and_attributes import (
     replace_attributes,
 )
 from lightning_mgpu.strategies.gradients import Gradients
-from lightning_mgpu.strategies.hooks import (
-    TORCH_OPTIMIZERS,
-    may_edit_before_checks,
-    unknown_code,
-)
+from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, may_edit_before_checks, unknown_code
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
@@ -128,9 +124,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         devices = self.devices
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self.auto_split = AutoSplit(self.split == "auto")
-        self.replicas = Replicas(
-            self.lightning_module, devices, all_seeded=self.num_replicas is not None
-        )
+        all_seeded = self.num_replicas is not None
+        self.replicas = Replicas(self.lightning_module, devices, all_seeded)
         self.gradients = Gradients(
             self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere
         )

@@ -45,9 +45,7 @@ class Updates:
         A replica that looks at a state gets a copy of it.
         """
         self.optimizers = optimizers
-        self._settings = [
-            dict(group) for optimizer in optimizers for group in optimizer.param_groups
-        ]
+        self._settings = [dict(group) for each in optimizers for group in each.param_groups]
         for optimizer in optimizers:
             has_state = isinstance(optimizer, Optimizer) and not hasattr(type(optimizer), "state")
             if not has_state:  # Lightning takes others, too
