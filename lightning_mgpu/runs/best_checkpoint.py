@@ -54,12 +54,6 @@ class RunCheckpoint(ModelCheckpoint):
         self.is_automatic = monitor is None and not by_step
         if self.is_automatic:
             monitor, mode = VAL_ACC, "max"
-        name = kwargs.get("filename")
-        if name and "{" not in name and monitor is None and kwargs.get("save_top_k") == -1:
-            raise ValueError(
-                f"--checkpoint.filename={name} would be overwritten by every checkpoint: put "
-                "{step} into it"
-            )
         super().__init__(
             dirpath=None,  # the run directory's, see setup
             monitor=monitor,

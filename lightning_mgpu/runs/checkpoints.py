@@ -7,7 +7,6 @@ with random numbers of its own (`seeds.py`), so that there is no state of genera
 """
 
 import signal
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ class LastCheckpoint(Callback):
             "streams": VERSION,
             "max_epochs": trainer.max_epochs,
             "why_stopped": self.why_stopped,
-            "is_trained": None if is_sharded(trainer) else dict(find_trained(pl_module)),
+            "is_trained": None if is_sharded(trainer) else find_trained(pl_module),
         }
 
     @override
@@ -184,13 +183,11 @@ class LastCheckpoint(Callback):
         record_newest(trainer)
 
 
-def find_trained(module: LightningModule) -> Iterator[tuple[str, bool]]:
+def find_trained(module: LightningModule) -> dict[str, bool]:
     """Whether a parameter is trained, and whether BatchNorm keeps its statistics, by name."""
-    for name, parameter in module.named_parameters():
-        yield name, parameter.requires_grad
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm):
-            yield name, layer.track_running_stats
+    layers = [each for each in module.named_modules() if isinstance(each[1], _BatchNorm)]
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return trained | {name: layer.track_running_stats for name, layer in layers}
 
 
 def set_trained(module: LightningModule, is_trained: dict[str, bool]) -> None:

@@ -41,9 +41,8 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
             "--trainer.accelerator=cpu",
             "--trainer.max_epochs=1",
             "--run_dir=run",
-            "--trainer.num_nodes=2",
         )
-        own = ("--model=own_run.Net", "--data=own_run.Shuffled", "--config=trainer/multinode.yaml")
+        own = ("--model=own_run.Net", "--data=own_run.Shuffled")  # and `auto` is ddp over all
         nodes.append(command.start("fit", *own, *run, launcher=launcher))
     (code, out, err), (second, second_out, second_err) = (
         command.finish(node, timeout=120) for node in nodes
@@ -54,7 +53,9 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
         "each of the 2 processes takes batches of its own: make the loader with lightning_mgpu.data"
     )
     assert f"{told}.batch_loader" in err
-    assert "test" not in second_out and [path.name for path in tmp_path.glob("run*")] == ["run"]
+    assert "test" not in second_out
+    # which one is the newest
+    assert len(list((tmp_path / "runs").iterdir())) == 1
     (epoch,) = [
         row
         for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open())
