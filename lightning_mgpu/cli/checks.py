@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lightning_mgpu.cli.errors import last_part
@@ -99,16 +100,20 @@ def check_processes(trainer: Trainer) -> None:
         )
 
 
-def check_strategy(strategy: Any) -> None:
+def check_strategy(strategy: Strategy) -> None:
     """Refuse checkpoints that are directories, before an epoch is spent on one: runs read files."""
-    shards = {"state_dict_type": "sharded", "save_distributed_checkpoint": "True"}
-    files = {"state_dict_type": "full", "save_distributed_checkpoint": "False"}
-    for name, refused in shards.items():
-        if isinstance(strategy, Namespace) and str(strategy.get(f"init_args.{name}")) == refused:
-            raise UsageError(
-                f"--trainer.strategy.{name}={refused}: a checkpoint would be a directory of "
-                f"shards, which --resume, test, predict and export cannot read: take {files[name]}"
-            )
+    refused = ""
+    if getattr(strategy, "_state_dict_type", "full") == "sharded":  # FSDP's, and a subclass's own
+        refused, allowed = ".state_dict_type=sharded", "full"
+    elif getattr(strategy, "_save_distributed_checkpoint", False):
+        refused, allowed = ".save_distributed_checkpoint=True", "False"
+    elif isinstance(strategy, DeepSpeedStrategy):
+        refused, allowed = "=deepspeed", "fsdp"
+    if refused:
+        raise UsageError(
+            f"--trainer.strategy{refused}: a checkpoint would be a directory of "
+            f"shards, which --resume, test, predict and export cannot read: take {allowed}"
+        )
 
 
 def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:

@@ -129,7 +129,6 @@ class CLI(LightningCLI):
         self.config_dump = restorable(self.config_dump, config, given)
         check_secrets(config)
         check_devices(config.trainer)
-        check_strategy(config.trainer.strategy)
         check_same(self.config_dump, self.before, self.resumed or config.ckpt_path)
         if self.resumed is not None:
             config.ckpt_path = (
@@ -162,6 +161,7 @@ class CLI(LightningCLI):
         with mistakes(TypeError):
             trainer = super().instantiate_trainer(**kwargs)
         check_processes(trainer)
+        check_strategy(trainer.strategy)
         self.best = config.checkpoint
         saved = {key: self.config_dump.get(key) for key in SECTIONS}
         self.last = LastCheckpoint(self.best, config.seed_everything, saved)

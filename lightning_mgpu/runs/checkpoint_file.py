@@ -42,6 +42,8 @@ def check_readable(trainer: Trainer, path: Path) -> None:
     Raises:
         UsageError: If it has objects, such as numpy's numbers, which are never read; says where.
     """
+    if trainer.strategy.broadcast(path.is_dir()):
+        raise UsageError(f"{path} is a directory of shards, and runs read checkpoints from files")
     told = ""
     if trainer.is_global_zero and path.is_file() and get_unsafe_globals_in_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=False)  # of this process

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
         raise
 
 
