@@ -73,7 +73,7 @@ def test_their_tests_pass(project: Path, shell: Callable) -> None:
     assert all(
         re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others
     )
-    assert len(RUNS) == 5
+    assert len(RUNS) == 6
     names = " ".join(line.removeprefix("python -m pytest ") for line in TESTS)
     assert re.search(r"^=* ?3 passed", shell(f"python -m pytest {names}"), flags=re.MULTILINE)
 
@@ -113,6 +113,14 @@ def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main
     for name in ("ddp", "manual"):
         for expected, got in zip(one, epochs(project / name), strict=True):
             assert got == pytest.approx(expected, rel=1e-4), name
+
+
+def test_a_loss_per_token(
+    project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    [line] = [line for line in RUNS if "my_language_model" in line]
+    assert main(*shlex.split(line)[3:], CPU, "--trainer.max_epochs=1") == 0
+    assert "epoch 1/1  lr-SGD 0.5000  loss_per_token 2." in capfd.readouterr().out
 
 
 def test_a_plain_lightning_module(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:

@@ -1,0 +1,67 @@
+"""The language model of docs/adding.md, against plain PyTorch with one big batch."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule, seed_everything
+
+from tests.test_adding import FILES
+
+WINDOW, NUM_BATCHES = 128, 4
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    found: dict[str, Any] = {"__name__": "my_language_model"}
+    exec(compile(FILES["my_language_model.py"], "docs/adding.md", "exec"), found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_big_batch(page: dict[str, Any]) -> LightningModule:
+    """Two epochs of the model in plain PyTorch."""
+    seed_everything(0, verbose=False)
+    module = page["LanguageModel"]().double()
+    module.log = lambda *args, **kwargs: None
+    optimizer = module.configure_optimizers()
+    loader = page["Lines"](WINDOW).train_dataloader()
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            module.training_step(batch, 0)["loss"].backward()
+            optimizer.step()
+    return module
+
+
+def test_one_big_batch(
+    page: dict[str, Any], one_big_batch: LightningModule, make_trainer: Any
+) -> None:
+    class Without(page["LanguageModel"]):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"]
+
+    rows = [
+        "| devices | batches per update | with the weight | without it |",
+        "| --: | --: | --: | --: |",
+    ]
+    for num_devices in (1, 2, 3):
+        for num_batches in (1, NUM_BATCHES):
+            found = []
+            for make in (page["LanguageModel"], Without):
+                seed_everything(0, verbose=False)
+                module = make().double()
+                trainer = make_trainer(
+                    strategy="manual_allreduce",
+                    devices=num_devices,
+                    max_epochs=2,
+                    accumulate_grad_batches=num_batches,
+                )
+                trainer.fit(module, datamodule=page["Lines"](WINDOW // num_batches))
+                pairs = zip(module.cpu().parameters(), one_big_batch.parameters())
+                found.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
+                assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
+            assert found[0] < 1e-10
+            assert found[1] > 1e-3 or num_devices == num_batches == 1
+            rows.append(f"| {num_devices} | {num_batches} | {found[0]:.0e} | {found[1]:.0e} |")
+    print("", *rows, sep="\n")
