@@ -43,8 +43,8 @@ from lightning_mgpu.runs.devices import devices, is_sharded
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
 from lightning_mgpu.runs.resume import FLAG, check_can_go_on, choose_checkpoint
-from lightning_mgpu.runs.seeds import draw_seed
 from lightning_mgpu.runs.wandb_run import Tracking
+from lightning_mgpu.seeds import draw_seed
 
 MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
 

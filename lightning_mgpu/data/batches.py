@@ -28,7 +28,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_mgpu.runs.seeds import new_generator, seed_generators, stream
+from lightning_mgpu.seeds import new_generator, seed_generators, stream
 
 Item = tuple[int, Tensor]
 """What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.data.batches import Batches, Item
-from lightning_mgpu.runs.seeds import new_generator
+from lightning_mgpu.seeds import new_generator
 
 
 class InMemoryImages(Batches):

@@ -26,7 +26,7 @@ from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replacing
 from lightning_mgpu.runs.resume import record_newest
-from lightning_mgpu.runs.seeds import VERSION, seed_generators
+from lightning_mgpu.seeds import VERSION, seed_generators
 
 
 class LastCheckpoint(Callback):

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.runs.files import replace_text
-from lightning_mgpu.runs.seeds import VERSION
+from lightning_mgpu.seeds import VERSION
 
 FLAG = "--resume"
 NEWEST = Path("runs", "newest")  # has the path of a run directory
