@@ -48,43 +48,52 @@ class PredictionWriter(BasePredictionWriter):
                 "tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
-            table = torch.cat(tables).numpy()
-            _, rows = np.unique(table[:, 0], return_index=True)  # sorted, each index once
-            head = {"index": "%d", **columns(batches[0], trainer)}
+            table = np.concatenate(tables)
+            _, rows = np.unique(table["f0"], return_index=True)  # sorted, each index once
             with (
                 replacing(path := directory / "predictions.csv") as part,
                 part.open("w", newline="") as file,
             ):
-                csv.writer(file, lineterminator="\n").writerow(head)
-                np.savetxt(file, table[rows], fmt=list(head.values()), delimiter=",")
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(["index", *columns(batches[0], trainer)])
+                writer.writerows(map(text, row) for row in table[rows])
             print(f"predictions: {path}")
 
 
-def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> Tensor | None:
-    """A process's samples, (N, 1 + C) of float64, the index first; `None` of what is no table."""
+def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> np.ndarray | None:
+    """A process's samples, a record (index, ...) for each; `None` of what is no table."""
     try:
         rows = [
-            torch.column_stack(
-                [torch.tensor(numbers).double(), *(batch[key].double().cpu() for key in batches[0])]
-            )
+            np.rec.fromarrays(sum((parts(batch[key]) for key in batches[0]), [np.array(numbers)]))
             for batch, numbers in zip(batches, indices)
         ]
-        return torch.cat(rows)
+        return np.concatenate(rows)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def columns(batch: dict[str, Tensor], trainer: Trainer) -> dict[str, str]:
-    """Names and formats of a table's columns; a matrix (N, C) has C, by class."""
-    found: dict[str, str] = {}
+def parts(values: Tensor) -> list[np.ndarray]:
+    """The columns of (N,) or (N, C), in their own precision."""
+    written = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}  # numpy has no bfloat16
+    array = values.detach().cpu().to(written.get(values.dtype, values.dtype)).numpy()
+    return list(array.T) if array.ndim == 2 else [array]
+
+
+def text(number: np.number) -> str:
+    """An integer whole; a float with as many digits as tell it from others of its precision."""
+    whole = float(str(number)) if isinstance(number, np.floating) else number
+    return str(whole).removesuffix(".0")
+
+
+def columns(batch: dict[str, Tensor], trainer: Trainer) -> list[str]:
+    """Names of a table's columns; a matrix (N, C) has C, by class."""
+    found: list[str] = []
     for key, values in batch.items():
         name = "p" if key == "probabilities" else key
-        names = (
-            [f"{name}({each})" for each in class_names(trainer, values.shape[1])]
-            if values.ndim == 2
-            else [key]
-        )
-        found |= dict.fromkeys(names, "%.6g" if values.is_floating_point() else "%d")
+        if values.ndim == 2:
+            found += [f"{name}({each})" for each in class_names(trainer, values.shape[1])]
+        else:
+            found.append(key)
     return found
 
 

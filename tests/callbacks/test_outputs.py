@@ -195,6 +195,21 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
     for model.choose, wanted in ((lambda X: X[:, 0], flat), (lambda X: X[:, :2], wide)):
         trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    # an integer beyond a float's, more digits than six, each precision with its own
+    columns = {
+        "id": torch.tensor([2**63 - 1, -(2**53) - 1]),
+        "half": torch.tensor([0.1, 2048.0]).half(),
+        "single": torch.tensor([0.1, 1234567.0]),
+        "double": torch.tensor([0.1, 1 / 3], dtype=torch.float64),
+        "flag": torch.tensor([True, False]),
+    }
+    model.choose = lambda X: columns
+    trainer.predict(model, DataLoader(TensorDataset(torch.zeros(2, 4)), 2))
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == [
+        "index,id,half,single,double,flag",
+        "0,9223372036854775807,0.1,0.1,0.1,1",
+        "1,-9007199254740993,2048,1234567,0.3333333333333333,0",
+    ]
     (tmp_path / "predictions.csv").unlink()
     with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
         trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
