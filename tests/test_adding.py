@@ -120,7 +120,7 @@ def test_a_loss_per_token(
 ) -> None:
     [line] = [line for line in RUNS if "my_language_model" in line]
     assert main(*shlex.split(line)[3:], CPU, "--trainer.max_epochs=1") == 0
-    assert "epoch 1/1  lr-SGD 0.5000  loss_per_token 2." in capfd.readouterr().out
+    assert "  loss_per_token 2." in capfd.readouterr().out
 
 
 def test_a_plain_lightning_module(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:

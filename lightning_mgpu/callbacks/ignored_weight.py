@@ -23,8 +23,13 @@ class IgnoredWeight(Callback):
         if self._has_warned or not isinstance(outputs, Mapping) or "weight" not in outputs:
             return
         self._has_warned = True
-        uses_it = getattr(trainer.strategy, "weighs_losses", False)
-        if pl_module.automatic_optimization and not uses_it:
+        if not pl_module.automatic_optimization:
+            rank_zero_warn(
+                "training_step returns a weight, which manual optimization ignores: call "
+                "self.manual_backward(loss, weight=n), under --trainer.strategy=manual_allreduce "
+                "or dp."
+            )
+        elif not getattr(trainer.strategy, "weighs_losses", False):
             rank_zero_warn(
                 f"training_step returns a weight, which {type(trainer.strategy).__name__} ignores: "
                 "--trainer.strategy=manual_allreduce and dp weigh losses by it, on one device too."

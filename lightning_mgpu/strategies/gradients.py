@@ -68,7 +68,7 @@ class Gradients:
         value = (
             weighted_mean(home, [sizes[i] for i in counted])
             if counted
-            else torch.zeros_like(home[0])
+            else torch.zeros_like(home[0] + 0.0)
         )
         connected = {i: (losses[i], sizes[i] / total) for i in counted if losses[i].requires_grad}
         if counted and not connected:

@@ -27,8 +27,9 @@ def read_weight(value: Any) -> float:
     """
     try:
         weight = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        given = f"{tuple(value.shape)} values" if isinstance(value, Tensor) else repr(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        is_number = not isinstance(value, Tensor) or not value.ndim
+        given = repr(value)[:40] if is_number else f"{tuple(value.shape)} values"
         raise MisconfigurationException(
             f"The weight of a loss is {given}: return one number, how many things the mean is over."
         ) from None
@@ -91,18 +92,18 @@ class Window:
         self._has_losses = True
         if weight is None:
             return loss
-        before, self.counted = self.counted or 0.0, (self.counted or 0.0) + weight
+        self.counted = self.counted or 0.0
         if not weight or not loss.requires_grad:
             return loss
-        after, is_entered = self.counted, False
+        share: float | None = None  # of this batch in what the window has counted
 
         def enter(gradient: Tensor) -> Tensor:
-            nonlocal is_entered
-            if before and not is_entered:
-                self._scale_gradients(before / after)
-            is_entered = True
+            """Counts now: the module's own `backward` may have left batches out."""
+            nonlocal share
+            if share is None:
+                share = self._count(weight)
             # Lightning has divided the loss by the number of batches
-            return gradient * (self._num_batches * weight / after)
+            return gradient * (self._num_batches * share)
 
         loss = loss.view_as(loss)  # the user's own tensor gets no hook
         loss.register_hook(enter)
@@ -119,18 +120,37 @@ class Window:
                     f"{self.module.current_epoch} has nothing to count: its losses have weight 0. "
                     "Its gradients are zero."
                 )
-                for param in self.module.parameters():
-                    if param.requires_grad and param.grad is None:
-                        param.grad = torch.zeros_like(param)
+                self.fill_gradients()
             return result
 
         return close
 
-    @torch.no_grad()
-    def _scale_gradients(self, factor: float) -> None:
-        gradients = [param.grad for param in self.module.parameters() if param.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+    def fill_gradients(self) -> None:
+        """Give zeros to parameters without a gradient, sparse ones to sparse embeddings."""
+        layers = [layer for layer in self.module.modules() if getattr(layer, "sparse", False)]
+        are_sparse = {id(param) for layer in layers for param in layer.parameters()}
+        for param in self._trained():
+            if param.requires_grad and param.grad is None:
+                zeros = torch.zeros_like(param)
+                param.grad = zeros.to_sparse(1) if id(param) in are_sparse else zeros
+
+    def _count(self, weight: float) -> float:
+        """Count a batch, scale the gradients of those before it, and return the batch's share."""
+        params = [param for param in self._trained() if param.grad is not None]
+        before = (self.counted or 0.0) if params else 0.0
+        self.counted = before + weight
+        for param in params if before else ():
+            gradient: Any = param.grad
+            is_graph = torch.is_grad_enabled()  # create_graph=True
+            scale = gradient.mul if is_graph else gradient.mul_
+            param.grad = scale(before / self.counted)
+        return weight / self.counted
+
+    def _trained(self) -> list[Tensor]:
+        """The module's parameters, and what else the optimizers have."""
+        groups = [group for each in self.module.trainer.optimizers for group in each.param_groups]
+        params = [*self.module.parameters(), *(p for group in groups for p in group["params"])]
+        return list({id(param): param for param in params}.values())
 
     @property
     def _batch_idx(self) -> int:
@@ -143,4 +163,4 @@ class Window:
 
 def nothing(loss: Tensor) -> Tensor:
     """A loss that is zero and has no gradient for the parameters: a mean over nothing is NaN."""
-    return torch.zeros_like(loss, requires_grad=True)
+    return torch.zeros_like(loss + 0.0, requires_grad=True)

@@ -388,6 +388,8 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         def together(given: dict[int, tuple[Tensor, Any]]) -> Tensor:
             weights = find_weights({i: weight for i, (_, weight) in given.items()})
             loss = self._join({i: loss for i, (loss, _) in given.items()}, weights)
+            if weights and not any(weights.values()):
+                self.window.fill_gradients()
             if not self.is_split:
                 return super(TrainBatchStrategy, self).backward(loss, optimizer, *args, **kwargs)
             return self._backward(loss, optimizer, *args, **kwargs)
@@ -403,19 +405,24 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     ) -> Tensor:
         self.gradients.are_reduced = False
         self.gradients.is_check_due = self.is_check_due
-        passes, torch_backward = [], torch.autograd.backward
+        passes = []
 
-        def noted_backward(*args: Any, **kwargs: Any) -> None:
-            passes.append(True)
-            torch_backward(*args, **kwargs)
+        def noted(name: str) -> tuple[Any, str, Any]:
+            function = getattr(torch.autograd, name)
 
-        with replace_attributes([(torch.autograd, "backward", noted_backward)]):
+            def note(*args: Any, **kwargs: Any) -> Any:
+                passes.append(name)
+                return function(*args, **kwargs)
+
+            return torch.autograd, name, note
+
+        with replace_attributes([noted("backward"), noted("grad")]):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:
             # a `backward` of the user's own may leave a batch out
             raise RuntimeError(
-                "backward must be for all parameters, without inputs=: nothing reduced the "
-                "gradients."
+                "backward must be for all parameters, by loss.backward() without inputs=: nothing "
+                "reduced the gradients."
             )
         if not self._is_automatic:
             self.gradients.push()  # those that the module's own `backward` has changed

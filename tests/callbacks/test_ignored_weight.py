@@ -17,6 +17,12 @@ class Weighted(Plain):
         return {"loss": super().training_step(batch, batch_idx), "weight": len(batch)}
 
 
+class ByHand(Weighted):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
 @pytest.mark.parametrize(
     ("make", "strategy", "devices", "num_warnings"),
     [
@@ -25,6 +31,7 @@ class Weighted(Plain):
         (Weighted, "manual_allreduce", 2, 0),
         (Weighted, "dp", 2, 0),
         (Plain, "auto", 1, 0),
+        (ByHand, "manual_allreduce", 2, 1),
     ],
 )
 def test_one_warning(make_trainer, recwarn, make, strategy, devices, num_warnings):
@@ -38,6 +45,4 @@ def test_one_warning(make_trainer, recwarn, make, strategy, devices, num_warning
     trainer.fit(make(), DataLoader(RandomDataset(32, 8), 4))
     said = [str(each.message) for each in recwarn if "ignores" in str(each.message)]
     assert len(said) == num_warnings
-    assert all(
-        "SingleDeviceStrategy ignores: --trainer.strategy=manual_allreduce" in each for each in said
-    )
+    assert all("--trainer.strategy=manual_allreduce" in each for each in said)

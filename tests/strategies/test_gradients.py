@@ -1,6 +1,7 @@
 """Whoever sees or edits a gradient has the batch's: hooks, callbacks, clipping, `backward`."""
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from tiny_runs import Manual, Regression, assert_close, refused
 
@@ -157,7 +158,14 @@ def keeps_gradients_of_samples(self):
     self.net[0].register_full_backward_hook(keep)
 
 
+def by_grad(self, loss):
+    params = list(self.parameters())
+    for param, grad in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
+        param.grad = grad
+
+
 REFUSED = {
+    "by loss.backward() without": {"backward": by_grad},
     "A step has put a hook on a weight": {"training_step": puts_a_hook},
     "has put an attribute on a weight": {"on_fit_start": keeps_gradients_of_samples},
     "without inputs=": {"backward": for_some},

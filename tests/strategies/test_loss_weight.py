@@ -239,10 +239,85 @@ def test_resumed_the_window_starts_anew(fit, tmp_path, k, step):
     assert relative_error(resumed, expected) < 1e-10
 
 
+class Sparse(Tokens):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.net[0].sparse = True
+
+
+class InAList(Tokens):
+    """The layers are no children of the module; the optimizer has them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.layers = [self.net]
+        del self.net
+
+    def loss(self, X, y):
+        object.__setattr__(self, "net", self.layers[0])
+        return super().loss(X, y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.layers[0].parameters(), 0.5, momentum=0.9)
+
+
+class CreatesGraph(Tokens):
+    def backward(self, loss):
+        loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize(("make", "k"), [(Sparse, 1), (Sparse, 2), (InAList, 1), (InAList, 2)])
+def test_sparse_gradients_and_layers_in_a_list(fit, make, k):
+    module = fit(make, k, accumulate_grad_batches=2)
+    expected = one_big_batch(num_batches=2)
+    found = module.layers[0] if make is InAList else module.net
+    assert relative_error(found, expected.net) < 1e-10
+    assert relative_error(fit(Sparse, k).net, one_big_batch(skips=False).net) < 1e-10
+
+
+def test_gradients_with_a_graph(fit):
+    module = fit(CreatesGraph, 1, accumulate_grad_batches=2)
+    assert relative_error(module, one_big_batch(num_batches=2)) < 1e-10
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_by_hand_with_a_grad_scaler(fit, k):
+    """It must find gradients, also after a batch that counts nothing."""
+    plugins = [MixedPrecision("16-mixed", HOME.type, torch.amp.GradScaler(HOME.type))]
+    assert relative_error(fit(Two, k, plugins=plugins), one_big_batch(Two)) < 1e-10
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_batch_that_the_modules_backward_leaves_out_counts_nothing(fit, k):
+    class LeavesOut(Tokens):
+        def backward(self, loss):
+            if self.trainer.fit_loop.epoch_loop.batch_idx != 2:
+                loss.backward()
+
+    settings = {"accumulate_grad_batches": 4, "max_epochs": 1, "limit_train_batches": 4}
+    module, expected = fit(LeavesOut, k, **settings), Tokens()
+    samples = sequences()
+    expected.loss(*collate(samples[:8] + samples[12:16])).backward()
+    expected.configure_optimizers().step()
+    assert relative_error(module, expected) < 1e-10
+
+
+def test_odd_losses_with_nothing_to_count(fit):
+    class Odd(Tokens):
+        def training_step(self, batch, batch_idx):
+            if batch_idx:
+                return super().training_step(batch, batch_idx)
+            return {"loss": torch.tensor(0, device=self.device), "weight": 0}
+
+    for k in (1, 2):
+        assert all(param.isfinite().all() for param in fit(Odd, k, max_epochs=1).parameters())
+
+
 WRONG = {
     "-1": (lambda module, X: -1, "weight of a loss is -1.0: it must be finite, and not negative"),
     "nan": (lambda module, X: math.nan, "weight of a loss is nan"),
     "several": (lambda module, X: X[0] * 1.0, "weight of a loss is (6,) values: return one number"),
+    "huge": (lambda module, X: 10**400, "weight of a loss is 1000"),
     "None": (lambda module, X: None, "weight of a loss is None: return one number"),
 }
 

@@ -31,7 +31,6 @@ NAMES = {  # who has it, outside of a run
     "_backward_hooks": WEIGHT,
     "_post_accumulate_grad_hooks": WEIGHT,
     "_foreach_copy_": torch,
-    "_foreach_mul_": torch,
     "_dynamo": torch,
     "_C": torch,
     "_autograd": torch._C,
