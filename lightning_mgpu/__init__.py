@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 _collects = gc.isenabled()
 # a quarter of the time that these imports take goes into looking for garbage: there is none
 gc.disable()
-import lightning_mgpu.strategies  # noqa: E402, F401 (for Trainer(strategy="manual_allreduce"))
-
-gc.freeze()
-if _collects:
-    gc.enable()
+try:
+    import lightning_mgpu.strategies  # noqa: F401 (for Trainer(strategy="manual_allreduce"))
+finally:
+    if _collects:
+        gc.enable()

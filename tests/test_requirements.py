@@ -1,10 +1,14 @@
 """Versions known to work together are as pyproject.toml takes them, hashed, with no index named."""
 
+import gc
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import lightning_mgpu
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 REPOSITORY = Path(__file__).parents[1]
@@ -37,3 +41,23 @@ def test_every_pin_has_hashes_and_no_index_is_named() -> None:
         re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n", block)
         for block in blocks[1:]
     )
+
+
+def test_actions_are_pinned_by_commit_and_texts_agree_on_python_and_on_pytest() -> None:
+    workflows = [path.read_text() for path in REPOSITORY.glob(".github/workflows/*.yml")]
+    actions = re.findall(r"uses: \S+@(.*)", "".join(workflows))
+    assert len(actions) > 5
+    assert all(re.fullmatch(r"[0-9a-f]{40} # v\d+\.\d+\.\d+", action) for action in actions)
+    script = (REPOSITORY / ".ci" / "run").read_text()
+    minimum = re.findall(r"version_info < \((\d+), (\d+)\)", script)
+    assert PROJECT["requires-python"] == ">=" + ".".join(*minimum)
+    names = ("README.md", ".github/CONTRIBUTING.md")
+    told = [*workflows, *((REPOSITORY / name).read_text() for name in names)]
+    assert set(re.findall(r"--dist=\w+", "".join(told))) == {"--dist=worksteal"}
+
+
+def test_the_import_leaves_the_garbage_collector_as_it_was() -> None:
+    """Objects that are frozen are never collected."""
+    frozen, garbage = gc.get_freeze_count(), ["young"]
+    importlib.reload(lightning_mgpu)
+    assert garbage and gc.get_freeze_count() == frozen and gc.isenabled()
