@@ -69,7 +69,7 @@ def trained(run: Run, options: list[str]) -> str:
 
 
 def test_fit(trained: str, kind: str) -> None:
-    assert f"ManualAllreduceStrategy on {kind}" in trained and "epoch 1/1" in trained
+    assert f"Strategy (textbook_allreduce) on {kind}" in trained and "epoch 1/1" in trained
 
 
 STRATEGIES = ["auto", "ddp", "dp", "manual_allreduce", "manual_allreduce_ring"]

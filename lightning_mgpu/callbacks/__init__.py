@@ -6,6 +6,7 @@ from lightning_mgpu.callbacks.fast_model import FastModel, keep_freed_memory
 from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.ignored_weight import IgnoredWeight
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
+from lightning_mgpu.callbacks.learning_rates import LearningRates
 from lightning_mgpu.callbacks.pictures import Pictures
 from lightning_mgpu.callbacks.predictions import PredictionWriter
 from lightning_mgpu.callbacks.search import BatchSizeSearch, LearningRateSearch, is_search
@@ -18,6 +19,7 @@ __all__ = [
     "IgnoredWeight",
     "LearningCurve",
     "LearningRateSearch",
+    "LearningRates",
     "Pictures",
     "PredictionWriter",
     "RunHeader",

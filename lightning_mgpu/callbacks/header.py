@@ -36,6 +36,8 @@ class RunHeader(Callback):
             return
         self._printed = True
         name, strategy = type(pl_module).__name__, type(trainer.strategy).__name__
+        if allreduce := getattr(trainer.strategy, "allreduce", None):
+            strategy += f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})"
         num_parameters: int | None = count_parameters(pl_module)
         if is_sharded(trainer):
             num_parameters = self._num_before_sharding
@@ -52,11 +54,9 @@ class RunHeader(Callback):
             "strategy": f"{strategy} on {where}",
         }
         if (batch_size := global_batch_size(trainer)) is not None:
-            facts |= {
-                "global_batch_size": batch_size,
-                "per_device_batch_size": per_device(batch_size, trainer),
-            }
-            lines["batch"] = f"{batch_size} global, {facts['per_device_batch_size']} per device"
+            share, unit = share_of(batch_size, trainer)
+            facts |= {"global_batch_size": batch_size, f"per_{unit}_batch_size": share}
+            lines["batch"] = f"{batch_size} global, {share} per {unit}"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
             lines["data"] = f"{type(data).__name__} {getattr(data, 'in_words', '')}".strip()
         if directory := run_directory(trainer):
@@ -89,9 +89,12 @@ def global_batch_size(trainer: Trainer) -> int | None:
     return own and own * trainer.world_size
 
 
-def per_device(batch_size: int, trainer: Trainer) -> str:
-    """The samples of a global batch a device gets, on average: '128', '85.3', '179.2 and 76.8'."""
+def share_of(batch_size: int, trainer: Trainer) -> tuple[str, str]:
+    """The samples of a global batch that each gets, on average, and who: a device or a replica.
+
+    ('128', 'device'), ('179.2 and 76.8', 'device'), ('64', 'replica') where a device has several.
+    """
     shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-    return " and ".join(
-        dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
-    )
+    several = len(shares) > len(getattr(trainer.strategy, "given_devices", shares))
+    each = dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
+    return " and ".join(each), "replica" if several else "device"

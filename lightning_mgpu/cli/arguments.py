@@ -19,6 +19,7 @@ from lightning_mgpu.runs.files import to_yaml
 from lightning_mgpu.runs.resume import FLAG, find_run
 
 STRATEGY = "--trainer.strategy"
+COMMON = ("auto", "ddp", "dp", "fsdp", "manual_allreduce")
 
 
 def join(args: Sequence[str]) -> list[str]:
@@ -102,10 +103,15 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
         raise UsageError(
             f"{STRATEGY}={name}: no such strategy. {did_you_mean(name, registered)}\n"
             "a class of your own is given by its path: my_package.MyStrategy\n"
-            f"registered are {', '.join(reversed(registered))}"
+            f"registered are {', '.join(sorted(registered, key=_rarity))}"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
     return [*others, f"{STRATEGY}={to_yaml(strategy_class(name), in_a_line=True)}", *options]
+
+
+def _rarity(name: str) -> tuple[bool, bool, str]:
+    """Sorts strategies' names: the common ones first, Lightning's many variants last."""
+    return name not in COMMON, not name.startswith("manual_allreduce_"), name
 
 
 def strategy_class(name: str) -> dict[str, Any]:

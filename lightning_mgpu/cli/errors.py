@@ -6,6 +6,7 @@ are also how a GPU reports its errors.
 """
 
 import difflib
+import re
 import sys
 import traceback
 from argparse import ArgumentError
@@ -33,6 +34,8 @@ PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
 # how torch begins when a checkpoint is another model's
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "
+# what is said of a class that is derived from another package's
+OTHER_PACKAGE = re.compile(r"does not correspond to a subclass of|^`model` must be a `Lightning")
 # how lines begin that tell of jsonargparse's inner life, or of what the first line says already
 NOISE = (
     *(
@@ -114,7 +117,7 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
-    if str(error).startswith(OTHER_PARAMETERS):
+    if str(error).startswith((OTHER_PARAMETERS, "`model` must be a `LightningModule`")):
         return True
     if not any(each in _last_file(error).parents for each in PACKAGES):
         return False
@@ -135,7 +138,18 @@ def in_lines(error: BaseException) -> str:
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
-    return "\n".join(line[:MOST_CHARACTERS] for line in lines[:MOST_LINES])
+    if OTHER_PACKAGE.search(str(error)) and "pytorch_lightning" in sys.modules:
+        lines[MOST_LINES - 1 :] = []
+        lines.append("classes of pytorch_lightning are others: import lightning.pytorch instead")
+    return "\n".join(map(_shorten, lines[:MOST_LINES]))
+
+
+def _shorten(line: str) -> str:
+    """A line of moderate length, which ends with a whole word."""
+    if len(line) <= MOST_CHARACTERS:
+        return line
+    cut = line[: MOST_CHARACTERS - 3]
+    return f"{cut[: cut.rfind(' ')] if ' ' in cut.strip() else cut} ..."
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:

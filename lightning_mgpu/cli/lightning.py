@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -180,7 +180,7 @@ class CLI(LightningCLI):
             tracking = config.wandb if has_logger else None
             added.append(RunRecord(self.run_dir, saved, header, tracking, self.opened))
             if self.subcommand == "fit" and has_logger:
-                added.append(LearningRateMonitor())
+                added.append(ours.LearningRates())
         if self.subcommand == "predict":
             added.append(ours.PredictionWriter())
         has_bar = any(
@@ -223,6 +223,11 @@ class CLI(LightningCLI):
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger) and is_first:
                 logger.experiment.summary["fingerprint"] = trained
+        broken = [
+            f"{name} is {value.item()}"
+            for name, value in self.trainer.callback_metrics.items()
+            if "loss" in name and not value.isfinite()
+        ]
         metrics: dict[str, Any] = {}
         has_test = is_overridden("test_step", self.model)
         has_test = has_test and is_overridden("test_dataloader", self.datamodule)
@@ -241,6 +246,8 @@ class CLI(LightningCLI):
             metrics = dict(tested[0]) if tested else {}
         if is_first:
             print(f"fingerprint: {trained}")
+            if broken:
+                print(f"warning: {', '.join(broken)}: the training has diverged, see metrics.csv")
             print(closing_line(metrics, seconds, str(devices(self.trainer))), flush=True)
 
 

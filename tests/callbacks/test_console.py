@@ -2,18 +2,29 @@
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.callbacks import EpochLines, EpochTimer, RunHeader, epoch_timer
+from lightning_mgpu.allreduce import ring_allreduce
+from lightning_mgpu.callbacks import (
+    EpochLines,
+    EpochTimer,
+    LearningRates,
+    RunHeader,
+    epoch_timer,
+)
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.runs.devices import in_words
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.callbacks.conftest import Named
 from tests.conftest import run_devices
 
@@ -46,6 +57,22 @@ def test_a_header_then_a_line_an_epoch(
     )
     trainer.test(model, data, verbose=False)
     assert capsys.readouterr().out == ""
+
+
+def test_replicas_and_allreduce_are_named_and_short_runs_have_a_learning_rate(
+    make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    strategy = ManualAllreduceStrategy(ring_allreduce, replicas=4)
+    model = LeNet(lr_scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=99))
+    callbacks = [RunHeader(), LearningRates()]
+    trainer = make_trainer(
+        callbacks=callbacks, strategy=strategy, devices=1, logger=CSVLogger(tmp_path, "", "")
+    )
+    trainer.fit(model, make_data())
+    out = capsys.readouterr().out
+    assert "64 global, 16 per replica" in out and "Strategy (ring_allreduce) on" in out
+    assert "per_replica_batch_size: '16'" in (tmp_path / "hparams.yaml").read_text()
+    assert "lr-SGD" in (tmp_path / "metrics.csv").read_text()
 
 
 def test_epoch_lines_show_metrics_of_any_name(

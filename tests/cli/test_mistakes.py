@@ -30,7 +30,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
         "dpp: no such strategy. did you mean dp?",
         "manual_allreduce",
         "my_package.MyStr",
+        "registered are auto, ddp, dp, fsdp, manual_allreduce, manual_allreduce_blocked, ",
+        "ddp_fork, ... (",  # whole names
     ),
+    "fit --model=old_code.Old": ("import lightning.pytorch instead",),
     f"fit {CPU} --trainer.devices=99": (
         "--trainer.devices=99: take a number of processes from 1 to",
     ),
@@ -83,6 +86,7 @@ FILES = {
     "broken.yaml": "trainer: [1, {\n",
     "key.yaml": "trainer:\n  max_epoch: 2\n",
     "used/a_file": "",
+    "old_code.py": "import pytorch_lightning as pl\n\nclass Old(pl.LightningModule): ...\n",
 }
 
 

@@ -53,7 +53,10 @@ def trained(on_sim: Callable[..., str]) -> str:
 
 
 def test_fit(trained: str) -> None:
-    assert "ManualAllreduceStrategy on sim:0, sim:1" in trained and "epoch 1/1" in trained
+    assert (
+        "ManualAllreduceStrategy (textbook_allreduce) on sim:0, sim:1" in trained
+        and "epoch 1/1" in trained
+    )
     assert "sec/epoch on [device(type='sim', index=0), device(type='sim', index=1)]" in trained
 
 
