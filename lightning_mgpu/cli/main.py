@@ -79,7 +79,7 @@ def _run(subcommand: str, args: list[str]) -> None:
         before = what_stays(first)
     else:
         if path := given.get("ckpt_path"):
-            saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"))
+            saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"), path)
         first = with_defaults(given, saved)
         if (model := saved.get("model")) and subcommand != "fit":
             # its arguments, such as flip_tta, may be others in a test

@@ -1,12 +1,16 @@
 """Checkpoint files are checked before use: a Trainer's, without code. They know their model."""
 
+import re
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.runs.errors import UsageError
@@ -14,6 +18,8 @@ from lightning_mgpu.runs.errors import UsageError
 LAST = "last.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
+TRUSTED = (__package__.partition(".")[0], "torch", "lightning")  # packages of classes
+DOTTED = re.compile(r"\b[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
@@ -59,9 +65,36 @@ def check_readable(trainer: Trainer, path: Path) -> None:
         )
 
 
-def saved_config(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's configuration of model, data and seed; empty if another program made it."""
-    return dict(checkpoint.get(KEY, {}).get("config", {}))
+def saved_config(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """A checkpoint's configuration of model, data and seed; empty if another program made it.
+
+    It says nothing else, nor where the data are, and classes of other packages are printed: whoever
+    made the file chose them, and jsonargparse imports them from the working directory first.
+    """
+    config = checkpoint.get(KEY, {}).get("config", {})
+    config = {key: config[key] for key in SECTIONS if key in config}
+    if data := config.get("data"):
+        config["data"] = {
+            part: {key: value for key, value in data[part].items() if key != "root"}
+            for part in ("init_args", "dict_kwargs")
+            if part in data
+        } | {"class_path": data["class_path"]}
+    print_foreign(config, path)
+    return config
+
+
+@rank_zero_only
+def print_foreign(config: dict[str, Any], path: str | Path) -> None:
+    """Print what could be imported, wherever it stands; texts may be YAML with classes, too."""
+    names = [
+        name
+        for name in dict.fromkeys(DOTTED.findall(str(config)))
+        if (package := name.partition(".")[0]) not in TRUSTED
+        and (package in sys.modules or find_spec(package))
+    ]
+    if names:  # stdout may be the configuration, of --print_config
+        told = f"{path} names classes of other files, which run when they are imported"
+        print(f"{told}: {', '.join(names)}", file=sys.stderr, flush=True)
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:

@@ -138,10 +138,17 @@ class LastCheckpoint(Callback):
         )
         if is_of_this_run and (logger := csv_logger(trainer)):
             logger.go_on(checkpoint[KEY]["metrics"])
+        is_trained = checkpoint.get(KEY, {}).get("is_trained")
         finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
-        if is_of_this_run or any(each.state_key in checkpoint["callbacks"] for each in finetuning):
+        go_on = [each for each in finetuning if each.state_key in checkpoint["callbacks"]]
+        if go_on and is_trained is None:
+            raise UsageError(
+                f"the checkpoint does not say what {type(go_on[0]).__name__} has thawed: another "
+                "program saved it, or its parameters were sharded"
+            )
+        if is_of_this_run or go_on:
             # Lightning's callbacks forget what they have thawed (their issue 21901)
-            set_trained(pl_module, checkpoint[KEY].get("is_trained") or {})
+            set_trained(pl_module, is_trained or {})
         if is_of_this_run and (why := checkpoint[KEY].get("why_stopped")):
             self.why_stopped = why
             trainer.should_stop = True  # which ends it before the next epoch

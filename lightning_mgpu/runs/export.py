@@ -49,7 +49,7 @@ def main(args: list[str]) -> None:
 def load_model(ckpt_path: str) -> LightningModule:
     """The model of a checkpoint, with its weights, in evaluation mode."""
     checkpoint = read_checkpoint(ckpt_path)
-    if (config := saved_config(checkpoint).get("model")) is None:
+    if (config := saved_config(checkpoint, ckpt_path).get("model")) is None:
         raise UsageError(
             f"--ckpt_path={ckpt_path} does not say which model it is of: it was made without this "
             "command"

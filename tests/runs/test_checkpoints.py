@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_evaluation_takes_a_checkpoint_alone(
     run: Path, main: Callable, root: Path, capfd: Any
 ) -> None:
     path = "--ckpt_path=run/checkpoints/last.ckpt"
-    data = ("--trainer.accelerator=cpu", "--trainer.devices=1")
+    data = (f"--data.root={root}", "--trainer.accelerator=cpu", "--trainer.devices=1")
     assert main("test", path, *data, "--run_dir=tested", "--data.batch_size=9") == 0
     out = capfd.readouterr().out
     assert "Net, 12,730 parameters" in out and "batch:    9 global" in out
@@ -146,7 +147,7 @@ def test_evaluation_takes_a_checkpoint_alone(
     assert main("test", path, "--seed_everything=5", "--print_config") == 0
     config = yaml.safe_load(capfd.readouterr().out)
     assert config["seed_everything"] == 5 and config["data"]["init_args"]["batch_size"] == 64
-    assert config["data"]["init_args"]["root"] == str(root)
+    assert config["data"]["init_args"]["root"] == "~/.cache/lightning_mgpu"
     assert main("validate", "--model=LeNet", path, *data) == 2
     assert "models.LeNet: run/checkpoints/last.ckpt has own_run.Net" in capfd.readouterr().err
 
@@ -213,6 +214,42 @@ def test_a_checkpoint_that_cannot_be_used_is_told(
         "it holds objects of classes" in captured.err and "code of a checkpoint" not in captured.out
     )
     assert metrics(run) == before
+
+
+EVIL = """
+import sys
+from lightning_mgpu.models import LeNet
+
+print("code runs", file=sys.stderr)
+
+class Net(LeNet):
+    pass
+"""
+
+
+@pytest.mark.parametrize("where", ["init_args", "dict_kwargs", "init_args.root"])
+def test_what_a_checkpoint_may_say(
+    where: str, own: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Neither where the data are nor where a run is; whose code runs is told before it does."""
+    (own / "evil.py").write_text(EVIL)
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    data: dict[str, Any] = {"class_path": "lightning_mgpu.data.FashionMNIST"}
+    data["init_args"] = {"batch_size": 9}
+    data |= {where: "/else"} if "." in where else {where: {"root": "/else", "batch_size": 9}}
+    model = {"class_path": "lightning_mgpu.models.LeNet"}
+    for said in ({"class_path": "evil.Net"}, model | {"init_args": {"optimizer": "[evil.SGD]"}}):
+        config = {"model": said, "data": data, "run_dir": "/else", "data.root": "/else"}
+        content = {"state_dict": LeNet().state_dict(), "lightning_mgpu": {"config": config}}
+        torch.save(content, "x.ckpt")
+        status = main("test", "--ckpt_path=x.ckpt", "--print_config")
+        out, err = capfd.readouterr()
+        assert status == (0 if said["class_path"] == "evil.Net" else 2), err
+        told = r"x.ckpt names classes of other files, which run when they are imported: evil.\w+\n"
+        assert re.match(told, err)
+        assert "/else" not in out and err.count("x.ckpt names") == 1
+        if not status:
+            assert err.splitlines()[1] == "code runs" and "batch_size: 9" in out
 
 
 LACKS_ONNX = not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))

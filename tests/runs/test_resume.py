@@ -141,7 +141,8 @@ def test_the_newest_run_is_resumed_wherever_it_is(
     assert "wandb:    off (--wandb.mode=disabled)" in capfd.readouterr().out
     assert fit("--resume=last", "--wandb.mode=auto") == 0
     assert "wandb:    off (WANDB_MODE=disabled)" in capfd.readouterr().out
-    config = saved_config(read_checkpoint(elsewhere / "checkpoints" / "last.ckpt"))
+    path = elsewhere / "checkpoints" / "last.ckpt"
+    config = saved_config(read_checkpoint(path), path)
     assert config["model"]["class_path"] == "own_run.Net"
     shutil.rmtree(elsewhere)
     assert fit("--resume=last") == 2
@@ -253,7 +254,10 @@ def test_a_run_that_stopped_by_itself_is_finished(
     assert not any(line.startswith("epoch ") for line in again)
 
 
-def test_what_a_callback_has_thawed_stays_so(fit: Callable[..., int], tmp_path: Path) -> None:
+def test_what_a_callback_has_thawed_stays_so(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """A checkpoint that cannot say what that is, such as a plain Trainer's, is refused."""
     tuned = ("--model=own_run.Tuned", "--trainer.devices=1", "--trainer.max_epochs=4")
     data = (f"--data.{option}" for option in ("source=synthetic", "val_size=101"))
     callbacks = (
@@ -266,3 +270,10 @@ def test_what_a_callback_has_thawed_stays_so(fit: Callable[..., int], tmp_path: 
     assert fit(*args, "--run_dir=stopped", stop="3,1") == 1
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
+    foreign = last(tmp_path / "whole")
+    del foreign["lightning_mgpu"]
+    torch.save(foreign, tmp_path / "foreign.ckpt")
+    capfd.readouterr()
+    assert fit(*args, "--ckpt_path=foreign.ckpt", "--run_dir=on", "--trainer.max_epochs=5") == 2
+    err = capfd.readouterr().err
+    assert "does not say what BackboneFinetuning has thawed" in err
