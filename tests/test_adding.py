@@ -115,6 +115,9 @@ def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main
             assert got == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.skipif(
+    run_devices(1)[0].type == "sim", reason="on simulated devices: they have no fused GRU"
+)
 def test_a_loss_per_token(
     project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
