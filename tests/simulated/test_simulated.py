@@ -49,9 +49,8 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
         "test_devices.py",
         "test_on_demand.py",
     ],
-    "runs": [
-        f"../runs/test_{name}.py" for name in ("checkpoints", "model_summary", "records", "resume")
-    ],
+    "runs": ["../runs/test_checkpoints.py", "../runs/test_model_summary.py"],
+    "resume": ["../runs/test_records.py", "../runs/test_resume.py"],
     "parts": [
         *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),
         *("../benchmark", "../test_book.py", "../test_modes.py"),
