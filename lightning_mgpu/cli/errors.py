@@ -2,7 +2,7 @@
 
 Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever
 the user's own code raises later keeps its traceback, and so do errors from torch's C++ code, which
-are also how a GPU reports its errors.
+are also how a GPU reports its errors. A model whose layers do not fit each other ends in few lines.
 """
 
 import difflib
@@ -32,6 +32,10 @@ SWITCH = "--traceback"
 JSONARGPARSE = Path(jsonargparse.__file__).parent
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MOST_LINES, MOST_CHARACTERS = 6, 300
+# how torch says that tensors do not fit each other
+SHAPES = re.compile(
+    r"\bshapes?\b|size of tensor|input of size|\bchannels\b|match the size|batch_size|D input"
+)
 # how torch begins when a checkpoint is another model's
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "
 # what is said of a class that is derived from another package's
@@ -109,7 +113,8 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
             notes = [note for note in getattr(error, "__notes__", []) if note.endswith(SHOWS)]
             where = (notes or [f"{SWITCH}{SHOWS}"])[-1]
-            print(f"error: {in_lines(error)} ({where})", file=sys.stderr, flush=True)
+            text = in_lines(error) + (_where(error) if is_shape_error(error) else "")
+            print(f"error: {text} ({where})", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -119,6 +124,8 @@ def is_mistake(error: BaseException) -> bool:
         return True
     if str(error).startswith((OTHER_PARAMETERS, "`model` must be a `LightningModule`")):
         return True
+    if is_shape_error(error):
+        return True
     if not any(each in _last_file(error).parents for each in PACKAGES):
         return False
     if isinstance(error, RuntimeError):
@@ -126,6 +133,24 @@ def is_mistake(error: BaseException) -> bool:
         frames = traceback.extract_tb(error.__traceback__)
         return (frames[-1].line or "").startswith("raise")
     return isinstance(error, (ValueError, OSError))
+
+
+def is_shape_error(error: BaseException) -> bool:
+    """Whether a model's layers, or its data, do not fit each other: torch's message says how."""
+    layers = Path(torch.__file__).parent / "nn"
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    is_torchs = type(error) is RuntimeError and any(layers in file.parents for file in files)
+    is_torchs |= type(error) is ValueError and layers in _last_file(error).parents
+    return is_torchs and SHAPES.search(str(error)) is not None
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own code in the traceback, if there is one."""
+    others = (*PACKAGES, Path(torch.__file__).parent, Path(sys.prefix))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(each in Path(frame.filename).parents for each in others):
+            return f"\n  in {frame.name}, {frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
 
 
 def _last_file(error: BaseException) -> Path:

@@ -1,5 +1,6 @@
 """A mistake on the command line ends in at most six lines with status 2, and leaves no file."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,6 +156,10 @@ class Late(LeNet):
         if self.trainer.max_epochs == 7:
             raise MisconfigurationException("in the tenth hour")
 
+class Misfit(LeNet):
+    def forward(self, X):
+        return super().forward(X.flatten(1))
+
 class NoList(FashionMNIST):
     def train_dataloader(self):
         raise ValueError("no list of files")
@@ -181,6 +186,12 @@ def test_code_of_ones_own(
     assert main(*run, "--model=own_code.Late", "--trainer.max_epochs=7", "--run_dir=late") == 2
     assert "error: in the tenth hour (late/error.log shows where)" in capfd.readouterr().err
     assert "on_train_epoch_start" in (tmp_path / "late" / "error.log").read_text()
+    for devices in ("--trainer.devices=1", "--trainer.strategy=manual_allreduce"):
+        assert main(*run, devices, "--model=own_code.Misfit", "--run_dir=misfit") == 2
+        lines = capfd.readouterr().err.partition("error: ")[2].splitlines()
+        assert len(lines) <= 3 and lines[0].startswith("Expected ")
+        assert "own_code.py:" in lines[1] and lines[1].endswith("(misfit/error.log shows where)")
+        shutil.rmtree("misfit")
     assert main(*run, "--model=own_code.Lacks") == 2
     assert "error: vocab.json is missing: run prepare.py (" in capfd.readouterr().err
     cycle = ("--model.lr_scheduler=OneCycleLR", "--model.lr_scheduler.max_lr=0.3")

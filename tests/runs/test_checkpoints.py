@@ -290,3 +290,11 @@ class OneSize(LeNet):
 def test_a_model_that_takes_batches_of_one_size_is_refused(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="Constraints violated"):
         export.write(OneSize(), tmp_path / f"model{suffix}")
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_a_warning(
+    fit: Callable[..., int], capfd: Any
+) -> None:
+    assert fit("--trainer.devices=1", "--model.optimizer.lr=1e30", "--trainer.max_epochs=1") == 0
+    out = capfd.readouterr().out
+    assert "\nwarning: " in out and "the training has diverged, see metrics.csv\n" in out
