@@ -259,13 +259,12 @@ def test_what_a_callback_has_thawed_stays_so(
 ) -> None:
     """A checkpoint that cannot say what that is, such as a plain Trainer's, is refused."""
     tuned = ("--model=own_run.Tuned", "--trainer.devices=1", "--trainer.max_epochs=4")
-    data = (f"--data.{option}" for option in ("source=synthetic", "val_size=101"))
     callbacks = (
         "--trainer.callbacks=BackboneFinetuning",
         "--trainer.callbacks.unfreeze_backbone_at_epoch=1",
         "--trainer.callbacks+=own_run.Stop",
     )
-    args = (*tuned, *data, *callbacks, "--trainer.accelerator=cpu")
+    args = (*tuned, *callbacks, "--trainer.accelerator=cpu")
     assert fit(*args, "--run_dir=whole") == 0
     assert fit(*args, "--run_dir=stopped", stop="3,1") == 1
     assert fit("--resume=stopped") == 0

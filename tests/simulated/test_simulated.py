@@ -78,5 +78,5 @@ def test_on_simulated_devices(group: str) -> None:
     # `new --drop` leaves some out
     paths = [path for path in paths if Path(path.partition("::")[0]).exists()]
     line = [sys.executable, "-m", "pytest", *options, *paths]
-    done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
