@@ -61,7 +61,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> np.ndarray | None:
-    """A process's samples, a record (index, ...) for each; `None` of what is no table."""
+    """A process's samples, a record (index, ...) for each; `None` where it is not a table."""
     try:
         rows = [
             np.rec.fromarrays(sum((parts(batch[key]) for key in batches[0]), [np.array(numbers)]))

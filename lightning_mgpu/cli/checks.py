@@ -17,7 +17,7 @@ from lightning_mgpu.runs.errors import UsageError
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
 SECRET_NAME = re.compile("(?i).*(password|passwd|secret|token|api_?key|credentials)")
-# `start_token` and its like are words of a language model, where the value is no long key
+# `start_token` and its like are words of a language model, unless the value is a long key
 WORD_NAME = re.compile("(?i)(?!.*(api|auth|access|session)_?token).+_token")
 KEY_VALUE = re.compile(r"[\w.~+/=-]{16,}")
 # where launchers say how many processes they have started, in all and on this machine
@@ -58,7 +58,7 @@ def check_devices(config: Namespace) -> None:
 
 
 def launched() -> tuple[int, int]:
-    """The processes that a launcher has started, in all and on this machine; 0 if nobody tells."""
+    """The processes that a launcher has started, in all and on this machine; 0 if none says so."""
     told = next((name for name in LAUNCHERS if name in os.environ), "")
     is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if not told or (told == "SLURM_NTASKS" and is_shell):

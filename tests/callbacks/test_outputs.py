@@ -167,7 +167,7 @@ def test_no_picture_ends_a_run(make_trainer: Callable, tmp_path: Path, recwarn: 
 def test_images_without_labels(
     num_tensors: int, devices: int, lively: LeNet, make_trainer: Callable, tmp_path: Path
 ) -> None:
-    """In batches X, (X,) and (X, y); of two images, too, which are no pair."""
+    """In batches X, (X,) and (X, y); also of two images, which are not a pair."""
     X = torch.rand(6, 1, 28, 28)
     labels = [torch.arange(6)] * (num_tensors - 1)
     tables = []

@@ -75,7 +75,7 @@ def test_optimizer_states_are_copied_for_steps_that_look_at_them(
 
 
 class Holder(Regression):
-    """What replicas have states of, beside layers."""
+    """Replicas have states of these attributes, beside layers."""
 
     def __init__(self):
         super().__init__(nn.Linear(6, 3), adamw)

@@ -246,7 +246,7 @@ class Sparse(Tokens):
 
 
 class InAList(Tokens):
-    """The layers are no children of the module; the optimizer has them."""
+    """The layers are not children of the module. The optimizer has them."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -408,6 +408,16 @@ def test_the_mean_per_token_of_an_epoch_is_logged(fit, k):
     module = fit(Logs, k, loader=lambda: DataLoader(samples, BATCH_SIZE, collate_fn=collate))
     expected = module.cpu().loss(*collate(samples))
     assert module.trainer.callback_metrics["loss_epoch"].item() == pytest.approx(expected.item())
+
+
+def test_the_steps_own_tensor_gets_no_hook(fit):
+    class Keeps(Tokens):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            self.kept = output["loss"]
+            return output
+
+    assert not fit(Keeps, 1, max_epochs=1).kept._backward_hooks
 
 
 def test_what_callbacks_get(fit):
