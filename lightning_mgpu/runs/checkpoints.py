@@ -100,6 +100,8 @@ class LastCheckpoint(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":  # nothing is saved, and the connector has been given this already
+            return
         connector = trainer._checkpoint_connector
         dump = connector.dump_checkpoint
 
