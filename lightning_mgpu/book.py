@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
-from lightning_mgpu.cli.errors import one_line_errors
+from lightning_mgpu.cli.error_messages import one_line_errors
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.runs.devices import gpus, synchronize
+from lightning_mgpu.devices import gpus, synchronize
 
 Params = list[Tensor]
 

@@ -11,7 +11,7 @@ import secrets
 import numpy as np
 import torch
 
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 # in every checkpoint; a run must not go on with other numbers than those it began with
 VERSION = 2

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu import book
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.devices import gpus
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.devices import gpus
 from tests.conftest import run_devices
 
 CPU = torch.device("cpu")

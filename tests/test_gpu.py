@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.runs.devices import gpus
+from lightning_mgpu.devices import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 KINDS = ["cpu", *(gpu.type for gpu in gpus()[:1])]

@@ -21,8 +21,8 @@ from lightning_mgpu.benchmark.parts import finished_clock
 from lightning_mgpu.benchmark.plan import make_model
 from lightning_mgpu.benchmark.processes import Result
 from lightning_mgpu.benchmark.report import markdown, not_measured, over_repeats
-from lightning_mgpu.runs.devices import gpus
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.devices import gpus
+from lightning_mgpu.errors import UsageError
 
 ALGORITHMS: dict[str, Allreduce] = {
     name: getattr(allreduce, f"{name}_allreduce")

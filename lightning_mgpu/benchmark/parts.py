@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-from lightning_mgpu.runs.devices import synchronize
+from lightning_mgpu.devices import synchronize
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "strategy", "framework")
 """In the order of a step. `strategy` is what a strategy of this package does beside them: it puts

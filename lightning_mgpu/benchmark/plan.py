@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu import models
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
 """Engines that are a loop by hand, in words."""

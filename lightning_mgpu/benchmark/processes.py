@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.runs.devices import gpus
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.processes import process_group
+from lightning_mgpu.devices import gpus
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.processes import process_group
 
 Result = dict[str, Any]
 """Of a configuration: `configuration`, `error`, `repeats`: what each process printed, or `None`."""

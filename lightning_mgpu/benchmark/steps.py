@@ -24,8 +24,8 @@ from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, ma
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
-from lightning_mgpu.runs.devices import gpus, own_devices
-from lightning_mgpu.runs.processes import leave_group
+from lightning_mgpu.devices import gpus, own_devices
+from lightning_mgpu.processes import leave_group
 
 SWITCHES = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(SWITCHES, False)}

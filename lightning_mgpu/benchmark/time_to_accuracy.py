@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark.processes import machine, new_directory
-from lightning_mgpu.runs.errors import ToolParser, UsageError
-from lightning_mgpu.runs.processes import run_in_group
+from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.processes import run_in_group
 
 PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 

@@ -2,7 +2,7 @@
 
 from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer
-from lightning_mgpu.callbacks.fast_model import FastModel, keep_freed_memory
+from lightning_mgpu.callbacks.fast_model import FastModel
 from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.ignored_weight import IgnoredWeight
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
@@ -24,5 +24,4 @@ __all__ = [
     "PredictionWriter",
     "RunHeader",
     "is_search",
-    "keep_freed_memory",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_mgpu.runs.devices import own_devices, synchronize
+from lightning_mgpu.devices import own_devices, synchronize
 
 
 class EpochTimer(Callback):

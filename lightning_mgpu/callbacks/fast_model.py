@@ -1,4 +1,4 @@
-"""Makes any model faster without its knowledge: memory format, torch.compile, malloc.
+"""Makes any model faster without its knowledge: memory format and torch.compile.
 
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
     python -m lightning_mgpu fit --fast.compile=default --malloc=keep
@@ -7,7 +7,6 @@ The options of `--fast` apply to the networks a LightningModule holds, its child
 and the keys of checkpoints stay as they are.
 """
 
-import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -20,15 +19,14 @@ from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_mgpu.runs.devices import own_devices
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.devices import own_devices
+from lightning_mgpu.errors import UsageError
 
 COMPILERS = {  # by kind of device: the variable that names a compiler, and those looked for without
     "cpu": ("CXX", ["g++"]),  # Inductor's kernels are C++
     "cuda": ("CC", ["gcc", "clang"]),  # Triton compiles what starts its kernels
     "xpu": ("CC", ["gcc", "clang"]),
 }
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 
 
 class FastModel(Callback):
@@ -125,22 +123,3 @@ def _to_channels_last(X: Tensor) -> Tensor:
         _, C, H, W = X.shape
         return X.as_strided(X.shape, (C * H * W, 1, W * C, C))
     return X.contiguous(memory_format=torch.channels_last)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: memory grows to its peak and stays there.
-
-    By default freed activations go back to the kernel, which zeroes them: a fault for every 4 KiB.
-
-    Raises:
-        OSError: If the C library is not glibc.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        raise OSError(
-            "malloc=keep sets glibc's allocator, and this system has another: leave it at "
-            "malloc=default"
-        )
-    libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap as well
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is never given back
-    libc.mallopt(M_TOP_PAD, 64 * 2**20)  # and which grows in large steps

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.runs.devices import devices, in_words, is_sharded
+from lightning_mgpu.devices import devices, in_words, is_sharded
 from lightning_mgpu.runs.directory import run_directory
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
 
+from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.directory import run_directory
-from lightning_mgpu.runs.files import replacing
 
 NUM_IMAGES = 24  # in rows of eight
 MOST_CLASSES = 50  # of a matrix that can be read

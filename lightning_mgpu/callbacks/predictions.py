@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import class_names
 from lightning_mgpu.data.batches import GlobalBatches
+from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.directory import run_directory
-from lightning_mgpu.runs.files import replacing
 
 
 class PredictionWriter(BasePredictionWriter):

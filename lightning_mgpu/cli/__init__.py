@@ -6,8 +6,9 @@
 | `main.py`       | from arguments to a subcommand; messages that are kept out of its output  |
 | `arguments.py`  | conveniences that become plain arguments of the LightningCLI              |
 | `yaml_files.py` | `--config`: where files are found, and how they are read                  |
-| `lightning.py`  | the LightningCLI                                                          |
+| `training_cli.py` | the LightningCLI                                                        |
 | `parser.py`     | its parser: a class that is named has its own defaults                    |
 | `checks.py`     | secrets, devices, another run: what is wrong before anything starts      |
-| `errors.py`     | a mistake ends in a few lines, with 'did you mean'                        |
+| `error_messages.py` | a mistake ends in a few lines, with 'did you mean'                    |
+| `export.py`     | ONNX and torch's exported program                                         |
 """

@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.errors import did_you_mean, last_part
+from lightning_mgpu.cli.error_messages import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import to_yaml
 from lightning_mgpu.runs.checkpoint_file import flatten
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.files import to_yaml
 from lightning_mgpu.runs.resume import FLAG, find_run
 
 STRATEGY = "--trainer.strategy"

@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from lightning_mgpu.cli.errors import last_part
+from lightning_mgpu.cli.error_messages import last_part
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import flatten
-from lightning_mgpu.runs.errors import UsageError
 
 MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
 SECRET_NAME = re.compile("(?i).*(password|passwd|secret|token|api_?key|credentials)")

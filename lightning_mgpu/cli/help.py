@@ -6,7 +6,7 @@ from lightning_mgpu import __version__
 
 RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the modules whose `main` the others are
-    "export": "lightning_mgpu.runs.export",
+    "export": "lightning_mgpu.cli.export",
     "sweep": "lightning_mgpu.sweep.cli",  # room: sweep
     "benchmark": "lightning_mgpu.benchmark.cli",  # room: benchmark
     "new": "lightning_mgpu.cli.new",  # room: new

@@ -11,12 +11,12 @@ import warnings
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.arguments import given_options, join, prepare, take_resume, with_defaults
-from lightning_mgpu.cli.errors import SWITCH, UsageError, did_you_mean, one_line_errors
+from lightning_mgpu.cli.error_messages import SWITCH, UsageError, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import RUNS, TOOLS, subcommands
-from lightning_mgpu.cli.lightning import CLI
+from lightning_mgpu.cli.training_cli import CLI
 from lightning_mgpu.cli.yaml_files import read_config
+from lightning_mgpu.processes import leave_group
 from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_config
-from lightning_mgpu.runs.processes import leave_group
 from lightning_mgpu.runs.resume import FLAG, what_stays
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.

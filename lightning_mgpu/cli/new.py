@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath
 
-from lightning_mgpu.runs.errors import ToolParser, UsageError
+from lightning_mgpu.errors import ToolParser, UsageError
 
 ROOMS = ("benchmark", "testing", "sweep", "book", "simulated")  # what --drop takes
 CLONE = Path(__file__).parents[2]

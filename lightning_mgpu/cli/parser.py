@@ -14,9 +14,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from lightning_mgpu.cli.errors import last_part
+from lightning_mgpu.cli.error_messages import last_part
 from lightning_mgpu.cli.help import PROG
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 NO_TEXT = "Unable to serialize instance "  # what jsonargparse writes where a value has no text
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"

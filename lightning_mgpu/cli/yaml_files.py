@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 PACKAGE = Path(__file__).parents[1]
 PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout

@@ -1,4 +1,4 @@
-"""One run, one directory: how it is made, recorded, stopped, resumed and exported.
+"""One run, one directory: how it is made, recorded, stopped and resumed.
 
 | file                 | what is in it                                                           |
 | -------------------- | ----------------------------------------------------------------------- |
@@ -10,7 +10,4 @@
 | `resume.py`          | `--resume`: which run, which checkpoint, which flags may change         |
 | `csv_logger.py`      | `metrics.csv`                                                           |
 | `wandb_run.py`       | the Weights & Biases run                                                |
-| `export.py`          | ONNX and torch's exported program                                       |
-
-The others are small tools of these: `files.py`, `processes.py`, `devices.py`, `errors.py`.
 """

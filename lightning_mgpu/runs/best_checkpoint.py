@@ -15,8 +15,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import LAST, check_readable
-from lightning_mgpu.runs.errors import UsageError
 
 VAL_ACC = "val_acc"
 # words in the names of metrics

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 LAST = "last.ckpt"
 KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's

@@ -19,12 +19,12 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_mgpu.devices import is_sharded
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, check_readable
 from lightning_mgpu.runs.csv_logger import csv_logger
-from lightning_mgpu.runs.devices import is_sharded
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.files import replacing
 from lightning_mgpu.runs.resume import record_newest
 from lightning_mgpu.seeds import VERSION, seed_generators
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_mgpu.runs.files import replace_text
+from lightning_mgpu.files import replace_text
 
 
 class RunCSVLogger(CSVLogger):

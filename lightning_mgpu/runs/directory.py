@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 

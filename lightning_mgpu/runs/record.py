@@ -19,10 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import RunHeader
+from lightning_mgpu.devices import is_sharded
+from lightning_mgpu.files import replace_text, to_yaml
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
-from lightning_mgpu.runs.devices import is_sharded
 from lightning_mgpu.runs.directory import claim, log_error
-from lightning_mgpu.runs.files import replace_text, to_yaml
 from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
 
 

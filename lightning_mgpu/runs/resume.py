@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.files import replace_text
 from lightning_mgpu.seeds import VERSION
 
 FLAG = "--resume"

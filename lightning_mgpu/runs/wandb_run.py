@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from lightning.pytorch.loggers import WandbLogger
 
+from lightning_mgpu.files import replace_text
 from lightning_mgpu.runs.checkpoint_file import flatten
-from lightning_mgpu.runs.files import replace_text
 
 PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline

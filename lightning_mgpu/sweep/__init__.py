@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_mgpu.callbacks import LearningCurve, Pictures
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 
 
 class Trial(Callback):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.runs.errors import ToolParser, UsageError
+from lightning_mgpu.errors import ToolParser, UsageError
 
 try:
     from optuna.distributions import (

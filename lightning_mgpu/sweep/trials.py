@@ -20,9 +20,9 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.visualization.matplotlib import plot_slice
 
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.files import replace_text, replacing
-from lightning_mgpu.runs.processes import run_in_group
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replace_text, replacing
+from lightning_mgpu.processes import run_in_group
 
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
 FAILED = "status "  # begins a note on a trial that did not come to its end

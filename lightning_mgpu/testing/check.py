@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from lightning_mgpu.runs.processes import leave_group, process_group
+from lightning_mgpu.processes import leave_group, process_group
 from lightning_mgpu.testing.cases import CANNOT, NO_OPTION, PROMISES, Promise
 from lightning_mgpu.testing.probe import Kind
 

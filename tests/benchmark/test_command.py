@@ -18,7 +18,7 @@ from lightning_mgpu.benchmark.exchange import LIMIT
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.strategies.hooks import overridden
 from lightning_mgpu.strategies.updates import Updates
 from tests.conftest import run_devices

@@ -22,8 +22,8 @@ from lightning_mgpu.callbacks import (
     RunHeader,
     epoch_timer,
 )
+from lightning_mgpu.devices import in_words
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.devices import in_words
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.callbacks.conftest import Named
 from tests.conftest import run_devices

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.data import FashionMNIST
+from lightning_mgpu.devices import own_devices
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.devices import own_devices
-from lightning_mgpu.runs.errors import UsageError
 
 DEVICES = {"auto": 1, "dp": 2, "manual_allreduce": 2}
 
@@ -249,7 +249,7 @@ def test_recipes_train(recipe: str, main: Callable[..., int], root: Path) -> Non
 
 SCRIPT = """
 import torch
-from lightning_mgpu.callbacks import keep_freed_memory
+from lightning_mgpu.malloc import keep_freed_memory
 
 def held():  # pages of address space: what malloc asked for, whatever the kernel does behind it
     with open("/proc/self/statm") as file:

@@ -12,9 +12,9 @@ from jsonargparse import Namespace
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.checks import check_secrets
-from lightning_mgpu.cli.errors import one_line_errors
-from lightning_mgpu.cli.lightning import CLI
-from lightning_mgpu.runs.errors import UsageError
+from lightning_mgpu.cli.error_messages import one_line_errors
+from lightning_mgpu.cli.training_cli import CLI
+from lightning_mgpu.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 TORCHRUN = {

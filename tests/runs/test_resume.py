@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.devices import in_words
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
-from lightning_mgpu.runs.devices import in_words
 from lightning_mgpu.runs.directory import claim
 from tests.conftest import run_devices
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_mgpu.cli.checks import check_strategy
+from lightning_mgpu.errors import UsageError
+from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.checkpoint_file import check_readable
-from lightning_mgpu.runs.errors import UsageError
-from lightning_mgpu.runs.files import replacing
 
 CPU_FSDP = '''
 import torch

@@ -20,8 +20,8 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
 from lightning_mgpu.cli.yaml_files import CONFIGS
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs.errors import UsageError
 from lightning_mgpu.sweep import Trial, trials
 from lightning_mgpu.sweep.cli import parser, read_sweep
 from lightning_mgpu.sweep.trials import TRIAL

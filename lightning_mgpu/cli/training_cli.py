@@ -33,13 +33,14 @@ from lightning_mgpu.cli.checks import (
     check_strategy,
     take_launchers_numbers,
 )
-from lightning_mgpu.cli.errors import SWITCH, UsageError, explain, mistakes
+from lightning_mgpu.cli.error_messages import SWITCH, UsageError, explain, mistakes
 from lightning_mgpu.cli.help import OPTIONS, PROG, RUNS
 from lightning_mgpu.cli.parser import Parser, restorable
+from lightning_mgpu.devices import devices, is_sharded
+from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.checkpoint_file import SECTIONS
 from lightning_mgpu.runs.checkpoints import LastCheckpoint
-from lightning_mgpu.runs.devices import devices, is_sharded
 from lightning_mgpu.runs.directory import RUN_DIR, new_run_dir
 from lightning_mgpu.runs.record import RunRecord, closing_line, fingerprint
 from lightning_mgpu.runs.resume import FLAG, check_can_go_on, choose_checkpoint
@@ -135,7 +136,7 @@ class CLI(LightningCLI):
                 choose_checkpoint(self.resumed, config.trainer.max_epochs) or config.ckpt_path
             )
         if config.malloc == "keep":
-            ours.keep_freed_memory()
+            keep_freed_memory()
         self.run_dir = self.resumed or new_run_dir(config)
         os.environ[RUN_DIR] = str(self.run_dir.absolute())
         for logger in as_list(config.trainer.logger):

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.directory import SHOWS
-from lightning_mgpu.runs.errors import UsageError
 
 SWITCH = "--traceback"
 JSONARGPARSE = Path(jsonargparse.__file__).parent

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.runs.devices import synchronize
+from lightning_mgpu.devices import synchronize
 
 CUDA, XPU, MPS, CPU = (torch.device(name) for name in ("cuda:1", "xpu:0", "mps:0", "cpu"))
 

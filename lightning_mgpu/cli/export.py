@@ -16,8 +16,8 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
-from lightning_mgpu.runs.errors import ToolParser, UsageError
 
 
 def main(args: list[str]) -> None:
