@@ -48,7 +48,7 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     """A strategy, by its name or dotted path."""
     if name in StrategyRegistry:
         entry = StrategyRegistry[name]
-        return entry["strategy"](**entry["init_params"], **options)  # type: ignore[no-any-return]
+        return entry["strategy"](**entry["init_params"], **options)
     found = pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, Strategy):
         return found(**options)

@@ -78,7 +78,7 @@ class GlobalBatches(DistributedSampler):
                 "size with a larger remainder, or fewer devices."
             )
 
-    def __iter__(self) -> Iterator[Item]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Item]:
         # a generator: looks at the epoch at the first batch, as Lightning sets it after `iter`
         first, self.first = self.first, 0
         for batch in self._cut(self._order())[first:]:

@@ -106,7 +106,7 @@ class FashionMNIST(LightningDataModule):
     def setup(self, stage: str) -> None:
         device = torch.device("cpu")
         if self.device_resident and self.trainer is not None:
-            device = self.trainer.strategy.root_device  # type: ignore[attr-defined]
+            device = self.trainer.strategy.root_device
         images, labels = (part.to(device) for part in self._load(train=True))
         if self.val_size >= len(images):
             raise ValueError(

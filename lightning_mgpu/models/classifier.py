@@ -221,7 +221,7 @@ class Classifier(LightningModule):
                 "OneCycleLR needs to know when the run ends: set trainer.max_epochs, "
                 f"{'' if by_epoch else 'trainer.max_steps '}or model.lr_scheduler.total_steps"
             )
-        return {"total_steps": int(num_steps)}  # type: ignore[arg-type]
+        return {"total_steps": int(num_steps)}
 
 
 def kaiming(module: nn.Module) -> None:

@@ -65,7 +65,7 @@ class Collectives:
         reductions |= {"max": torch.amax, "min": torch.amin}
         if name not in reductions:
             raise ValueError(f"reduce_op={reduce_op!r}: choose one of {', '.join(reductions)}.")
-        return reductions[name](given, 0)  # type: ignore[no-any-return]
+        return reductions[name](given, 0)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all replicas, or any, have decided so."""

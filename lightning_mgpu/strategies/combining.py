@@ -159,7 +159,7 @@ def reduce_logged(values: Sequence[Tensor], weights: Sequence[float], reduce_fx:
     if name in ("mean", "avg"):  # half precision would round a mean, and integers have none
         wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         counted = [(value, n) for value, n in zip(wide, weights) if n]  # over nothing it is NaN
-        return weighted_mean(*zip(*counted))  # type: ignore[no-any-return]
+        return weighted_mean(*zip(*counted))
     if name == "sum":
         return stacked.sum(0)
     if name in ("max", "amax", "min", "amin"):

@@ -111,7 +111,7 @@ def on_read(attribute: str, look: Callable[[Tensor], None], once: bool = False) 
 
 def data_of(tensor: Tensor) -> Tensor:
     """`tensor.data`, which `on_read` does not see."""
-    return torch._C.TensorBase.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+    return torch._C.TensorBase.data.__get__(tensor)  # type: ignore[attr-defined]
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -156,7 +156,7 @@ class Share(torch.autograd.Function):
         return tuple(tensor.clone() for _ in range(k))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return torch.stack(grads).sum(0), None
 
 

@@ -266,7 +266,7 @@ class Replicas:
         del self._named[:], self._layers[:], self._tensors[:], self._marks[:], self._buffer_marks[:]
         del self._structure_at_find[:]
         for held in (self.parameter_sets, self.buffer_sets, self.set_of, self._place_of):
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
         self.state.hidden_states.clear()
 
 

@@ -119,7 +119,7 @@ def evaluation(kind: Kind, directory: Path) -> Any:
 
 def predictions(kind: Kind, directory: Path) -> Any:
     returned = kind.trainer().predict(Probe(), datamodule=Data(107))
-    return torch.cat([part.cpu() for part in returned])  # type: ignore[misc, union-attr]
+    return torch.cat([part.cpu() for part in returned])  # type: ignore[union-attr]
 
 
 @cache

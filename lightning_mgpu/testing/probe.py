@@ -32,7 +32,7 @@ class Kind:
             entry = StrategyRegistry[self.strategy]
             return entry["strategy"](**entry["init_params"], **options)
         if make := pydoc.locate(self.strategy):
-            return make(**options)  # type: ignore[operator, no-any-return]
+            return make(**options)  # type: ignore[operator]
         known = "a name that Lightning knows, such as ddp, dp or manual_allreduce"
         raise ValueError(
             f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}"
@@ -50,7 +50,7 @@ class Kind:
             "strategy": self.make_strategy(),
         }
         settings |= {"devices": self.devices, "accelerator": self.accelerator}
-        return Trainer(**{**quiet, **settings, **kwargs})  # type: ignore[arg-type]
+        return Trainer(**{**quiet, **settings, **kwargs})
 
 
 class Data(LightningDataModule):
