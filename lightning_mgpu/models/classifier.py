@@ -9,6 +9,7 @@ A model is a subclass that builds `self.net`; it never mentions devices, ranks o
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -112,23 +113,19 @@ class Classifier(LightningModule):
         self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
         self.flip_tta = flip_tta
-        for stage in ("train", "val", "test"):
-            setattr(self, f"{stage}_loss", MeanLoss())
-            setattr(
-                self,
-                f"{stage}_acc",
-                MulticlassAccuracy(num_classes, average="micro", validate_args=False),
-            )
+        accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
+        self.train_loss, self.train_acc = MeanLoss(), accuracy()
+        self.val_loss, self.val_acc = MeanLoss(), accuracy()
+        self.test_loss, self.test_acc = MeanLoss(), accuracy()
 
     def forward(self, X: Tensor) -> Tensor:
         if self.training or not self.flip_tta:
             return self.net(X)
-        return (
-            self.net(X) + self.net(X.flip(-1))
-        ) / 2  # one after the other: a compiler knows the shape from training
+        # Two calls, not one of 2N: torch.compile would recompile for the new shape.
+        return (self.net(X) + self.net(X.flip(-1))) / 2
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss, _ = self._step("train", batch)
+        loss, _ = self._step(batch, self.train_loss, self.train_acc, self.label_smoothing)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
             # with `prog_bar` all later steps would wait for it
@@ -136,14 +133,15 @@ class Classifier(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self._step("val", batch)[0]
+        loss, _ = self._step(batch, self.val_loss, self.val_acc)
+        return loss
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss, logits = self._step("test", batch)
+        loss, logits = self._step(batch, self.test_loss, self.test_acc)
         return {"loss": loss, "logits": logits}
 
     def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Of a batch X, (X,) or (X, y)."""
+        """Class probabilities (N, num_classes) for a batch X, (X,) or (X, y)."""
         X, *labels = [batch] if isinstance(batch, Tensor) else batch
         if len(labels) > 1:
             raise ValueError(f"a batch to predict is X, (X,) or (X, y), not {len(batch)} tensors")
@@ -156,22 +154,22 @@ class Classifier(LightningModule):
 
     # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logged at
     # the start, it costs a step nothing, and callbacks see the value in their epoch-end hooks.
+    def on_train_epoch_start(self) -> None:
+        self.log_dict({"train_loss": self.train_loss, "train_acc": self.train_acc})
+
     def on_train_start(self) -> None:
         if self.trainer.fit_loop.restarted_mid_epoch:
-            # a run resumed in the middle of an epoch calls no on_train_epoch_start
-            self._log_epoch("train")
-
-    def on_train_epoch_start(self) -> None:
-        self._log_epoch("train")
+            # Lightning does not call on_train_epoch_start for the rest of an epoch
+            Classifier.on_train_epoch_start(self)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_epoch("val")
+        self.log_dict({"val_loss": self.val_loss, "val_acc": self.val_acc}, prog_bar=True)
 
     def on_test_epoch_end(self) -> None:
-        self._log_epoch("test")
+        self.log_dict({"test_loss": self.test_loss, "test_acc": self.test_acc})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        length = self._run_length()  # for which Lightning may call the user's `train_dataloader`
+        length = self._run_length()  # outside `try`: this may call the user's `train_dataloader`
         try:
             optimizer = self.optimizer(self.parameters())
             scheduler = self.lr_scheduler(optimizer, **length) if self.lr_scheduler else None
@@ -188,19 +186,20 @@ class Classifier(LightningModule):
             config["monitor"] = getattr(scheduler, "monitor", "val_loss")
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
-    def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _step(
+        self,
+        batch: tuple[Tensor, Tensor],
+        mean_loss: MeanLoss,
+        accuracy: MulticlassAccuracy,
+        label_smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and logits of a batch, which the two metrics count."""
         X, y = batch  # (N, C, H, W), (N,)
         logits = self(X)  # (N, num_classes)
-        loss = F.cross_entropy(
-            logits, y, label_smoothing=self.label_smoothing if stage == "train" else 0.0
-        )
-        getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
-        getattr(self, f"{stage}_acc").update(logits.detach(), y)
+        loss = F.cross_entropy(logits, y, label_smoothing=label_smoothing)
+        mean_loss.update(loss.detach(), len(y))
+        accuracy.update(logits.detach(), y)
         return loss, logits
-
-    def _log_epoch(self, stage: str) -> None:
-        for name in (f"{stage}_loss", f"{stage}_acc"):
-            self.log(name, getattr(self, name), prog_bar=stage == "val")
 
     def _run_length(self) -> dict[str, int]:
         """The missing `total_steps`: OneCycleLR needs to know how often it is stepped in the run.
@@ -208,11 +207,10 @@ class Classifier(LightningModule):
         Raises:
             ValueError: If the run has no end.
         """
-        scheduler = self.lr_scheduler
-        if getattr(scheduler, "func", scheduler) not in (OneCycleLR, TorchOneCycleLR):
-            return {}
-        given = getattr(scheduler, "keywords", {})
-        if given.get("total_steps") or given.get("epochs"):
+        scheduler_class = getattr(self.lr_scheduler, "func", self.lr_scheduler)  # of a `partial`
+        arguments = getattr(self.lr_scheduler, "keywords", {})
+        has_length = arguments.get("total_steps") or arguments.get("epochs")
+        if scheduler_class not in (OneCycleLR, TorchOneCycleLR) or has_length:
             return {}
         by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
