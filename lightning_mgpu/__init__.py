@@ -10,7 +10,8 @@ Read in this order:
 6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
 7. `cli/`         the LightningCLI that puts them together
 
-Nothing of these imports the other rooms: any of those can go. Each docstring says what it does.
+The other directories and `book.py` can be deleted: nothing of these imports them. Each docstring
+says what it does.
 """
 
 import gc

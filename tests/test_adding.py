@@ -1,7 +1,7 @@
 """The recipes for parts of one's own, to the letter, outside the package: files and commands.
 
-Only the limits of a short run are appended. The commands of rooms that can be dropped are tested
-beside these.
+Only the limits of a short run are appended. The commands of directories that can be deleted are
+tried by their own tests.
 """
 
 import csv
@@ -68,7 +68,7 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 
 def test_their_tests_pass(project: Path, shell: Callable) -> None:
-    """Three commands in one, as a process takes seconds to start; rooms' tests try the rooms'."""
+    """Three commands in one, as a process takes seconds to start."""
     others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
     assert all(
         re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others

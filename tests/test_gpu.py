@@ -100,17 +100,12 @@ def test_export(trained: str, run: Run) -> None:
     assert "model.pt2: LeNet" in run("export", CKPT, "--output=model.pt2")
 
 
-# room: sweep
 def test_sweep(run: Run, options: list[str], directory: Path, kind: str) -> None:
     short = (*options, "--trainer.devices=1", "--trainer.max_epochs=1")
     run("sweep", "--config=sweep/lenet_lr.yaml", "--count=1", *short)
     assert f"on {kind}" in (directory / "sweeps/lenet_lr/trial_000.log").read_text()
 
 
-# /room
-
-
-# room: benchmark
 def test_benchmark(run: Run, kind: str) -> None:
     if kind == "cpu":
         pytest.skip("it measures GPUs where there are some")
@@ -127,10 +122,6 @@ def test_benchmark(run: Run, kind: str) -> None:
     assert name in out and "Not measured" not in out
 
 
-# /room
-
-
-# room: testing
 def test_testing(run: Run, kind: str) -> None:
     out = run(
         "--strategy=manual_allreduce",
@@ -139,9 +130,6 @@ def test_testing(run: Run, kind: str) -> None:
         module="lightning_mgpu.testing",
     )
     assert "kept" in out and "BROKEN" not in out
-
-
-# /room
 
 
 @pytest.mark.parametrize("model", ["LeNet", "ResNet18"])

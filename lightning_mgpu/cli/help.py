@@ -7,9 +7,9 @@ from lightning_mgpu import __version__
 RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the modules whose `main` the others are
     "export": "lightning_mgpu.cli.export",
-    "sweep": "lightning_mgpu.sweep.cli",  # room: sweep
-    "benchmark": "lightning_mgpu.benchmark.cli",  # room: benchmark
-    "new": "lightning_mgpu.cli.new",  # room: new
+    "sweep": "lightning_mgpu.sweep.cli",
+    "benchmark": "lightning_mgpu.benchmark.cli",
+    "new": "lightning_mgpu.new_project.cli",
 }
 PROG = "python -m lightning_mgpu"
 OPTIONS = {
@@ -50,7 +50,7 @@ SUBCOMMAND --help shows the options of one.
 
 
 def subcommands() -> tuple[str, ...]:
-    """Those that are there: one whose room of the package was deleted is not offered."""
+    """Those that are there: one whose directory of the package was deleted is not offered."""
     return (
         *RUNS,
         *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])),

@@ -1,6 +1,6 @@
 """Every command of README and docs/ is one the command line takes; files they name are there.
 
-The commands of a room that can be dropped are tried by the tests of that room.
+The commands of a directory that can be deleted are tried by its own tests.
 """
 
 import re

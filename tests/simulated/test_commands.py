@@ -77,17 +77,12 @@ def test_export(trained: str, on_sim: Callable[..., str]) -> None:
     assert "model.pt2: LeNet" in on_sim("export", CKPT, "--output=model.pt2")
 
 
-# room: sweep
 def test_sweep(on_sim: Callable[..., str], directory: Path) -> None:
     options = (*SHORT, "--trainer.devices=2", "--trainer.strategy=dp", "--trainer.max_epochs=1")
     on_sim("sweep", "--config=sweep/lenet_lr.yaml", "--count=1", *options)
     assert "on sim:0, sim:1" in (directory / "sweeps/lenet_lr/trial_000.log").read_text()
 
 
-# /room
-
-
-# room: benchmark
 def test_benchmark(on_sim: Callable[..., str]) -> None:
     """Its tables, and the names of the devices."""
     few = ("--repeats=1", "--num_steps=1", "--batch_size=8", "--sizes=4096", "--seconds=0.01")
@@ -95,14 +90,7 @@ def test_benchmark(on_sim: Callable[..., str]) -> None:
     assert "simulated" in out and "not measured" not in out
 
 
-# /room
-
-
-# room: testing
 def test_testing(on_sim: Callable[..., str]) -> None:
     arguments = ("--strategy=manual_allreduce", "--devices=2", "--accelerator=sim")
     out = on_sim(*arguments, module="lightning_mgpu.testing")
     assert "kept" in out and "BROKEN" not in out
-
-
-# /room

@@ -1,0 +1,6 @@
+"""The classes named here are found by their short names: `--model=MyModel`, `--data=MyData`."""
+
+from my_project.data import MyData
+from my_project.model import MyModel
+
+__all__ = ["MyData", "MyModel"]

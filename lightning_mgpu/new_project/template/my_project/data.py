@@ -1,0 +1,48 @@
+"""The data. Every argument of `MyData` is an option: `--data.batch_size=256`."""
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning_mgpu.data import batch_loader
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class MyData(LightningDataModule):
+    """Images (1, 28, 28) of noise in which one of ten rows is brighter. The row is the class.
+
+    Replace `make_images`. `batch_loader` takes any dataset with a length.
+
+    Args:
+        batch_size: The global batch, over all devices.
+        num_train: How many images to train on.
+    """
+
+    def __init__(self, batch_size: int = 100, num_train: int = 5000) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_train = num_train
+
+    def setup(self, stage: str) -> None:
+        self.train_set = make_images(self.num_train, seed=0)
+        self.val_set = make_images(1000, seed=1)
+        self.test_set = make_images(1000, seed=2)
+
+    def train_dataloader(self) -> DataLoader:
+        return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return batch_loader(self.val_set, self.batch_size, self.trainer)
+
+    def test_dataloader(self) -> DataLoader:
+        return batch_loader(self.test_set, self.batch_size, self.trainer)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+
+def make_images(num: int, seed: int) -> TensorDataset:
+    """X (num, 1, 28, 28) and y (num,). Every process makes the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(10, (num,), generator=generator)
+    X = torch.randn(num, 1, 28, 28, generator=generator)
+    X[torch.arange(num), 0, 2 * y + 4] += 0.5  # a row of 28 pixels per image
+    return TensorDataset(X, y)
