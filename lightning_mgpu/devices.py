@@ -1,4 +1,4 @@
-"""The devices of a run: which they are, in words, and waiting for them."""
+"""The devices of a run, a line that describes them, and waiting until they have finished."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on: those of this machine, times the number of machines."""
-    own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-    return list(own) * trainer.num_nodes
+    local = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+    return list(local) * trainer.num_nodes
 
 
 def is_sharded(trainer: Trainer) -> bool:
@@ -21,30 +21,29 @@ def is_sharded(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, SHARDING)
 
 
-def in_words(devices: Iterable[torch.device]) -> str:
-    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that stands there several times is counted."""
+def describe_devices(devices: Iterable[torch.device]) -> str:
+    """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that is listed several times is counted."""
     counts = Counter(map(str, devices))
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
-def own_devices(trainer: Trainer) -> list[torch.device]:
-    """The devices this process works on. Waiting for another's GPU would open a context there."""
-    several = getattr(trainer.strategy, "world_size", 1) == 1 and getattr(
-        trainer.strategy, "parallel_devices", None
-    )
-    return list(several or [trainer.strategy.root_device])
+def process_devices(trainer: Trainer) -> list[torch.device]:
+    """The devices this process works on. Waiting for any other GPU would open a context there."""
+    if trainer.world_size == 1 and (several := getattr(trainer.strategy, "parallel_devices", None)):
+        return list(several)
+    return [trainer.strategy.root_device]
 
 
 def gpus() -> list[torch.device]:
-    """The machine's GPUs, of any maker but Apple, whose only one shares memory with the CPU."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":
+    """The machine's GPUs. Apple's only GPU is left out, because it shares the CPU's memory."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
         return []
-    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work queued on the devices of the list, whatever their kind."""
+    """Wait for all work that is queued on these devices, of any type."""
     for device in set(devices):
         if device.type == "mps":
             torch.mps.synchronize()  # takes no device

@@ -24,7 +24,7 @@ from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, ma
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
-from lightning_mgpu.devices import gpus, own_devices
+from lightning_mgpu.devices import gpus, process_devices
 from lightning_mgpu.processes import leave_group
 
 SWITCHES = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -59,7 +59,7 @@ class Stretches(Callback):
         return len(self.seconds) == 2
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.parts.clock = finished_clock(own_devices(trainer))
+        self.parts.clock = finished_clock(process_devices(trainer))
         for owner, method in OWN if hasattr(trainer.strategy, "replicas") else ():
             its = getattr(trainer.strategy, owner)
             setattr(its, method, timed(getattr(its, method), self.parts, "strategy"))

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_mgpu.devices import own_devices, synchronize
+from lightning_mgpu.devices import process_devices, synchronize
 
 
 class EpochTimer(Callback):
@@ -47,11 +47,11 @@ class EpochTimer(Callback):
         pl_module.log("epoch_seconds", self._elapsed, sync_dist=True)  # the mean over processes
 
     def _start(self, trainer: Trainer) -> None:
-        synchronize(own_devices(trainer))
+        synchronize(process_devices(trainer))
         self._started = time.perf_counter()
 
     def _stop(self, trainer: Trainer) -> None:
         if self._started is not None:
-            synchronize(own_devices(trainer))
+            synchronize(process_devices(trainer))
             self._elapsed += time.perf_counter() - self._started
             self._started = None

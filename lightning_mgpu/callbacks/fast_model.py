@@ -19,7 +19,7 @@ from torch._dynamo import config as dynamo
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lightning_mgpu.devices import own_devices
+from lightning_mgpu.devices import process_devices
 from lightning_mgpu.errors import UsageError
 
 COMPILERS = {  # by kind of device: the variable that names a compiler, and those looked for without
@@ -61,7 +61,7 @@ class FastModel(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.compile is None:
             return
-        devices = own_devices(trainer)
+        devices = process_devices(trainer)
         check_compiler(f"--fast.compile={self.compile}", devices)
         num_devices = len(devices)
         if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:

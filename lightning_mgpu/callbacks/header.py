@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_mgpu.data.batches import GlobalBatches
-from lightning_mgpu.devices import devices, in_words, is_sharded
+from lightning_mgpu.data.batches import GlobalBatchSampler
+from lightning_mgpu.devices import describe_devices, devices, is_sharded
 from lightning_mgpu.runs.directory import run_directory
 
 
@@ -42,7 +42,7 @@ class RunHeader(Callback):
         if is_sharded(trainer):
             num_parameters = self._num_before_sharding
         size = "sharded" if num_parameters is None else f"{num_parameters:,}"
-        where = in_words(devices(trainer))
+        where = describe_devices(devices(trainer))
         facts: dict[str, Any] = {
             "model_class": name,
             "strategy": strategy,
@@ -58,7 +58,7 @@ class RunHeader(Callback):
             facts |= {"global_batch_size": batch_size, f"per_{unit}_batch_size": share}
             lines["batch"] = f"{batch_size} global, {share} per {unit}"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
-            lines["data"] = f"{type(data).__name__} {getattr(data, 'in_words', '')}".strip()
+            lines["data"] = f"{type(data).__name__} {getattr(data, 'summary', '')}".strip()
         if directory := run_directory(trainer):
             lines["run"] = str(directory)
         for logger in trainer.loggers:
@@ -77,7 +77,7 @@ def count_parameters(module: LightningModule) -> int:
 def global_batch_size(trainer: Trainer) -> int | None:
     """A batch's samples in all processes, where the loader knows; warns if they share none."""
     loader = trainer._active_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
-    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
+    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return sampler.batch_size
     if trainer.training and trainer.world_size > 1:
         rank_zero_warn(

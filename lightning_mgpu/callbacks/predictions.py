@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import class_names
-from lightning_mgpu.data.batches import GlobalBatches
+from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.directory import run_directory
 
@@ -100,7 +100,7 @@ def columns(batch: dict[str, Tensor], trainer: Trainer) -> list[str]:
 def sample_indices(trainer: Trainer) -> list[list[int]]:
     """The dataset's indices of this process's samples, by batch; empty if the loader tells none."""
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
-    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatches):
+    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return [indices.tolist() for _, indices in sampler]
     # Lightning's record of a DataLoader's batch sampler
     return trainer.predict_loop.epoch_batch_indices[0]

@@ -1,11 +1,11 @@
 """The batch contract: the same global batches in the same order, by any strategy on any devices.
 
-`GlobalBatches` cuts the dataset into global batches; their order depends on the seed and the epoch
-alone. Every process of a multi-process strategy gets its slice of each one, a single process gets
-the whole batch (and a single-process strategy splits it over its replicas by the same rule,
-`torch.tensor_split`, unless its `split` says otherwise). `BatchLoader` is a `DataLoader` that
+`GlobalBatchSampler` splits the dataset into global batches. Their order depends on the seed and the
+epoch alone. Every process of a multi-process strategy gets its slice of each batch. A single
+process gets the whole batch, and a single-process strategy splits it over its replicas by the same
+rule (`torch.tensor_split`, unless its `split` says otherwise). `BatchLoader` is a `DataLoader` that
 fetches a whole batch in one indexing operation and can be resumed in the middle of an epoch.
-`batch_loader` puts the three together for any dataset:
+`batch_loader` puts them together for any dataset:
 
     def train_dataloader(self):  # of your LightningDataModule
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
@@ -30,19 +30,25 @@ from torch.utils.data import (
 
 from lightning_mgpu.seeds import new_generator, seed_generators, stream
 
-Item = tuple[int, Tensor]
-"""What a sampler yields and a dataset is indexed with: the epoch, a vector of sample indices."""
+BatchIndex = tuple[int, Tensor]
+"""What a sampler yields and a dataset is indexed with: the epoch, and a vector of sample indices.
+
+Augmentation needs the epoch. It travels with the indices because the copies of a dataset in a
+DataLoader's workers do not see `set_epoch`."""
 
 Collate = Callable[[list[Any]], Any]
 
 
-class GlobalBatches(DistributedSampler):
-    """Yields `(epoch, indices)` of every global batch: process `rank`'s share among `num_replicas`.
+class GlobalBatchSampler(DistributedSampler):
+    """Yields the `BatchIndex` of every global batch: the slice of process `rank` of `num_replicas`.
 
-    A `DistributedSampler`, so Lightning injects none and calls `set_epoch`. It repeats no sample.
+    It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler.
+    Unlike torch's it repeats no sample.
 
-    `indices` are the samples to visit, a vector, on the device that batches are gathered on.
-    `batch_size` is global.
+    Args:
+        indices: The samples to visit, a vector, on the device that batches are gathered on.
+        batch_size: Samples of a *global* batch.
+        num_replicas: torch's name for the number of processes.
 
     Raises:
         ValueError: If a global batch has fewer samples than processes: one would get none.
@@ -69,8 +75,8 @@ class GlobalBatches(DistributedSampler):
         super().__init__(indices, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.indices = indices
         self.batch_size = batch_size
-        self.first = 0  # batches of the next epoch to skip, when a run resumes in the middle of one
-        smallest = min((len(batch) for batch in self._cut(indices)), default=0)
+        self.num_batches_to_skip = 0  # of the next epoch, when a run resumes in the middle of it
+        smallest = min((len(batch) for batch in self._split(indices)), default=0)
         if 0 < smallest < num_replicas:
             raise ValueError(
                 f"data.batch_size={batch_size} leaves a global batch of {smallest} of "
@@ -78,19 +84,14 @@ class GlobalBatches(DistributedSampler):
                 "size with a larger remainder, or fewer devices."
             )
 
-    def __iter__(self) -> Iterator[Item]:
-        # a generator: looks at the epoch at the first batch, as Lightning sets it after `iter`
-        first, self.first = self.first, 0
-        for batch in self._cut(self._order())[first:]:
-            yield (
-                self.epoch,
-                batch.tensor_split(self.num_replicas)[self.rank]
-                if self.num_replicas > 1
-                else batch,
-            )
+    def __iter__(self) -> Iterator[BatchIndex]:
+        # A generator reads the epoch at its first batch: Lightning sets it after calling `iter`.
+        num_skipped, self.num_batches_to_skip = self.num_batches_to_skip, 0
+        for batch in self._split(self._order())[num_skipped:]:
+            yield self.epoch, batch.tensor_split(self.num_replicas)[self.rank]
 
     def __len__(self) -> int:
-        return len(self._cut(self.indices))
+        return len(self._split(self.indices))
 
     def _order(self) -> Tensor:
         if not self.shuffle:
@@ -99,79 +100,81 @@ class GlobalBatches(DistributedSampler):
         order = torch.randperm(len(self.indices), generator=generator)
         return self.indices[order.to(self.indices.device)]
 
-    def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, order: Tensor) -> tuple[Tensor, ...]:
         dropped = len(order) % self.batch_size if self.drop_last else 0
         return order[: len(order) - dropped].split(self.batch_size)
 
 
-class SequentialBatches(GlobalBatches, SequentialSampler):  # type: ignore[misc]
+class SequentialBatchSampler(GlobalBatchSampler, SequentialSampler):  # type: ignore[misc]
     """Global batches in dataset order, for evaluation: every sample once, sizes equal up to one.
 
-    A `SequentialSampler` too, by which Lightning sees that nothing is shuffled (`overfit_batches`).
+    It is a `SequentialSampler` too, which tells Lightning's `overfit_batches` that nothing is
+    shuffled.
     """
 
-    def _cut(self, order: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, order: Tensor) -> tuple[Tensor, ...]:
         if len(order) == 0:
             return ()
         if self.drop_last:
-            return super()._cut(order)
-        # no tiny last batch that processes cannot share
+            return super()._split(order)
+        # even sizes: a tiny last batch might have fewer samples than there are processes
         return order.tensor_split(-(-len(order) // self.batch_size))
 
 
 class BatchLoader(DataLoader):
-    """A `DataLoader` whose sampler yields whole batches, and which knows how far it is.
+    """A `DataLoader` whose sampler yields whole batches, and which counts those of the epoch.
 
-    Lightning saves `state_dict` with a checkpoint and gives it back before the first batch; a run
-    resumed from the middle of an epoch goes on with the batch after the last one it trained on.
+    Lightning saves `state_dict` in a checkpoint and loads it before the first batch. A run resumed
+    from the middle of an epoch goes on with the batch after the last one it trained on.
     """
 
-    sampler: GlobalBatches
+    sampler: GlobalBatchSampler
 
     def __init__(
-        self, dataset: Dataset, sampler: GlobalBatches, batch_size: None = None, **kwargs: Any
+        self, dataset: Dataset, sampler: GlobalBatchSampler, batch_size: None = None, **kwargs: Any
     ) -> None:
-        kwargs.setdefault("collate_fn", _as_it_is)
-        # of workers' seeds; the global one would draw a number, which dropout would notice
+        kwargs.setdefault("collate_fn", _identity)
+        # for the workers' seeds: torch's default generator would lose a number that dropout draws
         kwargs["generator"] = torch.Generator()
         super().__init__(dataset, batch_size=None, sampler=sampler, **kwargs)
         self.num_yielded = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.num_yielded = self.sampler.first
-        # without workers the base's iterator adds a record for the profiler, a fifth of the time
+        self.num_yielded = self.sampler.num_batches_to_skip
+        # Without workers torch's iterator only adds a profiler record: a fifth of the time.
         in_process = self.num_workers == 0 and not self.pin_memory
         if self.num_workers:
             seeds = stream(self.sampler.seed, "workers", self.sampler.epoch)
             self.generator.manual_seed(seeds[0])
         for batch in map(self._fetch, self.sampler) if in_process else super().__iter__():
-            self.num_yielded += 1  # before the step runs: a checkpoint is saved after it
+            self.num_yielded += 1  # before the step, which may save a checkpoint at its end
             yield batch
 
-    def _fetch(self, item: Item) -> Any:
-        return self.collate_fn(self.dataset[item])
+    def _fetch(self, index: BatchIndex) -> Any:
+        return self.collate_fn(self.dataset[index])
 
     def state_dict(self) -> dict[str, int]:
         return {"num_yielded": self.num_yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         # a finished epoch: start the next at 0
-        self.sampler.first = state["num_yielded"] % max(len(self), 1)
+        self.sampler.num_batches_to_skip = state["num_yielded"] % max(len(self), 1)
 
 
-class Batches(Dataset):
-    """A dataset that is indexed with an `Item` and makes a whole batch of it.
+class BatchDataset(Dataset):
+    """A dataset that makes a whole batch of a `BatchIndex`.
 
-    Random numbers that depend on anything but the item's epoch and indices would be others when a
-    run is resumed.
+    Its random numbers may depend on the epoch and the indices alone: only then does a resumed run
+    draw the same ones.
     """
 
 
-class Samples(Batches):
-    """Any dataset indexed by sample, as one of batches: its samples, collated.
+class CollatedSamples(BatchDataset):
+    """Makes batches of any dataset indexed by sample: its samples, collated.
 
-    What samples draw from the global generators depends on the seed, the epoch and the batch alone:
-    it is the same in any worker, and leaves the numbers of a training step alone.
+    The global generators are seeded by the seed, the epoch and the batch alone, so that samples
+    draw the same numbers in any worker. Afterwards they are put back: a training step draws what it
+    would have drawn.
     """
 
     def __init__(self, dataset: Dataset, seed: int, collate_fn: Collate) -> None:
@@ -180,10 +183,10 @@ class Samples(Batches):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, item: Item) -> Any:
-        epoch, indices = item
+    def __getitem__(self, index: BatchIndex) -> Any:
+        epoch, indices = index
         if type(self.dataset) is TensorDataset and self.collate_fn is default_collate:
-            # at once: far faster than collating
+            # one indexing operation per tensor: far faster than collating
             return [tensor[indices] for tensor in self.dataset.tensors]
         samples = indices.tolist()
         with isolate_rng(include_cuda=False):
@@ -205,18 +208,18 @@ def batch_loader(
     """A loader of any dataset with a length, under the batch contract.
 
     Args:
-        dataset: Indexed by sample, as for a `DataLoader`, or `Batches`.
+        dataset: Indexed by sample, as for a `DataLoader`, or a `BatchDataset`.
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        trainer: The data module's `self.trainer`, which says how many processes share a batch.
-        shuffle: For training: draw a new order every epoch. Left out: all samples, dataset order.
-        seed: Of the order, and of what samples draw. Left out: `seed_everything`'s.
-        indices: The samples to visit, a vector, on the device that batches are gathered on. Left
-            out: all, on the device of a `TensorDataset`, and on the CPU for any other dataset.
+        trainer: The data module's `self.trainer`, which knows how many processes share a batch.
+        shuffle: Draw a new order every epoch, for training. The default is dataset order.
+        seed: For the order, and for what samples draw. The default is `seed_everything`'s.
+        indices: The samples to visit, a vector, on the device that batches are gathered on. The
+            default is all, on the device of a `TensorDataset`, or on the CPU for other datasets.
         drop_last: Leave out a last global batch that is smaller than the others.
-        collate_fn: Makes a batch of a list of samples. Left out: torch's `default_collate`.
-        kwargs: Further arguments of `DataLoader`, such as `num_workers`. Without `pin_memory`,
-            batches are pinned if they are gathered on the CPU and the trainer's device copies
-            faster from pinned memory.
+        collate_fn: Makes a batch of a list of samples. The default is torch's `default_collate`.
+        kwargs: Further arguments of `DataLoader`, such as `num_workers`. If `pin_memory` is not
+            among them, batches are pinned where they are gathered on the CPU and the trainer's
+            device copies faster from pinned memory.
     """
     if indices is None:
         in_memory = type(dataset) is TensorDataset
@@ -225,16 +228,16 @@ def batch_loader(
     if trainer is not None and indices.device.type == "cpu":
         kwargs.setdefault("pin_memory", copies_faster_from_pinned(trainer.strategy.root_device))
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-    share = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+    world_size, rank = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
     shuffle = shuffle and not (trainer is not None and trainer.overfit_batches)  # type: ignore[attr-defined]
-    kind = GlobalBatches if shuffle else SequentialBatches
-    sampler = kind(indices, batch_size, shuffle, seed, *share, drop_last)
-    if isinstance(dataset, Batches):
+    sampler_class = GlobalBatchSampler if shuffle else SequentialBatchSampler
+    sampler = sampler_class(indices, batch_size, shuffle, seed, world_size, rank, drop_last)
+    if isinstance(dataset, BatchDataset):
         if collate_fn is not None:
             raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
     else:
-        dataset = Samples(dataset, seed, collate_fn or default_collate)
-    # by keyword: for `predict` Lightning makes the loader anew from its arguments
+        dataset = CollatedSamples(dataset, seed, collate_fn or default_collate)
+    # by keyword: for `predict`, Lightning makes the loader anew from its arguments' names
     return BatchLoader(dataset, sampler=sampler, **kwargs)
 
 
@@ -248,5 +251,5 @@ def copies_faster_from_pinned(device: torch.device) -> bool:
     return accelerator is not None and device.type == accelerator.type != "mps"
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch  # the default looks through it for arrays to convert
+def _identity(batch: Any) -> Any:
+    return batch  # DataLoader's default would search the batch for arrays to convert

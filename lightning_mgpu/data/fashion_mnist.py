@@ -84,13 +84,11 @@ class FashionMNIST(LightningDataModule):
         return self.val_size == 0
 
     @property
-    def in_words(self) -> str:
-        """`55,000 train, 5,000 val, 10,000 test; files under DIR`: in the header, after `setup`."""
+    def summary(self) -> str:
+        """For the run's header, after `setup`: `55,000 train, 5,000 val, 10,000 test; files ...`"""
         sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
-        return (
-            ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items())
-            + f"; {self.origin}"
-        )
+        counts = ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items())
+        return f"{counts}; {self.origin}"
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":

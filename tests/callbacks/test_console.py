@@ -22,7 +22,7 @@ from lightning_mgpu.callbacks import (
     RunHeader,
     epoch_timer,
 )
-from lightning_mgpu.devices import in_words
+from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.callbacks.conftest import Named
@@ -44,7 +44,7 @@ def test_a_header_then_a_line_an_epoch(
     shown = dict(line.split(":", 1) for line in (epochs.pop(0) for _ in range(6)))
     assert list(shown) == ["model", "strategy", "batch", "data", "run", "wandb"]
     assert "LeNet, 129,068 parameters, precision 32-true" in shown["model"]
-    assert shown["strategy"].endswith(f" on {in_words(run_devices(3))}")
+    assert shown["strategy"].endswith(f" on {describe_devices(run_devices(3))}")
     assert shown["batch"].strip() == "64 global, 21.3 per device"
     assert "402 train, 101 val, 107 test; files under" in shown["data"]
     assert shown["run"].strip() == str(tmp_path)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mgpu.callbacks import FastModel, fast_model
 from lightning_mgpu.data import FashionMNIST
-from lightning_mgpu.devices import own_devices
+from lightning_mgpu.devices import process_devices
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 
@@ -180,7 +180,7 @@ def test_graphs(strategy: str, train: Callable, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fast_model, "check_compiler", lambda option, devices: None)
     limits = {"limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
     model = train(strategy, {"compile": "default"}, {"augment": False}, **limits)
-    num_devices = len(set(own_devices(model.trainer)))
+    num_devices = len(set(process_devices(model.trainer)))
     expected = sorted(num_devices * list(kinds.values()))
     assert sorted(graphs) == expected
     model.trainer.test(model, datamodule=model.trainer.datamodule, verbose=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_mgpu.devices import in_words
+from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.directory import claim
 from tests.conftest import run_devices
@@ -119,7 +119,8 @@ def test_a_longer_run_elsewhere_under_another_strategy(
     assert fit("--resume=moved", "--trainer.max_epochs=3", *STRATEGIES["manual_allreduce"]) == 0
     out = capfd.readouterr().out
     assert (
-        "ckpt:     moved/checkpoints/last.ckpt" in out and f"on {in_words(run_devices(2))}" in out
+        "ckpt:     moved/checkpoints/last.ckpt" in out
+        and f"on {describe_devices(run_devices(2))}" in out
     )
     assert "epoch 3/3" in out and "epoch 2/" not in out
     assert metrics(moved)[: len(before) - 1] == before[:-1]  # but the test at the end
