@@ -26,18 +26,21 @@ class FashionMNIST(LightningDataModule):
 
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
-        root: Where the files are, or are put, once for all directories: `{root}/FashionMNIST/raw`.
+        root: Holds the files, or gets them, under `{root}/FashionMNIST/raw`. `~` works.
         source: Where missing files come from. `auto` tries `local` (under `root`, or the
             distribution's package `dataset-fashion-mnist`, if it is installed), `torchvision` (its
             download) and `package` (the same package through apt-get, without root). `synthetic`
             reads no file and trains on noise with a class pattern.
-        val_size: Images of the 60,000 drawn for validation, by `seed`; 0: validate on the test set.
+        val_size: How many of the 60,000 images are drawn for validation, by `seed`. With 0, the
+            test set is the validation set.
         normalize: Subtract the training set's mean, divide by its deviation. The book does not.
-        augment: Random crop after padding, and horizontal flip, of the training images.
+        augment: Crop the training images at random after padding, and flip them horizontally.
         crop_padding: Pixels of that padding; 0 for flips alone.
-        cutout: Pixels of the side of a square that is cut out of every augmented image, too.
-        seed: Of validation split, order of batches, augmentation. Left out: `seed_everything`'s.
-        device_resident: Keep images on the (process's first) device, so that no step transfers any.
+        cutout: Side, in pixels, of a square that is cut out of every augmented image as well.
+        seed: For validation split, order of batches, augmentation. The default is
+            `seed_everything`'s.
+        device_resident: Keep all images on the process's first device, so that a step transfers
+            none.
 
     Raises:
         DataSourceError: When no source has the files (see `sources.py`).
@@ -69,7 +72,7 @@ class FashionMNIST(LightningDataModule):
         self.augment = augment
         self.crop_padding = crop_padding
         self.cutout = cutout
-        # where seed_everything puts it
+        # seed_everything leaves the seed in this variable
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.device_resident = device_resident
         for name, least in {"batch_size": 1, "val_size": 0, "crop_padding": 0, "cutout": 0}.items():
@@ -77,7 +80,7 @@ class FashionMNIST(LightningDataModule):
                 raise ValueError(f"data.{name}={value}: it must be at least {least}.")
         if cutout and not augment:
             raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        self.origin = ""  # where the files came from; known after `prepare_data`
+        self.origin = ""  # where the files came from; `prepare_data` fills it in
 
     @property
     def validates_on_test_set(self) -> bool:
@@ -105,20 +108,20 @@ class FashionMNIST(LightningDataModule):
         device = torch.device("cpu")
         if self.device_resident and self.trainer is not None:
             device = self.trainer.strategy.root_device
-        images, labels = (part.to(device) for part in self._load(train=True))
+        images, labels = (tensor.to(device) for tensor in self._load(train=True))
         if self.val_size >= len(images):
             raise ValueError(
                 f"data.val_size={self.val_size} leaves none of the {len(images)} images to train "
                 "on."
             )
-        test_images, test_labels = (part.to(device) for part in self._load(train=False))
-        # the split stays what it was: validating an old checkpoint must not see its training images
+        test_images, test_labels = (tensor.to(device) for tensor in self._load(train=False))
+        # must never change: else an old checkpoint would be validated on images it was trained on
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
         self.val_indices = order[: self.val_size].sort().values.to(device)
         self.train_indices = order[self.val_size :].sort().values.to(device)
         self.test_indices = torch.arange(len(test_images), device=device)
+        # an overfitted batch has to stay the same: no augmentation
         overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
-        # or images as they are
         self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)
         self.test_set = self._dataset(test_images, test_labels)
         self.val_set = self._dataset(images, labels)
@@ -144,13 +147,10 @@ class FashionMNIST(LightningDataModule):
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        files = str(
-            Path(self.root).expanduser() / "FashionMNIST" / "raw" / ("train" if train else "t10k")
-        )
-        images, labels = (
-            read_image_file(f"{files}-images-idx3-ubyte"),
-            read_label_file(f"{files}-labels-idx1-ubyte"),
-        )
+        raw = Path(self.root).expanduser() / "FashionMNIST" / "raw"
+        prefix = "train" if train else "t10k"
+        images = read_image_file(str(raw / f"{prefix}-images-idx3-ubyte"))
+        labels = read_label_file(str(raw / f"{prefix}-labels-idx1-ubyte"))
         return images[:, None], labels  # (N, 1, 28, 28) uint8, (N,) int64
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
@@ -162,11 +162,10 @@ class FashionMNIST(LightningDataModule):
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 28, 28) of uint8 noise with a faint stripe pattern a class, and labels (N,)."""
+    """uint8 noise (N, 1, 28, 28) with a faint stripe pattern for each class, and labels (N,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num_samples) % 10
-    stripes = (torch.arange(28)[None, :] * (1 + torch.arange(10))[:, None] // 10 % 2 * 96).to(
-        torch.uint8
-    )  # (10, 28)
+    columns, frequencies = torch.arange(28), 1 + torch.arange(10)[:, None]
+    stripes = (columns * frequencies // 10 % 2 * 96).to(torch.uint8)  # (10, 28)
     noise = torch.randint(0, 128, (num_samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
     return noise + stripes[labels][:, None, None, :], labels

@@ -3,10 +3,11 @@
     ensure_fashion_mnist("data")  # 'files under data/FashionMNIST/raw', or where they came from
 
 Every source answers one question, 'in which directory are the IDX files, plain or `.gz`?'. The rest
-is common to all: read, check size and MD5, write beside the target, rename. Nothing unchecked ever
-bears a name that is read.
+is the same for all: read, check size and MD5, write beside the target, rename. So a file under a
+name that is read has always been checked.
 """
 
+import fcntl
 import gzip
 import hashlib
 import os
@@ -20,7 +21,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock
 from torchvision.datasets import FashionMNIST
 from torchvision.datasets.utils import download_url
 
@@ -52,11 +52,11 @@ apt-get "$@" download {PACKAGE} && dpkg-deb -x {PACKAGE}_*.deb unpacked
 
 
 class DataSourceError(RuntimeError):
-    """The data cannot be had: what to do, and in a line each what was tried and why it failed."""
+    """No source has the data: what to do, then one line per source with the reason."""
 
 
 class _Unavailable(Exception):
-    """One source has nothing for us; the next may."""
+    """One source does not have the files; the next is tried."""
 
 
 def ensure_fashion_mnist(
@@ -66,23 +66,24 @@ def ensure_fashion_mnist(
     files: Sequence[IdxFile] = FILES,
     system_dir: Path = SYSTEM_DIR,
 ) -> str:
-    """Put the checked files under `{root}/FashionMNIST/raw`; say in a phrase where they came from.
+    """Put the checked files under `{root}/FashionMNIST/raw`; returns where they came from.
 
-    Good files already there are always used first. `auto` then tries, in this order: `local` (`.gz`
+    Good files that are there already are used. Else `auto` tries, in this order: `local` (`.gz`
     files beside them, or the installed Debian package), `torchvision` (its mirror), `package` (the
-    Debian archive through `apt-get`, without root). Damaged files are replaced. Safe to call from
-    several processes.
+    Debian archive through `apt-get`, without root). Damaged files are replaced. Several processes
+    may call this at once.
 
     Raises:
-        DataSourceError: no source has the files, or `root` cannot be written.
+        DataSourceError: If no source has the files, or `root` cannot be written.
     """
     raw = Path(root).expanduser() / "FashionMNIST" / "raw"  # as torchvision has them
     try:
         if all(_is_good(raw / file.name, file) for file in files):
-            # the everyday case writes nothing, so `root` may be read-only
+            # the common case writes nothing, so `root` may be read-only
             return f"files under {raw}"
         raw.mkdir(parents=True, exist_ok=True)
-        with FileLock(raw / ".lock"), tempfile.TemporaryDirectory() as work:
+        with (raw / ".lock").open("w") as lock, tempfile.TemporaryDirectory() as work:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes and threads
             return _collect(raw, source, files, system_dir, Path(work))
     except OSError as error:
         raise DataSourceError(
@@ -91,26 +92,24 @@ def ensure_fashion_mnist(
 
 
 def _collect(raw: Path, source: str, files: Sequence[IdxFile], system_dir: Path, work: Path) -> str:
-    """Go through the sources until every file is in `raw`; returns the last one's phrase."""
-    sources: list[
-        tuple[str, str, Callable[[], Path]]
-    ] = [  # name, phrase, and what finds the directory
+    """Try the sources until one has put every file into `raw`; returns its description."""
+    sources: list[tuple[str, str, Callable[[], Path]]] = [  # name, description, gives a directory
         ("local", f"files under {raw}", lambda: raw),
         ("local", f"files under {system_dir}", lambda: system_dir),
         ("torchvision", "torchvision download", lambda: _download(files, work)),
         ("package", f"{PACKAGE} through apt-get", lambda: _unpack_package(work)),
     ]
     failures = []
-    for name, phrase, find_directory in sources:
+    for name, description, find_directory in sources:
         if source not in ("auto", name):
             continue
         try:
             directory = find_directory()
             for file in files:
-                part = raw / f".{file.name}.part"
-                part.write_bytes(_checked(directory, file))
-                os.replace(part, raw / file.name)
-            return phrase
+                unfinished = raw / f".{file.name}.part"
+                unfinished.write_bytes(_checked(directory, file))
+                os.replace(unfinished, raw / file.name)
+            return description
         except _Unavailable as error:
             failures.append(f"{name}: {error}")
     fix = (
@@ -125,26 +124,24 @@ def _checked(directory: Path, file: IdxFile) -> bytes:
     """The uncompressed bytes of a file in `directory`, plain or gzipped; else `_Unavailable`."""
     problem = f"{directory}: no {file.name}"
     for path in (directory / file.name, directory / f"{file.name}.gz"):
-        if path.exists():
-            try:
-                with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-                    data = stream.read()
-            except (OSError, EOFError, zlib.error) as error:
-                problem = f"{path} cannot be read ({error})"
-                continue
-            if (len(data), _md5(data)) == (file.num_bytes, file.md5):
-                return data
-            problem = f"{path} has {len(data)} bytes with MD5 {_md5(data)}, "
-            problem += f"not {file.num_bytes} with {file.md5}"
+        if not path.exists():
+            continue
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+                data = stream.read()
+        except (OSError, EOFError, zlib.error) as error:
+            problem = f"{path} cannot be read ({error})"
+            continue
+        if (found := (len(data), _md5(data))) == (file.num_bytes, file.md5):
+            return data
+        problem = "{} has {} bytes with MD5 {}, not {} with {}".format(path, *found, *file[1:])
     raise _Unavailable(problem)
 
 
 def _is_good(path: Path, file: IdxFile) -> bool:
-    return (
-        path.exists()
-        and path.stat().st_size == file.num_bytes
-        and _md5(path.read_bytes()) == file.md5
-    )
+    if not path.exists() or path.stat().st_size != file.num_bytes:
+        return False
+    return _md5(path.read_bytes()) == file.md5
 
 
 def _md5(data: bytes) -> str:
@@ -153,16 +150,16 @@ def _md5(data: bytes) -> str:
 
 def _download(files: Sequence[IdxFile], work: Path) -> Path:
     """Download the files from torchvision's mirror, with torchvision's progress bar."""
-    mirror, before = FashionMNIST.mirrors[0], socket.getdefaulttimeout()
+    mirror, previous = FashionMNIST.mirrors[0], socket.getdefaulttimeout()
     print(f"Downloading Fashion-MNIST from {mirror}", file=sys.stderr, flush=True)
-    socket.setdefaulttimeout(ANSWER_SECONDS)  # torchvision has none
+    socket.setdefaulttimeout(ANSWER_SECONDS)  # torchvision would wait for ever
     try:
         for file in files:
             download_url(f"{mirror}{file.name}.gz", work)
     except (OSError, RuntimeError, HTTPException) as error:
         raise _Unavailable(f"{mirror}: {' '.join(str(error).split())}") from error
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(previous)
     return work
 
 
@@ -173,7 +170,7 @@ def _unpack_package(work: Path) -> Path:
         ["sh", "-c", FETCH],
         cwd=work,
         env={**os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,  # nothing can ask
+        stdin=subprocess.DEVNULL,  # no question can stop it
         capture_output=True,
         text=True,
     )

@@ -1,5 +1,6 @@
 """Files: found, fetched, checked; damaged, half written, altered ones are named and replaced."""
 
+import fcntl
 import gzip
 import hashlib
 import socket
@@ -9,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from torchvision.datasets import FashionMNIST
 
 from lightning_mgpu.data import sources
@@ -159,7 +159,8 @@ def test_killed_while_writing_then_several_at_once(
     # what a process killed before the renaming leaves
     (raw / IMAGES).rename(raw / f".{IMAGES}.part")
     with ThreadPoolExecutor() as pool:  # the lock holds between threads as between processes
-        with FileLock(raw / ".lock"):
+        with (raw / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             two = [pool.submit(ensure, tmp_path, system_dir=system_dir) for _ in range(2)]
             with pytest.raises(TimeoutError):
                 two[0].result(timeout=0.1)
