@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.errors import ToolParser, UsageError
 
@@ -36,7 +37,7 @@ NEEDED, READ = (("method", "metric", "parameters"), ("command", "program", "run_
 
 
 def parser() -> ArgumentParser:
-    prog, formatter = "python -m lightning_mgpu sweep", RawDescriptionHelpFormatter
+    prog, formatter = f"{command()} sweep", RawDescriptionHelpFormatter
     result = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     result.add_argument(
         "--config", action="append", required=True, help="the sweep's YAML, here or in configs/"

@@ -20,6 +20,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.visualization.matplotlib import plot_slice
 
+from lightning_mgpu.cli.project import program
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import replace_text, replacing
 from lightning_mgpu.processes import run_in_group
@@ -126,7 +127,7 @@ class Sweep:
             shutil.rmtree(run_dir, ignore_errors=True)
             arguments = [*self.fit, *given, f"--run_dir={run_dir}", TRIAL]
         # the process inherits the lock on its log, and keeps the lock if this one is killed
-        status = run_in_group([sys.executable, "-m", "lightning_mgpu", "fit", *arguments], log)
+        status = run_in_group([sys.executable, "-m", program(), "fit", *arguments], log)
         value, note = self._result(run_dir / "metrics.csv")
         if status != 0:
             lines = Path(log.name).read_text(errors="replace").splitlines()

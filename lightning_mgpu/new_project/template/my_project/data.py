@@ -44,5 +44,5 @@ def make_images(num: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (num,), generator=generator)
     X = torch.randn(num, 1, 28, 28, generator=generator)
-    X[torch.arange(num), 0, 2 * y + 4] += 0.5  # a row of 28 pixels per image
+    X[torch.arange(num), 0, 2 * y + 4] += 0.7  # a row of 28 pixels per image
     return TensorDataset(X, y)
