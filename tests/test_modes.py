@@ -1,4 +1,4 @@
-"""Everyday modes: debug, overfit, searches that end the run with a suggestion, profile."""
+"""The shipped YAMLs at work: debugging, searches, callbacks, the example to copy."""
 
 import json
 import math
@@ -16,6 +16,7 @@ from lightning_mgpu.models import LeNet
 from tests.runs.conftest import last, metrics
 
 CPU = "--trainer.accelerator=cpu"
+KEYS = ("train_loss", "val_loss")
 TWO_REPLICAS = ("--trainer.devices=2", "--trainer.strategy=manual_allreduce")
 
 
@@ -37,7 +38,7 @@ def test_debug_is_short_and_finds_nans(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    assert fit("--config=mode/debug.yaml", "--run_dir=run", *args) == 0
+    assert fit("--config=debug/default.yaml", "--run_dir=run", *args) == 0
     assert "epoch 2/2" in capfd.readouterr().out and torch.are_deterministic_algorithms_enabled()
     assert last(tmp_path / "run")["global_step"] == 10
     theirs = LeNet.training_step
@@ -47,7 +48,7 @@ def test_debug_is_short_and_finds_nans(
 
     monkeypatch.setattr(LeNet, "training_step", training_step)
     with pytest.raises(RuntimeError, match=r"SqrtBackward0|MulBackward0' returned nan"):
-        fit("--config=mode/debug.yaml", *args)
+        fit("--config=debug/default.yaml", *args)
 
 
 @pytest.mark.slow
@@ -55,15 +56,54 @@ def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
     """As it is: what augments the images is left out."""
     faster = (
         "--trainer.max_epochs=100",
+        "--model.optimizer=Adam",
         "--model.optimizer.lr=0.01",
         "--data.augment=true",
         "--data.cutout=20",
     )
-    assert fit("--config=mode/overfit.yaml", *faster, "--run_dir=run", *TWO_REPLICAS) == 0
+    assert fit("--config=debug/overfit.yaml", *faster, "--run_dir=run", *TWO_REPLICAS) == 0
     assert last(tmp_path / "run")["global_step"] == 100  # one batch an epoch
     assert [float(row["train_loss"]) for row in metrics(tmp_path / "run") if row["train_loss"]][
         -1
     ] < 0.05
+
+
+def test_overfit_takes_any_model_and_data(main: Callable[..., int]) -> None:
+    """Lightning's own, which have no arguments at all."""
+    boring = "lightning.pytorch.demos.boring_classes.Boring"
+    classes = (f"--model={boring}Model", f"--data={boring}DataModule")
+    args = (CPU, "--trainer.devices=1", "--trainer.max_epochs=2", "--run_dir=run")
+    assert main("fit", "--config=debug/overfit.yaml", *classes, *args) == 0
+    assert last(Path("run"))["global_step"] == 2
+
+
+def test_the_example_to_copy_trains(fit: Callable, tmp_path: Path) -> None:
+    few = [f"--trainer.limit_{stage}_batches=1" for stage in ("val", "test")]
+    data = ("--data.batch_size=8", "--data.val_size=101")
+    args = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", *data, *few, *TWO_REPLICAS)
+    assert fit("--config=experiment/example.yaml", "--run_dir=run", *args) == 0
+    assert last(tmp_path / "run")["global_step"] == 2
+
+
+def test_early_stopping_ends_a_run_that_learns_nothing(fit: Callable, capfd: Any) -> None:
+    args = ("--trainer.max_epochs=9", "--trainer.limit_train_batches=1", *TWO_REPLICAS)
+    assert fit("--config=callbacks/early_stopping.yaml", "--model.optimizer.lr=0", *args) == 0
+    out = capfd.readouterr().out
+    assert "epoch 4/9" in out and "epoch 5/9" not in out
+    assert "stopped early: val_acc has not improved for 3 epochs" in out
+
+
+def test_ema_changes_what_is_validated_and_saved_but_not_the_training(
+    fit: Callable, tmp_path: Path
+) -> None:
+    ema = ("--config=callbacks/ema.yaml", "--trainer.callbacks.update_starting_at_step=2")
+    args = ("--trainer.max_epochs=2", "--model.init=kaiming", *TWO_REPLICAS)
+    assert fit("--run_dir=plain", *args) == fit("--run_dir=ema", *ema, *args) == 0
+    rows = [metrics(tmp_path / name) for name in ("plain", "ema")]
+    train, val = ([[row[key] for row in run if row[key]] for run in rows] for key in KEYS)
+    assert train[0] == train[1] and val[0] != val[1]
+    plain, average = (last(tmp_path / name)["state_dict"] for name in ("plain", "ema"))
+    assert all(not plain[name].equal(average[name]) for name in plain)
 
 
 def test_learning_rate_search_agrees_over_strategies(
@@ -73,7 +113,7 @@ def test_learning_rate_search_agrees_over_strategies(
     for number, args in enumerate([("--trainer.devices=1",), TWO_REPLICAS]):
         assert (
             fit(
-                "--config=mode/lr_find.yaml",
+                "--config=search/lr_find.yaml",
                 "--model.init=kaiming",
                 f"--run_dir=run{number}",
                 *args,
@@ -134,7 +174,7 @@ def test_batch_size_search_counts_global_batches(
 
 
 def test_profile_sees_the_operators_of_all_replicas(fit: Callable, tmp_path: Path) -> None:
-    assert fit("--config=mode/profile.yaml", "--run_dir=run", *TWO_REPLICAS) == 0
+    assert fit("--config=debug/profile.yaml", "--run_dir=run", *TWO_REPLICAS) == 0
     assert "aten::mkldnn_convolution" in (tmp_path / "run" / "fit-profile.txt").read_text()
     (trace,) = (tmp_path / "run").glob("fit-profile-*.json")
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]

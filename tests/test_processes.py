@@ -78,7 +78,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
         )
         return done.stdout.strip().removeprefix("python -m lightning_mgpu fit ")
 
-    given = "--config=trainer/multinode.yaml --run_dir=runs/slurm_7 "
+    given = "--trainer.strategy=ddp --run_dir=runs/slurm_7 "
     given += "--trainer.num_nodes=1 --trainer.devices=4"
     assert started() == f"{given} --model=ResNet18"
     # the job ended before its run began

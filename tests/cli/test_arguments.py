@@ -27,7 +27,7 @@ def config(main: Callable, capfd: pytest.CaptureFixture) -> Config:
 
 def test_configurations_compose(config: Config, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("trainer:\n  max_epochs: 3\n  devices: 5\n")
-    shipped = ("--config", "model/resnet18.yaml", "--config=trainer/one_device.yaml")
+    shipped = ("--config", "model/resnet18.yaml", "--config=experiment/resnet18_book.yaml")
     found = config("fit", "-c", "mine.yaml", *shipped, "--data.batch_size", "32")
     assert found["model"]["class_path"].endswith("ResNet18")
     # the later file wins

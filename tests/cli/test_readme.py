@@ -73,4 +73,4 @@ def test_link_leads_somewhere(page: Path, link: str) -> None:
 def test_equal_bits_are_promised_with_what_gpus_need_for_them() -> None:
     for path, page in PAGES.items():
         if re.search(r"bits are the\s+same|same\s+bits|to the bit|same \*bits", page):
-            assert "--config mode/deterministic.yaml" in page, path.name
+            assert "--trainer.deterministic=true" in page, path.name

@@ -219,7 +219,7 @@ def test_arguments_of_a_trial(
 @pytest.mark.parametrize(
     ("args", "changes", "words"),
     [
-        (["--config=model/lenet.yaml"], {}, "it has no method and no metric and no parameters"),
+        (["--config=model/resnet18.yaml"], {}, "it has no method and no metric and no parameters"),
         (
             ["--config=my.yaml"],
             {"method": "bayes"},
