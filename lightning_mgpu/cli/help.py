@@ -9,6 +9,7 @@ TOOLS = {  # the modules whose `main` the others are
     "export": "lightning_mgpu.cli.export",
     "sweep": "lightning_mgpu.sweep.cli",
     "benchmark": "lightning_mgpu.benchmark.cli",
+    "runs": "lightning_mgpu.cli.list_runs",
     "new": "lightning_mgpu.new_project.cli",
 }
 PROG = "python -m lightning_mgpu"
