@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mgpu.callbacks.search import draw, suggestion
+from lightning_mgpu.callbacks.search import plot_losses, suggestion
 from lightning_mgpu.models import LeNet
 from tests.runs.conftest import last, metrics
 
@@ -139,7 +139,7 @@ def test_a_suggestion_is_where_the_loss_falls_and_is_sane() -> None:
     """A flat or exploding loss has none."""
     lr = suggestion(RATES, FALLS_THEN_EXPLODES)
     assert lr == RATES[50]
-    low, high = draw(RATES, FALLS_THEN_EXPLODES, lr).axes[0].get_ylim()
+    low, high = plot_losses(RATES, FALLS_THEN_EXPLODES, lr).axes[0].get_ylim()
     assert 1 < low < high < 4  # the explosion does not squeeze the rest
     for losses in ([2.3] * 100, [2.3, 9.0, math.nan] * 33, [2.3]):
         assert suggestion(RATES, losses) is None

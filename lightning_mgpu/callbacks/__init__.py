@@ -7,7 +7,7 @@ from lightning_mgpu.callbacks.header import RunHeader
 from lightning_mgpu.callbacks.ignored_weight import IgnoredWeight
 from lightning_mgpu.callbacks.learning_curve import LearningCurve
 from lightning_mgpu.callbacks.learning_rates import LearningRates
-from lightning_mgpu.callbacks.pictures import Pictures
+from lightning_mgpu.callbacks.pictures import TestPictures
 from lightning_mgpu.callbacks.predictions import PredictionWriter
 from lightning_mgpu.callbacks.search import BatchSizeSearch, LearningRateSearch, is_search
 
@@ -20,8 +20,8 @@ __all__ = [
     "LearningCurve",
     "LearningRateSearch",
     "LearningRates",
-    "Pictures",
     "PredictionWriter",
     "RunHeader",
+    "TestPictures",
     "is_search",
 ]

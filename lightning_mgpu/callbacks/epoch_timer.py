@@ -1,4 +1,4 @@
-"""Seconds of training an epoch, as by the book's `Timer`: devices synchronised, no evaluation."""
+"""Seconds of training per epoch, as by the book's `Timer`: devices synchronised, no evaluation."""
 
 import time
 from typing import Any
@@ -15,9 +15,9 @@ class EpochTimer(Callback):
     edits_nothing = True  # see strategies/hooks.py
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []  # one an epoch
-        self._elapsed = 0.0
-        self._started: float | None = None  # when the running stretch began
+        self.seconds: list[float] = []  # one per epoch
+        self._elapsed = 0.0  # in this epoch
+        self._started: float | None = None  # `None` while validation runs
 
     @property
     def seconds_per_epoch(self) -> float:

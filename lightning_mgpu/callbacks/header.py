@@ -1,4 +1,4 @@
-"""What runs, in a few lines at the start of a run, and in the loggers' tables."""
+"""What runs: a few lines at the start of a run, and the same in the loggers' tables."""
 
 from typing import Any
 
@@ -14,44 +14,42 @@ from lightning_mgpu.runs.directory import run_directory
 
 
 class RunHeader(Callback):
-    """Prints model, strategy, batch, data, run directory when a run begins, and tells the loggers.
+    """Prints model, strategy, batch, data and run directory when a run starts, and logs them.
 
-    `notes` are further lines by their label, which others may add until then.
+    `notes` has further lines, label -> text, which others may add before that.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
-        self._printed = False
-        self._num_before_sharding: int | None = None
+        self._has_printed = False
+        self._num_parameters_before_sharding: int | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # this is the last hook before FSDP splits the parameters, but configure_model comes later
         if not is_overridden("configure_model", pl_module):
-            self._num_before_sharding = count_parameters(pl_module)
+            self._num_parameters_before_sharding = count_parameters(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._printed or trainer.sanity_checking:
+        if self._has_printed or trainer.sanity_checking:
             return
-        self._printed = True
-        name, strategy = type(pl_module).__name__, type(trainer.strategy).__name__
-        if allreduce := getattr(trainer.strategy, "allreduce", None):
-            strategy += f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})"
-        num_parameters: int | None = count_parameters(pl_module)
-        if is_sharded(trainer):
-            num_parameters = self._num_before_sharding
-        size = "sharded" if num_parameters is None else f"{num_parameters:,}"
-        where = describe_devices(devices(trainer))
+        self._has_printed = True
+        num_parameters = (
+            self._num_parameters_before_sharding
+            if is_sharded(trainer)
+            else count_parameters(pl_module)
+        )
         facts: dict[str, Any] = {
-            "model_class": name,
-            "strategy": strategy,
+            "model_class": type(pl_module).__name__,
+            "strategy": describe_strategy(trainer),
             "num_parameters": num_parameters,
-            "devices": where,
+            "devices": describe_devices(devices(trainer)),
         }
+        size = "sharded" if num_parameters is None else f"{num_parameters:,}"
         lines = {
-            "model": f"{name}, {size} parameters, precision {trainer.precision}",
-            "strategy": f"{strategy} on {where}",
+            "model": f"{facts['model_class']}, {size} parameters, precision {trainer.precision}",
+            "strategy": f"{facts['strategy']} on {facts['devices']}",
         }
         if (batch_size := global_batch_size(trainer)) is not None:
             share, unit = share_of(batch_size, trainer)
@@ -61,6 +59,8 @@ class RunHeader(Callback):
             lines["data"] = f"{type(data).__name__} {getattr(data, 'summary', '')}".strip()
         if directory := run_directory(trainer):
             lines["run"] = str(directory)
+        if trainer.ckpt_path:
+            lines["ckpt"] = str(trainer.ckpt_path)
         for logger in trainer.loggers:
             logger.log_hyperparams(facts)
         if trainer.is_global_zero:
@@ -74,8 +74,19 @@ def count_parameters(module: LightningModule) -> int:
     return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
+def describe_strategy(trainer: Trainer) -> str:
+    """`DDPStrategy`; `ManualAllreduceStrategy (ring_allreduce)`."""
+    name = type(trainer.strategy).__name__
+    if allreduce := getattr(trainer.strategy, "allreduce", None):
+        name += f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})"
+    return name
+
+
 def global_batch_size(trainer: Trainer) -> int | None:
-    """A batch's samples in all processes, where the loader knows; warns if they share none."""
+    """How many samples a batch has in all processes; `None` if the loader does not know.
+
+    Warns if it trains and processes do not share a batch.
+    """
     loader = trainer._active_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return sampler.batch_size
@@ -85,16 +96,16 @@ def global_batch_size(trainer: Trainer) -> int | None:
             "with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
             "shuffle=True), which deals one batch out to all processes"
         )
-    own = getattr(loader, "batch_size", None)
-    return own and own * trainer.world_size
+    process_batch_size = getattr(loader, "batch_size", None)
+    return process_batch_size and process_batch_size * trainer.world_size
 
 
 def share_of(batch_size: int, trainer: Trainer) -> tuple[str, str]:
-    """The samples of a global batch that each gets, on average, and who: a device or a replica.
+    """How many samples of a global batch each device gets on average, and its unit.
 
-    ('128', 'device'), ('179.2 and 76.8', 'device'), ('64', 'replica') where a device has several.
+    ('128', 'device'), ('179.2 and 76.8', 'device'), ('64', 'replica') if a device has several.
     """
     shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-    several = len(shares) > len(getattr(trainer.strategy, "given_devices", shares))
-    each = dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
-    return " and ".join(each), "replica" if several else "device"
+    num_devices = len(getattr(trainer.strategy, "given_devices", shares))
+    sizes = dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
+    return " and ".join(sizes), "replica" if len(shares) > num_devices else "device"

@@ -2,16 +2,18 @@
 
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.console import epoch_metrics, metrics_so_far, quantity
-from lightning_mgpu.callbacks.pictures import ending_no_run, save_picture
+from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, metrics_so_far, split_metric_name
+from lightning_mgpu.callbacks.figures import picture_errors_as_warnings, save_picture
 
-MOST_PANELS = 4  # losses first
+Points = dict[str, list[tuple[int, float]]]
+"""By the metric's name: (epoch from 1, value)."""
 
 
 class LearningCurve(Callback):
@@ -19,15 +21,17 @@ class LearningCurve(Callback):
 
     The picture is `curve.png` in the run directory; W&B gets it at the end. The points are saved
     with checkpoints, so that a resumed run goes on drawing the same curve.
+
+    Args:
+        max_panels: How many metrics are drawn at most; losses come first.
     """
 
     edits_nothing = True  # see strategies/hooks.py
 
-    def __init__(self) -> None:
-        self.points: dict[
-            str, list[tuple[int, float]]
-        ] = {}  # (epoch from 1, value), by the metric's name
-        self._before: dict[str, Tensor] = {}  # the epoch
+    def __init__(self, max_panels: PositiveInt = 4) -> None:
+        self.max_panels = max_panels
+        self.points: Points = {}
+        self._metrics_before: dict[str, Tensor] = {}  # logged before the epoch
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -39,12 +43,12 @@ class LearningCurve(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._before = metrics_so_far(trainer)
+        self._metrics_before = metrics_so_far(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, value in sorted(epoch_metrics(trainer, self._before).items()):
-            if quantity(name):
+        for name, value in sorted(epoch_metrics(trainer, self._metrics_before).items()):
+            if split_metric_name(name):
                 self.points.setdefault(name, []).append((trainer.current_epoch + 1, value))
         self._save(trainer, upload=False)
 
@@ -55,27 +59,27 @@ class LearningCurve(Callback):
     def _save(self, trainer: Trainer, upload: bool) -> None:
         if self.points:
             on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-            with ending_no_run("curve.png"):
-                figure = draw(self.points, "test" if on_test_set else "validation")
+            with picture_errors_as_warnings("curve.png"):
+                validation_label = "test" if on_test_set else "validation"
+                figure = plot_curve(self.points, validation_label, self.max_panels)
                 save_picture(trainer, figure, "curve.png", upload)
 
 
-def draw(points: dict[str, list[tuple[int, float]]], validation: str) -> Figure:
-    """A panel for everything measured; `validation` is how the lines of validation are labelled."""
-    panels: dict[
-        str, list[tuple[str, bool]]
-    ] = {}  # names, and whether of validation, by what they measure
+def plot_curve(points: Points, validation_label: str, max_panels: int) -> Figure:
+    """One panel per metric, with a line for training and one for validation."""
+    names_by_metric: dict[str, list[tuple[str, bool]]] = {}
     for name in points:
-        if found := quantity(name):
-            panels.setdefault(found[0], []).append((name, found[1]))
-    measured = sorted(panels, key=lambda what: ("loss" not in what, what))[:MOST_PANELS]
-    figure = Figure(figsize=(4.2 * len(measured), 3.3), layout="constrained")
-    for what, axes in zip(measured, figure.subplots(1, len(measured), squeeze=False)[0]):
-        axes.set(xlabel="epoch", ylabel="accuracy" if what == "acc" else what)
+        if split := split_metric_name(name):
+            names_by_metric.setdefault(split.metric, []).append((name, split.is_validation))
+    metrics = sorted(names_by_metric, key=lambda metric: ("loss" not in metric, metric))
+    metrics = metrics[:max_panels]
+    figure = Figure(figsize=(4.2 * len(metrics), 3.3), layout="constrained")
+    for metric, axes in zip(metrics, figure.subplots(1, len(metrics), squeeze=False)[0]):
+        axes.set(xlabel="epoch", ylabel="accuracy" if metric == "acc" else metric)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.4)
-        for name, of_validation in panels[what]:
-            label = validation if of_validation else "training"
-            axes.plot(*zip(*points[name]), "C1.-" if of_validation else "C0.-", label=label)
+        for name, is_validation in names_by_metric[metric]:
+            label, style = (validation_label, "C1.-") if is_validation else ("training", "C0.-")
+            axes.plot(*zip(*points[name]), style, label=label)
         axes.legend()
     return figure

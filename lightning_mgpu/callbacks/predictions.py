@@ -1,4 +1,4 @@
-"""What `predict` found, as a table in the order of the dataset."""
+"""What `predict` returned, as a table in the order of the dataset."""
 
 import csv
 from collections.abc import Sequence
@@ -12,17 +12,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.pictures import class_names
+from lightning_mgpu.callbacks.figures import label_names
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.directory import run_directory
 
+Table = tuple[list[str], list[np.ndarray]]
+"""Names and columns (N,); the first column has the samples' indices."""
+
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` in dataset order: sample's index, and what `predict_step` returned.
+    """Writes `predictions.csv`: a sample's index in the dataset, and what `predict_step` returned.
 
-    That is a tensor (N,) or (N, C) with a row a sample, or a dict of such tensors. Other returns
-    are not written, with a warning. A sample that several processes have predicted has one row.
+    That is a tensor (N,) or (N, C) with one row per sample, or a dict of such tensors. For anything
+    else, nothing is written, with a warning. A sample that several processes predict has one row.
     """
 
     def __init__(self) -> None:
@@ -36,10 +39,7 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        batches = [
-            batch if isinstance(batch, dict) else {"prediction": batch} for batch in predictions
-        ]
-        tables = gathered(table_of(batches, sample_indices(trainer)))
+        tables = all_gather(make_table(predictions, trainer))
         if any(table is None for table in tables):
             rank_zero_warn(
                 "predictions.csv is not written: it needs one loader that says which samples are "
@@ -48,57 +48,39 @@ class PredictionWriter(BasePredictionWriter):
                 "tensors, with a row for every sample."
             )
         elif directory := run_directory(trainer):
-            table = np.concatenate(tables)
-            _, rows = np.unique(table["f0"], return_index=True)  # sorted, each index once
-            with (
-                replacing(path := directory / "predictions.csv") as part,
-                part.open("w", newline="") as file,
-            ):
+            columns = [np.concatenate(column) for column in zip(*(table[1] for table in tables))]
+            _, order = np.unique(columns[0], return_index=True)  # sorted, each index once
+            path = directory / "predictions.csv"
+            with replacing(path) as temporary_path, temporary_path.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(["index", *columns(batches[0], trainer)])
-                writer.writerows(map(text, row) for row in table[rows])
+                writer.writerow(tables[0][0])
+                rows = zip(*(column[order] for column in columns))
+                writer.writerows(map(format_number, row) for row in rows)
             print(f"predictions: {path}")
 
 
-def table_of(batches: list[dict[str, Any]], indices: list[list[int]]) -> np.ndarray | None:
-    """A process's samples, a record (index, ...) for each; `None` where it is not a table."""
+def make_table(predictions: Sequence[Any], trainer: Trainer) -> Table | None:
+    """The samples of this process; `None` if the predictions are not a table."""
+    names = ["index"]
     try:
-        rows = [
-            np.rec.fromarrays(sum((parts(batch[key]) for key in batches[0]), [np.array(numbers)]))
-            for batch, numbers in zip(batches, indices)
-        ]
-        return np.concatenate(rows)
+        batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
+        columns = [np.concatenate(sample_indices(trainer)[: len(batches)])]
+        for key in batches[0]:
+            values = np.concatenate([to_numpy(batch[key]) for batch in batches])
+            if values.ndim == 2:
+                prefix = "p" if key == "probabilities" else key
+                names += [f"{prefix}({label})" for label in label_names(trainer, values.shape[1])]
+                columns += [*values.T]
+            else:
+                names.append(key)
+                columns.append(values)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return None
-
-
-def parts(values: Tensor) -> list[np.ndarray]:
-    """The columns of (N,) or (N, C), in their own precision."""
-    written = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}  # numpy has no bfloat16
-    array = values.detach().cpu().to(written.get(values.dtype, values.dtype)).numpy()
-    return list(array.T) if array.ndim == 2 else [array]
-
-
-def text(number: np.number) -> str:
-    """An integer whole; a float with as many digits as tell it from others of its precision."""
-    whole = float(str(number)) if isinstance(number, np.floating) else number
-    return str(whole).removesuffix(".0")
-
-
-def columns(batch: dict[str, Tensor], trainer: Trainer) -> list[str]:
-    """Names of a table's columns; a matrix (N, C) has C, by class."""
-    found: list[str] = []
-    for key, values in batch.items():
-        name = "p" if key == "probabilities" else key
-        if values.ndim == 2:
-            found += [f"{name}({each})" for each in class_names(trainer, values.shape[1])]
-        else:
-            found.append(key)
-    return found
+    return (names, columns) if len({column.shape for column in columns}) == 1 else None
 
 
 def sample_indices(trainer: Trainer) -> list[list[int]]:
-    """The dataset's indices of this process's samples, by batch; empty if the loader tells none."""
+    """The dataset's indices of this process's samples, per batch; [] if the loader tells none."""
     loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return [indices.tolist() for _, indices in sampler]
@@ -106,10 +88,22 @@ def sample_indices(trainer: Trainer) -> list[list[int]]:
     return trainer.predict_loop.epoch_batch_indices[0]
 
 
-def gathered(own: Any) -> list[Any]:
-    """What every process has, in order of rank; every process has to call it."""
+def to_numpy(values: Tensor) -> np.ndarray:
+    """In their own precision, as far as numpy has it; booleans are 0 and 1."""
+    written_as = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}
+    return values.detach().cpu().to(written_as.get(values.dtype, values.dtype)).numpy()
+
+
+def format_number(number: np.number) -> str:
+    """An integer whole; a float with as many digits as tell it from others of its precision."""
+    value = float(str(number)) if isinstance(number, np.floating) else number
+    return str(value).removesuffix(".0")
+
+
+def all_gather(value: Any) -> list[Any]:
+    """The values of all processes, by rank; every process must call it."""
     if not torch.distributed.is_initialized():
-        return [own]
-    of_all = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_all, own)
-    return of_all
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

@@ -1,4 +1,4 @@
-"""Searches for a learning rate and the largest batch, which say what they found and end the run."""
+"""Searches for a learning rate and for the largest batch. They print the result and end the run."""
 
 import math
 from itertools import pairwise, takewhile
@@ -12,13 +12,14 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from matplotlib.figure import Figure
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.pictures import save_picture
+from lightning_mgpu.callbacks.figures import save_picture
 from lightning_mgpu.runs.directory import run_directory
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 BETA = 0.98  # of Lightning's moving average
-FALLS = 0.9  # a loss that never falls below this part of its first value says nothing
-SANE = 1.5  # times the first loss; beyond, the loss explodes
+# relative to the first loss
+HARDLY_FALLS = 0.9  # a loss that never gets below this gives no suggestion
+EXPLODES = 1.5  # losses from here on are left out
 
 
 class LearningRateSearch(LearningRateFinder):
@@ -27,9 +28,9 @@ class LearningRateSearch(LearningRateFinder):
     Nothing is trained: the weights are put back and the run ends.
 
     Args:
-        min_lr: Of the first batch, the lower one.
-        max_lr: Of the last batch.
-        num_training_steps: Batches.
+        min_lr: Learning rate of the first batch, the smaller one.
+        max_lr: Learning rate of the last batch.
+        num_training_steps: Number of batches.
     """
 
     def __init__(
@@ -46,43 +47,50 @@ class LearningRateSearch(LearningRateFinder):
         if self.optimal_lr is not None:  # fast_dev_run has none
             rates, losses = self.optimal_lr.results["lr"], smoothed(self.optimal_lr.results["loss"])
             lr = suggestion(rates, losses)
-            save_picture(trainer, draw(rates, losses, lr), "lr_find.png")
-            found = "no suggestion, the loss hardly falls: try more num_training_steps, "
-            found += "or other weights"
+            save_picture(trainer, plot_losses(rates, losses, lr), "lr_find.png")
             if lr is not None:
-                found = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
+                message = f"{lr:.3g}, where the loss falls fastest: --model.optimizer.lr={lr:.3g}"
+            else:
+                message = "no suggestion, the loss hardly falls: try more num_training_steps, "
+                message += "or other weights"
             if trainer.is_global_zero:
-                print(
-                    f"lr_find:  {found}\n          losses: {run_directory(trainer)}/lr_find.png",
-                    flush=True,
-                )
+                picture = f"{run_directory(trainer)}/lr_find.png"
+                print(f"lr_find:  {message}\n          losses: {picture}", flush=True)
         raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 
 
 def smoothed(averages: list[float]) -> list[float]:
-    """Losses averaged over the steps around each. Lightning's, over 50 before, falls too late."""
-    sums = [0.0, *(average * (1 - BETA ** (step + 2)) for step, average in enumerate(averages))]
-    losses = [(now - BETA * before) / (1 - BETA) for before, now in pairwise(sums)]
+    """Losses averaged over the steps around each. Lightning's, over 50 before, falls too late.
+
+    Lightning returns A_t / (1 - b^(t+1)) for steps t = 1, 2, ..., with the moving average
+    A_t = b A_(t-1) + (1 - b) loss_t, A_0 = 0. The list counts from 0, so t = i + 1.
+    """
+    moving_averages = [
+        0.0,
+        *(average * (1 - BETA ** (i + 2)) for i, average in enumerate(averages)),
+    ]
+    losses = [(after - BETA * before) / (1 - BETA) for before, after in pairwise(moving_averages)]
     half = max(1, len(losses) // 40)
     return [mean(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]
 
 
 def suggestion(rates: list[float], losses: list[float]) -> float | None:
     """Where the loss falls fastest on a log axis; `None` if it hardly falls before it explodes."""
-    sane = list(takewhile(lambda loss: loss < SANE * losses[0], losses))  # NaN is not less
-    if len(sane) < 3 or min(sane) > FALLS * losses[0]:
+    # NaN is not less
+    losses = list(takewhile(lambda loss: loss < EXPLODES * losses[0], losses))
+    if len(losses) < 3 or min(losses) > HARDLY_FALLS * losses[0]:
         return None
-    lowest = sane.index(min(sane))
-    half = max(1, lowest // 5)  # a slope over fewer steps would be noise's
+    lowest = losses.index(min(losses))
+    half = max(1, lowest // 5)  # over fewer steps, the slope would be noise
     slopes = [losses[i + half] - losses[i - half] for i in range(half, lowest - half + 1)] or [0.0]
     return rates[half + slopes.index(min(slopes))]
 
 
-def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
-    """Losses by rate, without those that explode: they would squeeze the rest."""
+def plot_losses(rates: list[float], losses: list[float], lr: float | None) -> Figure:
+    """Losses by learning rate, without those that explode: they would squeeze the others."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
-    axes.plot(rates, [loss if loss < SANE * losses[0] else math.nan for loss in losses])
+    axes.plot(rates, [loss if loss < EXPLODES * losses[0] else math.nan for loss in losses])
     axes.grid(alpha=0.4)
     if lr is not None:
         axes.axvline(lr, color="C1", label=f"{lr:.3g}")
@@ -91,11 +99,11 @@ def draw(rates: list[float], losses: list[float], lr: float | None) -> Figure:
 
 
 class BatchSizeSearch(BatchSizeFinder):
-    """Doubles the *global* batch until memory ends or `max_trials` sizes fit; then the run ends.
+    """Doubles the *global* batch until memory runs out or `max_trials` sizes fit; ends the run.
 
     Args:
-        init_val: The first global batch.
-        max_trials: Sizes that are tried.
+        init_val: The first global batch size.
+        max_trials: How many sizes are tried at most.
     """
 
     def __init__(self, init_val: PositiveInt = 256, max_trials: PositiveInt = 6) -> None:
@@ -103,27 +111,20 @@ class BatchSizeSearch(BatchSizeFinder):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # or Lightning's first trial has the batch given
+        # otherwise Lightning's first trial has the batch size of the run
         lightning_setattr(pl_module, "batch_size", self._init_val)
         super().on_fit_start(trainer, pl_module)
         size = self.optimal_batch_size
         if size is not None:  # fast_dev_run has none
-            largest = self._init_val * 2 ** (self._max_trials - 1)
-            limit = (
-                "the largest tried, nothing ran out of memory"
-                if size >= largest
-                else "twice as many do not fit"
-            )
-            print(
-                f"batch_find: {size} global; {limit}\n          use it with "
-                f"--data.batch_size={size}",
-                flush=True,
-            )
+            limit = "twice as many do not fit"
+            if size >= self._init_val * 2 ** (self._max_trials - 1):
+                limit = "the largest tried, nothing ran out of memory"
+            print(f"batch_find: {size} global; {limit}", flush=True)
+            print(f"          use it with --data.batch_size={size}", flush=True)
         raise _TunerExitException
 
 
 def is_search(callbacks: list[Callback]) -> bool:
     """Whether a run searches for a setting, and trains nothing."""
-    return any(
-        isinstance(callback, (LearningRateSearch, BatchSizeSearch)) for callback in callbacks
-    )
+    searches = (LearningRateSearch, BatchSizeSearch)
+    return any(isinstance(callback, searches) for callback in callbacks)

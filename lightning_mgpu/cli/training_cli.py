@@ -175,7 +175,13 @@ class CLI(LightningCLI):
             header.notes["ckpt"] = (
                 config.ckpt_path or "none: no epoch was over, training begins anew"
             )
-        added = [header, self.timer, ours.LearningCurve(), ours.Pictures(), ours.IgnoredWeight()]
+        added = [
+            header,
+            self.timer,
+            ours.LearningCurve(),
+            ours.TestPictures(),
+            ours.IgnoredWeight(),
+        ]
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
             saved = {**self.config_dump, "run_dir": None}  # whoever repeats the run has another
             tracking = config.wandb if has_logger else None

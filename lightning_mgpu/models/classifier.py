@@ -163,7 +163,7 @@ class Classifier(LightningModule):
             Classifier.on_train_epoch_start(self)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({"val_loss": self.val_loss, "val_acc": self.val_acc}, prog_bar=True)
+        self.log_dict({"val_loss": self.val_loss, "val_acc": self.val_acc})
 
     def on_test_epoch_end(self) -> None:
         self.log_dict({"test_loss": self.test_loss, "test_acc": self.test_acc})

@@ -6,7 +6,7 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_mgpu.callbacks import LearningCurve, Pictures
+from lightning_mgpu.callbacks import LearningCurve, TestPictures
 from lightning_mgpu.errors import UsageError
 
 
@@ -23,6 +23,6 @@ class Trial(Callback):
             raise UsageError(
                 "a sweep that validates on the test set would tune on it: give --data.val_size=5000"
             )
-        drawing = (LearningCurve, Pictures)
+        drawing = (LearningCurve, TestPictures)
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, drawing)]  # type: ignore[attr-defined]
         trainer.limit_test_batches = 0

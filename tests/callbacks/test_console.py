@@ -99,31 +99,38 @@ def test_epoch_lines_show_metrics_of_any_name(
 
 
 def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
-    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
+    make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Bar(EpochLines):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
             self.refresh(hard=True)
 
+    class LogsMore(LeNet):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            self.log("in_bar", float(batch_idx), prog_bar=True)
+            self.log("not_in_bar", 1.0)
+            return super().training_step(batch, batch_idx)
+
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     screen = io.StringIO()
     bar = Bar()
-    bar._console_kwargs = {"file": screen, "force_terminal": True, "width": 120}
-    make_trainer(enable_progress_bar=True, callbacks=[bar], log_every_n_steps=2, max_epochs=2).fit(
-        LeNet(), make_data()
-    )
+    plain = {"force_terminal": True, "width": 120, "color_system": None}
+    bar._console_kwargs = {"file": screen, **plain}
+    options = {"log_every_n_steps": 2, "max_epochs": 2, "logger": CSVLogger(tmp_path)}
+    make_trainer(enable_progress_bar=True, callbacks=[bar], **options).fit(LogsMore(), make_data())
     drawn = [line for part in screen.getvalue().split("\r") for line in part.splitlines()]
     lines = [
-        line.partition("epoch ")[2] for line in drawn if "epoch " in line and "val_loss" in line
+        line.partition("epoch ")[2] for line in drawn if "epoch " in line and "train_acc" in line
     ]
-    assert [line.split()[0] for line in lines] == ["1/2", "2/2"] and all(
-        "train_acc" in line for line in lines
-    )
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
+    assert all("val_loss" in line for line in lines)
     bars = [line for line in drawn if "it/s" in line]
     assert any("epoch 1/2" in line for line in bars) and any("epoch 2/2" in line for line in bars)
     assert not any("epoch 0" in line or "Epoch" in line for line in bars)
-    assert "loss: 2.3" in bars[-1]  # the loss last logged
+    # the loss last logged, what has `prog_bar=True`, and no version number
+    assert bars[-1].partition("it/s")[2].split()[::2] == ["loss:", "in_bar:"]
+    assert "loss: 2.3" in bars[-1] and "in_bar: 6.000" in bars[-1]
 
 
 def test_timer_leaves_validation_out(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.callbacks import LearningCurve, Pictures, PredictionWriter
-from lightning_mgpu.callbacks.learning_curve import draw
+from lightning_mgpu.callbacks import LearningCurve, PredictionWriter, TestPictures
+from lightning_mgpu.callbacks.learning_curve import plot_curve
 from lightning_mgpu.models import Classifier, LeNet
 from tests.callbacks.conftest import Named
 
@@ -20,7 +20,7 @@ def panels(curve: LearningCurve) -> dict[str, list[str]]:
     """What each panel of the curve shows, by its label."""
     return {
         axes.get_ylabel(): [line.get_label() for line in axes.lines]
-        for axes in draw(curve.points, "other").axes
+        for axes in plot_curve(curve.points, "other", curve.max_panels).axes
     }
 
 
@@ -69,7 +69,7 @@ def lively() -> LeNet:
 def test_matrix_and_grid_are_of_the_test_set(
     lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path
 ) -> None:
-    data, pictures = make_data(batch_size=25), Pictures()
+    data, pictures = make_data(batch_size=25), TestPictures()
     trainer = make_trainer(callbacks=[pictures])
     X, y = data.test_set[0, torch.arange(107)]
     expected = torch.zeros(10, 10, dtype=torch.long)
@@ -78,8 +78,8 @@ def test_matrix_and_grid_are_of_the_test_set(
             expected[label, prediction] += 1
     for _ in range(2):  # the second test starts from nothing
         trainer.test(lively, data, verbose=False)
-        assert pictures._metric is not None and torch.equal(
-            pictures._metric.compute().cpu(), expected
+        assert pictures._confusion is not None and torch.equal(
+            pictures._confusion.compute().cpu(), expected
         )
     assert expected.count_nonzero() > 10  # not all in one column
     assert all(
@@ -103,7 +103,7 @@ class VectorNet(Classifier):
 
 def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
     rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
-    trainer = make_trainer(callbacks=[Pictures()])
+    trainer = make_trainer(callbacks=[TestPictures()])
     dicts: Any = [{"X": row, "y": label, "weight": 1.0} for row, label in zip(rows, classes)]
     trainer.test(VectorNet(), DataLoader(dicts, 4), verbose=False)
     assert list(tmp_path.iterdir()) == []
@@ -144,11 +144,11 @@ def test_no_picture_ends_a_run(make_trainer: Callable, tmp_path: Path, recwarn: 
     X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
     both = ["confusion.png", "predictions.png"]
     for num_classes, names in ((50, both), (51, both[1:])):
-        pictures = Pictures()
+        pictures = TestPictures()
         loader = DataLoader(TensorDataset(X, y), 3)
         make_trainer(callbacks=[pictures]).test(LeNet(num_classes=num_classes), loader)
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        assert pictures._metric is None or pictures._metric.confmat.sum() == 4
+        assert pictures._confusion is None or pictures._confusion.confmat.sum() == 4
         for name in names:
             (tmp_path / name).unlink()
     assert not [each for each in recwarn if "is not right" in str(each.message)]
@@ -157,7 +157,7 @@ def test_no_picture_ends_a_run(make_trainer: Callable, tmp_path: Path, recwarn: 
         def test_step(self, batch: Any, batch_idx: int) -> Any:
             return {"logits": self(batch[0])}
 
-    trainer = make_trainer(callbacks=[Pictures()])
+    trainer = make_trainer(callbacks=[TestPictures()])
     with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
         trainer.test(Untold(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
 
