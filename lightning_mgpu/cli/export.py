@@ -3,11 +3,10 @@
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.onnx
     python -m lightning_mgpu export --ckpt_path=runs/NAME/checkpoints/last.ckpt --output=model.pt2
 
-The file takes batches of any size. ONNX has the input `X` and the output `logits`; the other one is
+The file takes batches of any size. ONNX has the input `X` and the output `logits`. The other one is
 called by `torch.export.load("model.pt2").module()(X)`.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,37 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.cli.project import command
+from lightning_mgpu.commands import run_command
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 
 
 def main(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu export`."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(
-        "python -m lightning_mgpu export", description=__doc__, formatter_class=formatter
-    )
-    parser.add_argument("--ckpt_path", required=True, help="the checkpoint")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="the file to write: *.onnx or *.pt2"
-    )
-    options = parser.parse_args(args)
-    if options.output.suffix not in (".onnx", ".pt2"):
+    run_command(export, args, f"{command()} export", __doc__)
+
+
+def export(ckpt_path: str, output: Path) -> None:
+    """Write the model of a checkpoint to a file.
+
+    Args:
+        ckpt_path: The checkpoint.
+        output: The file to write: *.onnx or *.pt2.
+    """
+    if output.suffix not in (".onnx", ".pt2"):
         raise UsageError(
-            f"--output={options.output}: end the name in .onnx or .pt2, which says what to write"
+            f"--output={output}: end the name in .onnx or .pt2, which says what to write"
         )
-    model = load_model(options.ckpt_path)
+    model = load_model(ckpt_path)
     try:
-        write(model, options.output)
-    except Exception as error:  # whatever the exporters raise of a model they do not understand
-        told = str(error).partition("\n")[0]
+        write_model(model, output)
+    except Exception as error:  # whatever the exporters raise for a model they do not understand
+        reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{type(model).__name__} cannot be written as {options.output}: {told}"
+            f"{type(model).__name__} cannot be written as {output}: {reason}"
         ) from error
-    print(f"{options.output}: {type(model).__name__}, batches of any size")
+    print(f"{output}: {type(model).__name__}, batches of any size")
 
 
 def load_model(ckpt_path: str) -> LightningModule:
@@ -67,16 +69,16 @@ def load_model(ckpt_path: str) -> LightningModule:
         ) from error
     if not isinstance(model.example_input_array, Tensor):
         raise UsageError(
-            f"{type(model).__name__} has no example_input_array, which tells what it takes: set it"
+            f"{type(model).__name__} has no example_input_array, which shows what it takes: set it"
         )
     return model.float().eval()
 
 
-def write(model: LightningModule, path: Path) -> None:
+def write_model(model: LightningModule, path: Path) -> None:
     """Write the model to a file of the format that its suffix names."""
-    # torch fixes a size of 1
+    # three samples: torch would take a batch of one for a fixed size
     X = torch.randn(3, *model.example_input_array.shape[1:])  # type: ignore[union-attr]
-    # raises where the batch has to be of one size; torch.onnx.export, of the model, would write it
+    # Raises if the batch can only have one size. torch.onnx.export of the model would write it.
     program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     if path.suffix == ".pt2":
         torch.export.save(program, path)

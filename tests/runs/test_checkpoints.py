@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from lightning_mgpu.cli import export
 from lightning_mgpu.models import LeNet
-from lightning_mgpu.runs import export
 from lightning_mgpu.runs.record import fingerprint
 from tests.runs.conftest import assert_same, last, metrics
 
@@ -289,7 +289,7 @@ class OneSize(LeNet):
 @pytest.mark.parametrize("suffix", [".pt2", ONNX])
 def test_a_model_that_takes_batches_of_one_size_is_refused(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="Constraints violated"):
-        export.write(OneSize(), tmp_path / f"model{suffix}")
+        export.write_model(OneSize(), tmp_path / f"model{suffix}")
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_a_warning(
