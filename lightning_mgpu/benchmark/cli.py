@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark import cost, exchange, time_to_accuracy
-from lightning_mgpu.benchmark.plan import configurations, make_model, make_strategy
+from lightning_mgpu.benchmark.plan import configurations, make_model
 from lightning_mgpu.benchmark.processes import machine, measure, new_directory
 from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
 from lightning_mgpu.devices import gpus
 from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.strategies.names import make_strategy
 
 PROG = "python -m lightning_mgpu benchmark"
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device

@@ -3,14 +3,12 @@
 import argparse
 import pydoc
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu import models
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.strategies.names import make_strategy
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
 """Engines that are a loop by hand, in words."""
@@ -42,18 +40,6 @@ def configurations(args: argparse.Namespace) -> list[Configuration]:
         for model in args.models
         for engine, devices, replicas in engines
     ]
-
-
-def make_strategy(name: str, **options: Any) -> Strategy:
-    """A strategy, by its name or dotted path."""
-    if name in StrategyRegistry:
-        entry = StrategyRegistry[name]
-        return entry["strategy"](**entry["init_params"], **options)
-    found = pydoc.locate(name)
-    if isinstance(found, type) and issubclass(found, Strategy):
-        return found(**options)
-    known = "ddp, dp, manual_allreduce, another name that Lightning knows, or a path"
-    raise UsageError(f"--strategies {name}: no such strategy; take {known}, my_package.MyStrategy")
 
 
 def make_model(name: str) -> LightningModule:

@@ -20,12 +20,13 @@ from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts, finished_clock
-from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model, make_strategy
+from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model
 from lightning_mgpu.benchmark.processes import num_cores
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.devices import gpus, process_devices
 from lightning_mgpu.processes import leave_group
+from lightning_mgpu.strategies.names import make_strategy
 
 SWITCHES = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(SWITCHES, False)}
@@ -78,9 +79,7 @@ def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | 
     """Measure a strategy in the Trainer; `None` in processes other than the first."""
     stretches = Stretches(Parts(), configuration.num_steps)
     options = {"replicas": configuration.replicas} if configuration.replicas else {}
-    strategy: Any = (
-        "auto" if configuration.engine == "auto" else make_strategy(configuration.engine, **options)
-    )
+    strategy: Any = make_strategy(configuration.engine, **options)
     if hasattr(strategy, "reduce_gradients"):
         strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
     trainer = Trainer(

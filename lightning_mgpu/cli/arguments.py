@@ -17,6 +17,7 @@ from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import to_yaml
 from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.resume import FLAG, find_run
+from lightning_mgpu.strategies.names import strategy_config
 
 STRATEGY = "--trainer.strategy"
 COMMON = ("auto", "ddp", "dp", "fsdp", "manual_allreduce")
@@ -106,28 +107,12 @@ def _strategy(args: list[str], given: dict[str, Any]) -> list[str]:
             f"registered are {', '.join(sorted(registered, key=_rarity))}"
         )
     others = [arg for arg in args if arg.partition("=")[0] != STRATEGY and arg not in options]
-    return [*others, f"{STRATEGY}={to_yaml(strategy_class(name), in_a_line=True)}", *options]
+    return [*others, f"{STRATEGY}={to_yaml(strategy_config(name), in_a_line=True)}", *options]
 
 
 def _rarity(name: str) -> tuple[bool, bool, str]:
     """Sorts strategies' names: the common ones first, Lightning's many variants last."""
     return name not in COMMON, not name.startswith("manual_allreduce_"), name
-
-
-def strategy_class(name: str) -> dict[str, Any]:
-    """A registered name's class and arguments, as in a configuration; other names are classes'."""
-    if name not in StrategyRegistry:
-        return {"class_path": name}
-    entry = StrategyRegistry[name]
-    arguments = {
-        key: _path(value) if callable(value) else value
-        for key, value in entry["init_params"].items()
-    }
-    return {"class_path": _path(entry["strategy"]), "init_args": arguments}
-
-
-def _path(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _help(arg: str, known: dict[str, Any]) -> str:
@@ -138,5 +123,5 @@ def _help(arg: str, known: dict[str, Any]) -> str:
     if name in ("--model.help", "--data.help") and not value:
         return f"{name}={known[name[2:].removesuffix('.help')]}"
     if name == f"{STRATEGY}.help":
-        return f"{name}={strategy_class(value or 'manual_allreduce')['class_path']}"
+        return f"{name}={strategy_config(value or 'manual_allreduce')['class_path']}"
     return arg

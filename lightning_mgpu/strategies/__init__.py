@@ -38,7 +38,7 @@ Not on the way: `hooks.py` knows which user code may edit weights between two st
 compares replicas. `lockstep.py` runs replicas that wait for each other within a step; then
 `manual_optimization.py`, `sync_batchnorm.py` and `collectives.py` say for what. `one_process.py`
 refuses launchers. `streams.py` has random numbers, `auto_split.py` uneven shares, and
-`devices_and_attributes.py` what all files need.
+`devices_and_attributes.py` what all files need. `names.py` finds a strategy by its name.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -1,4 +1,4 @@
-"""What every strategy here promises, as checks of any: by name, or your own by its dotted path.
+"""What every strategy here promises, checked for any strategy: by its name or its dotted path.
 
     python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2
 
@@ -7,6 +7,6 @@ these runs. `check.py` judges a strategy in a process of its own. `__main__` is 
 """
 
 from lightning_mgpu.testing.cases import PROMISES, Promise
-from lightning_mgpu.testing.check import Result, check_strategy
+from lightning_mgpu.testing.check import PromiseResult, check_strategy
 
-__all__ = ["PROMISES", "Promise", "Result", "check_strategy"]
+__all__ = ["PROMISES", "Promise", "PromiseResult", "check_strategy"]

@@ -1,56 +1,36 @@
 """What the cases run: small modules and data in float64, the same on all devices; their Trainer."""
 
-import pydoc
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, SumMetric
 
-import lightning_mgpu.strategies  # noqa: F401 (registers them)
 from lightning_mgpu.data import batch_loader
+from lightning_mgpu.strategies.names import make_strategy
+
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a case runs under: a strategy, by Lightning's name or a dotted path, and its devices."""
+class StrategySpec:
+    """A strategy, by Lightning's name or a dotted path, and the devices that it gets."""
 
     strategy: str = "auto"
     devices: int = 1
     accelerator: str = "cpu"
 
-    def make_strategy(self, **options: Any) -> Strategy | str:
-        """A new one for every Trainer."""
-        if self.strategy == "auto":
-            return "auto"
-        if self.strategy in StrategyRegistry:
-            entry = StrategyRegistry[self.strategy]
-            return entry["strategy"](**entry["init_params"], **options)
-        if make := pydoc.locate(self.strategy):
-            return make(**options)  # type: ignore[operator]
-        known = "a name that Lightning knows, such as ddp, dp or manual_allreduce"
-        raise ValueError(
-            f"strategy {self.strategy!r}: give the dotted path of a Strategy, or {known}"
-        )
-
     def trainer(self, **kwargs: Any) -> Trainer:
-        """A quiet Trainer of two epochs; `kwargs` go before its settings."""
-        quiet = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        settings = {
-            "max_epochs": 2,
-            "limit_val_batches": 0,
-            "log_every_n_steps": 1,
-            "strategy": self.make_strategy(),
-        }
+        """A quiet Trainer of two epochs with a new strategy; `kwargs` replace these settings."""
+        settings: dict[str, Any] = dict.fromkeys(OFF, False)
+        settings |= {"max_epochs": 2, "limit_val_batches": 0, "log_every_n_steps": 1}
         settings |= {"devices": self.devices, "accelerator": self.accelerator}
-        return Trainer(**{**quiet, **settings, **kwargs})
+        settings["strategy"] = make_strategy(self.strategy)
+        return Trainer(**{**settings, **kwargs})
 
 
 class Data(LightningDataModule):
@@ -97,10 +77,8 @@ class Probe(LightningModule):
             return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        config = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class Logs(Probe):
@@ -109,9 +87,8 @@ class Logs(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.error = MeanAbsoluteError().set_dtype(torch.float64)
-        self.num_samples, self.sum_of_indices = (
-            SumMetric().set_dtype(torch.float64) for _ in range(2)
-        )
+        self.num_samples = SumMetric().set_dtype(torch.float64)
+        self.sum_of_indices = SumMetric().set_dtype(torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         X, y, _ = batch
@@ -128,9 +105,8 @@ class Logs(Probe):
         self.error(self.net(X), y)
         self.num_samples(torch.ones_like(index))
         self.sum_of_indices(index)
-        self.log_dict(
-            {"error": self.error, "samples": self.num_samples, "indices": self.sum_of_indices}
-        )
+        metrics = {"samples": self.num_samples, "indices": self.sum_of_indices}
+        self.log_dict({"error": self.error, **metrics})
 
 
 class Masked(Probe):
@@ -144,7 +120,7 @@ class Masked(Probe):
 
 
 class TwoOptimizers(Probe):
-    """Manual optimization: two networks, one to undo what the other does, an optimizer each."""
+    """Manual optimization of two networks, an optimizer for each; the second inverts the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,9 +144,8 @@ class TwoOptimizers(Probe):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.there.parameters(), 0.1, momentum=0.9), torch.optim.Adam(
-            self.back.parameters(), 0.01
-        )
+        sgd = torch.optim.SGD(self.there.parameters(), 0.1, momentum=0.9)
+        return sgd, torch.optim.Adam(self.back.parameters(), 0.01)
 
 
 class Fails(Probe):
@@ -182,10 +157,10 @@ class Fails(Probe):
         return super().training_step(batch, batch_idx)
 
 
-class Sees(Callback):
-    """Keeps gradients before each update and what is logged; counts steps that part replicas."""
+class RunObserver(Callback):
+    """Keeps gradients and logged values; counts the steps after which replicas differ."""
 
-    edits_nothing = True  # our strategies let replicas make their own updates beside it
+    edits_nothing = True  # else our strategies would copy weights instead of updating every replica
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
@@ -195,30 +170,27 @@ class Sees(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        self.gradients += [
-            p.grad.cpu().clone() for p in pl_module.parameters() if p.grad is not None
-        ]
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.gradients += [gradient.cpu().clone() for gradient in gradients]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.on_train_epoch_end(trainer, pl_module)
-        replicas: list[Any] = replicas_of(trainer.strategy, pl_module)
+        replicas = replica_parameters(trainer.strategy, pl_module)
         if torch.distributed.is_initialized():
-            [own] = replicas
-            torch.distributed.all_gather_object(
-                replicas := [None] * torch.distributed.get_world_size(), own
-            )
+            gathered: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, replicas[0])  # a process has one
+            replicas = gathered
         self.num_different += not all(
-            torch.equal(a, b) for r in replicas for a, b in zip(replicas[0], r)
+            torch.equal(a, b) for replica in replicas for a, b in zip(replicas[0], replica)
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def replicas_of(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
-    """The parameters of every replica. A strategy that is none of ours is taken to have one."""
+def replica_parameters(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
+    """The parameters of every replica, on the CPU. A strategy without `replicas` has one."""
     replicas: Any = getattr(strategy, "replicas", None)
-    all_parameters = (
-        [module.parameters()] if replicas is None else zip(*replicas.parameter_sets.values())
-    )
-    return [[parameter.detach().cpu() for parameter in parameters] for parameters in all_parameters]
+    one = [module.parameters()]
+    sets = one if replicas is None else zip(*replicas.parameter_sets.values())
+    return [[parameter.detach().cpu() for parameter in parameters] for parameters in sets]

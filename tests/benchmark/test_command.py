@@ -187,7 +187,7 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--strategies", "dpp"], ["--strategies dpp: no such strategy", "manual_allreduce"]),
+        (["--strategies", "dpp"], ["strategy dpp: no such strategy", "manual_allreduce"]),
         (["--models", "LeNett"], ["--models LeNett: ", "take LeNet, ResNet18, or a path"]),
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.testing import PROMISES, Result, check_strategy
+from lightning_mgpu.testing import PROMISES, PromiseResult, check_strategy
 from lightning_mgpu.testing import __main__ as suite
 from lightning_mgpu.testing.cases import _same_bits
-from lightning_mgpu.testing.probe import Data, Kind, Probe, replicas_of
+from lightning_mgpu.testing.probe import Data, Probe, StrategySpec, replica_parameters
 
 ALGORITHMS = ["manual_allreduce_tree", "manual_allreduce_sharded", "manual_allreduce_ring"]
 
@@ -149,7 +149,7 @@ def test_a_process_that_ends_without_a_word_or_never_is_found_out(run: Callable)
 
 def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
     seen = {
-        name: PROMISES[name].case(Kind(), tmp_path)
+        name: PROMISES[name].case(StrategySpec(), tmp_path)
         for name in ("gradients", "logging", "metrics", "bf16")
     }
     assert len(seen["gradients"]) == 8 * 4  # steps, parameters
@@ -165,9 +165,9 @@ def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
 def test_replicas_are_found(strategy: str, devices: int) -> None:
     class Counts(Probe):
         def on_train_batch_end(self, *args: Any) -> None:
-            assert len(replicas_of(self.trainer.strategy, self)) == devices
+            assert len(replica_parameters(self.trainer.strategy, self)) == devices
 
-    Kind(strategy, devices).trainer(max_steps=1).fit(Counts(), datamodule=Data())
+    StrategySpec(strategy, devices).trainer(max_steps=1).fit(Counts(), datamodule=Data())
 
 
 @pytest.mark.slow
@@ -188,10 +188,7 @@ def test_a_third_partys_strategy(run: Callable) -> None:
 
 def test_mistake_is_told_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = run("--strategy=my_strategies.Missing")
-    assert (
-        status == 2
-        and "strategy 'my_strategies.Missing': give the dotted path of a Strategy" in output
-    )
+    assert status == 2 and "error: strategy my_strategies.Missing: no such strategy." in output
     if not torch.cuda.is_available():
         status, output = run("--strategy=dp", "--accelerator=gpu")
         assert (
@@ -217,9 +214,9 @@ def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         ("dp", 2, "metrics"): ("off by 2", ""),
     }
 
-    def check(strategy: str, devices: int, accelerator: str) -> list[Result]:
+    def check(strategy: str, devices: int, accelerator: str) -> list[PromiseResult]:
         return [
-            Result(name, PROMISES[name], *wrong.get((strategy, devices, name), ("", "")))
+            PromiseResult(name, PROMISES[name], *wrong.get((strategy, devices, name), ("", "")))
             for name in PROMISES
         ]
 
