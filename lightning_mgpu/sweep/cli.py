@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu sweep`: many fits from one YAML; no account, no server.
+"""Many fits from one YAML; no account, no server.
 
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.max_epochs=2
@@ -32,21 +32,26 @@ try:
 except ModuleNotFoundError as error:
     raise UsageError(f"a sweep needs Optuna: pip install optuna ({error})") from error
 
-# keys of the YAML
-NEEDED, READ = (("method", "metric", "parameters"), ("command", "program", "run_cap"))
+# keys of the YAML; `program` and `command` are for W&B's agent
+REQUIRED_KEYS = ("method", "metric", "parameters")
+OPTIONAL_KEYS = ("command", "program", "run_cap")
 
 
-def parser() -> ArgumentParser:
-    prog, formatter = f"{command()} sweep", RawDescriptionHelpFormatter
-    result = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    result.add_argument(
+def sweep_parser() -> ArgumentParser:
+    parser = ToolParser(
+        prog=f"{command()} sweep",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
         "--config", action="append", required=True, help="the sweep's YAML, here or in configs/"
     )
-    result.add_argument("--count", type=int, help="trials in all; goes before the YAML's run_cap")
-    result.add_argument(
-        "--sweep_dir", type=Path, help="where trials and results go; sweeps/YAML if left out"
+    parser.add_argument("--count", type=int, help="trials in all; wins over the YAML's run_cap")
+    parser.add_argument(
+        "--sweep_dir", type=Path, help="where trials and results go; default: sweeps/YAML"
     )
-    return result
+    return parser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,78 +61,67 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: For arguments that make no sense, before any trial is run.
     """
     sweep = read_sweep(arguments)
-    sweep.open()
-    print(
-        f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on",
-        flush=True,
-    )
+    sweep.create_or_check_dir()
+    start = f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on"
+    print(start, flush=True)
     sweep.run()
     print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.png", flush=True)
 
 
 def read_sweep(arguments: Sequence[str]) -> Sweep:
-    """The sweep that is meant.
+    """Make a `Sweep` of the command line and its YAML.
 
     Raises:
-        UsageError: If the YAML is no sweep, or asks for something that is not done here.
+        UsageError: If the YAML is not a sweep's, or asks for something that only W&B can do.
     """
-    args, of_fit = parser().parse_known_args(arguments)
-    config, *more = args.config
+    args, fit_args = sweep_parser().parse_known_args(arguments)
+    config, *fit_configs = args.config
     yaml = read_config(config)
     try:
-        if missing := [key for key in NEEDED if key not in yaml]:
-            raise ValueError(f"it has no {' and no '.join(missing)}")
-        method, metric, parameters = yaml["method"], yaml["metric"]["name"], yaml["parameters"]
-        goal = yaml["metric"].get("goal", "minimize")
-        if method not in ("grid", "random", "bayes") or goal not in ("minimize", "maximize"):
-            raise ValueError(
-                f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or "
-                "maximize"
-            )
-        fixed = {name: given["value"] for name, given in parameters.items() if "value" in given}
-        space = {
-            name: _distribution(name, given)
-            for name, given in parameters.items()
-            if name not in fixed
-        }
-        # what W&B's agent gives `fit`
-        command = [str(word) for word in yaml.get("command", ["fit"])]
-        fit = [
-            word
-            for word in command[command.index("fit") + 1 :]
-            if word != TRIAL and not word.startswith("${")
-        ]
-        fit += [as_argument(name, value) for name, value in fixed.items()]
-        num_trials = _num_trials(
-            method, space, yaml.get("run_cap") if args.count is None else args.count
-        )
+        sweep = _from_yaml(yaml, args.sweep_dir or Path("sweeps", Path(config).stem), args.count)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"--config={config} is no sweep: {error}") from error
-    for name in (argument.removeprefix("--").partition("=")[0] for argument in of_fit):
-        if name in (*space, "run_dir", "resume"):
+    for name in (argument.removeprefix("--").partition("=")[0] for argument in fit_args):
+        if name in (*sweep.space, "run_dir", "resume"):
             raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")
-    if others := [key for key in yaml if key not in (*NEEDED, *READ)]:
-        print(f"not read here, but by W&B: {', '.join(others)}", flush=True)
-    fit += [*(as_argument("config", each) for each in more), *of_fit]
-    return Sweep(
-        args.sweep_dir or Path("sweeps", Path(config).stem),
-        method,
-        metric,
-        goal,
-        space,
-        fit,
-        num_trials,
-    )
+    if ignored := [key for key in yaml if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS)]:
+        print(f"not read here, but by W&B: {', '.join(ignored)}", flush=True)
+    sweep.fit_args += [*(as_argument("config", path) for path in fit_configs), *fit_args]
+    return sweep
+
+
+def _from_yaml(yaml: dict[str, Any], sweep_dir: Path, count: int | None) -> Sweep:
+    if missing := [key for key in REQUIRED_KEYS if key not in yaml]:
+        raise ValueError(f"it has no {' and no '.join(missing)}")
+    method, goal = yaml["method"], yaml["metric"].get("goal", "minimize")
+    if method not in ("grid", "random", "bayes") or goal not in ("minimize", "maximize"):
+        raise ValueError(
+            f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or "
+            "maximize"
+        )
+    fit_args, space = _fit_args_in_command(yaml), {}
+    for name, spec in yaml["parameters"].items():
+        if "value" in spec:
+            fit_args.append(as_argument(name, spec["value"]))
+        else:
+            space[name] = _distribution(name, spec)
+    num_trials = _num_trials(method, space, yaml.get("run_cap") if count is None else count)
+    return Sweep(sweep_dir, method, yaml["metric"]["name"], goal, space, fit_args, num_trials)
+
+
+def _fit_args_in_command(yaml: dict[str, Any]) -> list[str]:
+    """Arguments of `fit` in the command for W&B's agent, without `${args}` and the callback."""
+    words = [str(word) for word in yaml.get("command", ["fit"])]
+    words = words[words.index("fit") + 1 :]
+    return [word for word in words if word != TRIAL and not word.startswith("${")]
 
 
 def _num_trials(method: str, space: dict[str, BaseDistribution], count: Any) -> int:
     if method == "grid":
-        choices = [
-            each.choices for each in space.values() if isinstance(each, CategoricalDistribution)
-        ]
-        if len(choices) < len(space):
+        grids = [each for each in space.values() if isinstance(each, CategoricalDistribution)]
+        if len(grids) < len(space):
             raise ValueError("a grid needs values for every parameter; or say method: random")
-        num_points = math.prod(map(len, choices))
+        num_points = math.prod(len(each.choices) for each in grids)
         count = num_points if count is None else min(num_points, count)
     if not isinstance(count, int) or count < 1:
         raise ValueError(
@@ -136,15 +130,15 @@ def _num_trials(method: str, space: dict[str, BaseDistribution], count: Any) -> 
     return count
 
 
-def _distribution(name: str, given: dict[str, Any]) -> BaseDistribution:
-    if "values" in given:
-        return CategoricalDistribution(given["values"])
-    is_log = given.get("distribution") == "log_uniform_values"
-    if not {"min", "max"} <= given.keys() or not (is_log or "distribution" not in given):
+def _distribution(name: str, spec: dict[str, Any]) -> BaseDistribution:
+    if "values" in spec:
+        return CategoricalDistribution(spec["values"])
+    is_log = spec.get("distribution") == "log_uniform_values"
+    if not {"min", "max"} <= spec.keys() or not (is_log or "distribution" not in spec):
         raise ValueError(
             f"{name}: give value, values, or min and max; distribution: log_uniform_values, or none"
         )
-    low, high = given["min"], given["max"]
+    low, high = spec["min"], spec["max"]
     if isinstance(low, int) and isinstance(high, int) and not is_log:
         return IntDistribution(low, high)
     return FloatDistribution(low, high, log=is_log)

@@ -23,7 +23,7 @@ from lightning_mgpu.cli.yaml_files import CONFIGS
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.sweep import Trial, trials
-from lightning_mgpu.sweep.cli import parser, read_sweep
+from lightning_mgpu.sweep.cli import read_sweep, sweep_parser
 from lightning_mgpu.sweep.trials import TRIAL
 
 LR = "model.optimizer.lr"
@@ -278,7 +278,7 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
         re.findall("^python -m lightning_mgpu sweep (.*)$", text, flags=re.MULTILINE)
     ):
         assert read_sweep(shlex.split(line)), line
-        args, fit = parser().parse_known_args(shlex.split(line))
+        args, fit = sweep_parser().parse_known_args(shlex.split(line))
         assert (
             main(
                 "fit", *fit, *(f"--config={config}" for config in args.config[1:]), "--print_config"
