@@ -1,4 +1,4 @@
-"""What people look at: run, epoch times, curve, predictions; their searches; a model made fast."""
+"""Output of a run (header, epoch lines, pictures, predictions), searches, and faster models."""
 
 from lightning_mgpu.callbacks.console import EpochLines
 from lightning_mgpu.callbacks.epoch_timer import EpochTimer

@@ -1,4 +1,4 @@
-"""What a run prints while it trains: one line per epoch, and on a terminal a progress bar below."""
+"""The output of a training run: one line per epoch, and on a terminal a progress bar below."""
 
 import sys
 from typing import Any

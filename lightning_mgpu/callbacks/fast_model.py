@@ -1,9 +1,9 @@
-"""Makes any model faster without its knowledge: memory format and torch.compile.
+"""Makes any model faster without a change to its code: memory format and torch.compile.
 
     python -m lightning_mgpu fit --fast.memory_format=channels_last --trainer.precision=bf16-mixed
     python -m lightning_mgpu fit --fast.compile=default --malloc=keep
 
-The options of `--fast` apply to the networks a LightningModule holds, its children. Losses, metrics
+The options of `--fast` apply to the networks in a LightningModule, its children. Losses, metrics
 and the keys of checkpoints stay as they are.
 """
 
@@ -22,7 +22,8 @@ from typing_extensions import override
 from lightning_mgpu.devices import process_devices
 from lightning_mgpu.errors import UsageError
 
-COMPILERS = {  # by kind of device: the variable that names a compiler, and those looked for without
+# device type -> the variable that names a compiler, and the compilers looked for if it is not set
+COMPILERS = {
     "cpu": ("CXX", ["g++"]),  # Inductor's kernels are C++
     "cuda": ("CC", ["gcc", "clang"]),  # Triton compiles what starts its kernels
     "xpu": ("CC", ["gcc", "clang"]),
@@ -33,12 +34,12 @@ class FastModel(Callback):
     """Sets the memory format before replicas are made, and compiles networks when training begins.
 
     Args:
-        memory_format: `channels_last` keeps weights and images in the order of bytes that
-            convolutions are fastest with, in half precision above all.
-        compile: Mode of `torch.compile`. For each kind of device, and each of several GPUs, it
-            makes three graphs: forward, backward and validation. Another shape of batch adds to
-            them: choose a batch size that divides the data. What runs after `fit` is not compiled.
-            Of the other modes, CUDA graphs overwrite what a replica has returned.
+        memory_format: `channels_last` stores weights and images in the order in which convolutions
+            are fastest, above all in half precision.
+        compile: Mode of `torch.compile`. For the CPU and for every GPU, it makes three graphs:
+            forward, backward and validation. Another batch shape adds more: choose a batch size
+            that divides the data. What runs after `fit` is not compiled. Modes with CUDA graphs
+            are not offered: they overwrite what other replicas have returned.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class FastModel(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for network in networks(pl_module) if self.memory_format is not None else []:
+        if self.memory_format is None:
+            return
+        for network in networks(pl_module):
             network.to(memory_format=torch.channels_last)
-            # `fit` goes on to `test`
+            # called again when `fit` goes on to `test`
             if images_to_channels_last not in network._forward_pre_hooks.values():
                 network.register_forward_pre_hook(images_to_channels_last)
 
@@ -66,37 +69,37 @@ class FastModel(Callback):
         num_devices = len(devices)
         if num_devices > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise UsageError(
-                f"--fast.compile={self.compile}: replicas meet inside of what would be compiled: "
+                f"--fast.compile={self.compile}: replicas meet inside the code to be compiled: "
                 "leave out --trainer.sync_batchnorm=true, or take --trainer.strategy=ddp"
             )
         # every device needs its own entries
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, 8 * num_devices)
         for network in networks(pl_module):
-            # Parameters are a graph's inputs, so that replicas on one device share it. Graphs know
-            # their device by its index, so that k GPUs need k of each.
+            # Parameters are inputs of a graph, so replicas on one device share it. A graph is
+            # made for one device index, so k GPUs need k of each.
             network._compiled_call_impl = torch.compile(_call(network), mode=self.compile)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.compile is not None:
-            # Inference mode, as in `test`, needs a graph of its own for every device: compiling it
+            # `test` runs in inference mode, which needs another graph per device. Compiling it
             # takes longer than one pass over the test set.
             for network in networks(pl_module):
                 network._compiled_call_impl = None
 
 
 def check_compiler(option: str, devices: Iterable[torch.device]) -> None:
-    """Refuse an option that compiles if there is no compiler for one of the devices.
+    """Refuse an option that compiles if one of the devices has no compiler.
 
     Raises:
         UsageError: With what to install.
     """
-    for kind in sorted({device.type for device in devices} & COMPILERS.keys()):
-        variable, usual = COMPILERS[kind]
+    for device_type in sorted({device.type for device in devices} & COMPILERS.keys()):
+        variable, usual = COMPILERS[device_type]
         named = os.environ.get(variable)
         if not any(shutil.which(name) for name in ([named] if named else usual)):
             install = f"install {' or '.join(usual)}, or name yours in {variable}"
-            raise UsageError(f"{option} needs a compiler on {kind}: {install}")
+            raise UsageError(f"{option} needs a compiler on {device_type}: {install}")
 
 
 def networks(module: LightningModule) -> list[nn.Module]:
@@ -107,7 +110,7 @@ def networks(module: LightningModule) -> list[nn.Module]:
 
 
 def _call(network: nn.Module) -> Callable[..., Any]:
-    """The call, a function: `Module.compile` leaves torch's classes, as `nn.Sequential`, alone."""
+    """A function, since `Module.compile` silently skips torch's own classes before torch 2.14."""
     return lambda *args, **kwargs: network._call_impl(*args, **kwargs)
 
 
@@ -119,7 +122,7 @@ def images_to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[
 
 def _to_channels_last(X: Tensor) -> Tensor:
     if X.shape[1] == 1 and X.is_contiguous():
-        # Grey images are in both orders, and channels-first for torch unless the strides say so
+        # Grey images are the same bytes in both orders; strides tell torch which one to use.
         _, C, H, W = X.shape
         return X.as_strided(X.shape, (C * H * W, 1, W * C, C))
     return X.contiguous(memory_format=torch.channels_last)

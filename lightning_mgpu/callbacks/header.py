@@ -1,4 +1,4 @@
-"""What runs: a few lines at the start of a run, and the same in the loggers' tables."""
+"""A few lines about a run at its start, and the same in the loggers' tables."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def describe_strategy(trainer: Trainer) -> str:
 
 
 def global_batch_size(trainer: Trainer) -> int | None:
-    """How many samples a batch has in all processes; `None` if the loader does not know.
+    """The size of a batch, summed over processes; `None` if the loader does not know it.
 
     Warns if it trains and processes do not share a batch.
     """

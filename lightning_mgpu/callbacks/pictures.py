@@ -20,8 +20,7 @@ IGNORED_LABEL = -100  # as in torch's losses
 
 
 class TestPictures(Callback):
-    """Draws how often each class was taken for which (`confusion.png`), and the first test images
-    with their predictions (`predictions.png`).
+    """Draws a confusion matrix (`confusion.png`) and the first test images (`predictions.png`).
 
     Needs batches (X, y) with labels y (N,) in 0..C-1, where -100 is ignored, and a `test_step` that
     returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Other models and

@@ -1,4 +1,4 @@
-"""What `predict` returned, as a table in the order of the dataset."""
+"""Predictions as a table in the order of the dataset."""
 
 import csv
 from collections.abc import Sequence
