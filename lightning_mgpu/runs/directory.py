@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
@@ -32,14 +33,35 @@ def new_run_dir(config: Namespace) -> Path:
 
 def run_name(config: Namespace) -> str:
     """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`; milliseconds tell runs apart."""
-    strategy = config.trainer.strategy
-    names = (
-        config.model.class_path,
-        strategy if isinstance(strategy, str) else strategy.class_path,
-    )
-    model, strategy = (name.rpartition(".")[2] for name in names)
-    devices = str(config.trainer.devices).replace(" ", "")
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3] + f"_{model}_{strategy}_{devices}"
+    model = config.model.class_path.rpartition(".")[2]
+    strategy, num_devices = find_strategy(config.trainer)
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3] + f"_{model}_{strategy}_{num_devices}"
+
+
+def find_strategy(options: Namespace) -> tuple[str, object]:
+    """The strategy that a Trainer with these options uses, and on how many devices.
+
+    The directory is named first, as the Trainer and its loggers are made with the name.
+    """
+    strategy, devices, name = options.strategy, options.devices, options.accelerator
+    if not isinstance(strategy, str):
+        several = strategy.get("init_args.parallel_devices")
+        strategy = strategy.class_path.rpartition(".")[2]
+        if several:
+            return strategy, len(several)
+    if name in ("auto", "gpu"):
+        gpus = (each for each in ("cuda", "mps") if AcceleratorRegistry.get(each).is_available())
+        name = next(gpus, "cpu")
+    try:
+        accelerator = AcceleratorRegistry.get(name)
+        devices = accelerator.auto_device_count() if devices == "auto" else devices
+        devices = len(accelerator.get_parallel_devices(accelerator.parse_devices(devices)))
+        devices *= options.num_nodes
+    except Exception:  # the Trainer says what is wrong, or has an accelerator of the user's own
+        return strategy, devices
+    if strategy == "auto":
+        strategy = "ddp" if devices > 1 else "single_device"
+    return strategy, devices
 
 
 def claim(run_dir: Path) -> int:
