@@ -8,17 +8,17 @@ The table has the settings in which the runs differ, the metrics of the best epo
 where a run has not ended, or nothing says which is the best), and the fingerprint of the weights.
 """
 
-import csv
 import os
 import re
 import sys
-from argparse import RawDescriptionHelpFormatter
+from csv import writer
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.cli.help import PROG
+from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.commands import run_command
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.run_json import find_state, read_metrics, read_run_json
 
@@ -27,18 +27,18 @@ CLASS_PATH = re.compile(r"(\w+\.)+(?=[A-Z]\w*$)")  # what stands before a class'
 
 
 def main(args: list[str]) -> None:
-    """Entry point of `python -m lightning_mgpu runs`."""
-    parser = ToolParser(
-        f"{PROG} runs", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", nargs="?", type=Path, default="runs", help="default: runs")
-    parser.add_argument("--csv", action="store_true", help="CSV for a spreadsheet, every digit")
-    options = parser.parse_args(args)
-    list_runs(Path(options.directory), options.csv)
+    """Entry point of `python -m lightning_mgpu runs`, whose options have short forms."""
+    named = [arg if arg.startswith("-") else f"--directory={arg}" for arg in args]
+    options = ["--csv=true" if arg == "--csv" else arg for arg in named]
+    run_command(list_runs, options, f"{command()} runs", __doc__)
 
 
-def list_runs(directory: Path, as_csv: bool) -> None:
+def list_runs(directory: Path = Path("runs"), csv: bool = False) -> None:
     """Print the runs under a directory in one table, the newest last.
+
+    Args:
+        directory: Where the runs are, at any depth; `--directory=` may be left out.
+        csv: Print CSV with every digit, for a spreadsheet.
 
     Raises:
         UsageError: If there is no run.
@@ -53,8 +53,8 @@ def list_runs(directory: Path, as_csv: bool) -> None:
     for run_dir, setting, result in zip(run_dirs, settings, results):
         row = {"run": run_dir.relative_to(directory), **setting, **result}
         table.append([row.get(name) for name in columns])
-    if as_csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(table)
+    if csv:
+        writer(sys.stdout, lineterminator="\n").writerows(table)
         return
     texts = [[*map(shorten, row)] for row in table]
     widths = [max(map(len, column)) for column in zip(*texts)]
