@@ -1,6 +1,6 @@
 """`python -m lightning_mgpu benchmark`: which strategy is fastest, and what do a step's parts cost?
 
-python -m lightning_mgpu benchmark --quick
+python -m lightning_mgpu benchmark --quick  # LeNet, two repeats of ten steps, few sizes
 python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet --devices 2
 python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
 python -m lightning_mgpu benchmark --only exchange --algorithms ring my_allreduce.chain_allreduce
@@ -8,80 +8,27 @@ python -m lightning_mgpu benchmark --only cost --repeats 20
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
 """
 
-import argparse
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from jsonargparse.typing import PositiveInt
 
 from lightning_mgpu.benchmark import cost, exchange, time_to_accuracy
-from lightning_mgpu.benchmark.plan import configurations, make_model
-from lightning_mgpu.benchmark.processes import machine, measure, new_directory
-from lightning_mgpu.benchmark.report import draw, headline, name_of, tables
+from lightning_mgpu.benchmark.plan import configurations
+from lightning_mgpu.benchmark.processes import command_line, machine, measure, new_directory
+from lightning_mgpu.benchmark.report import describe, headline, plot_parts, tables
+from lightning_mgpu.cli.project import command
+from lightning_mgpu.commands import run_command
 from lightning_mgpu.devices import gpus
-from lightning_mgpu.errors import ToolParser, UsageError
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.errors import UsageError
 
-PROG = "python -m lightning_mgpu benchmark"
-SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes a device
+SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes per device
 QUICK: dict[str, Any] = {"models": ["LeNet"], "repeats": 2, "num_steps": 10}
 QUICK |= {"ks": [2], "sizes": [4 * 2**10, 256 * 2**10, 4 * 2**20], "seconds": 0.05}
-
-
-def parser() -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    result = ToolParser(
-        prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
-    add = result.add_argument
-    small = "small defaults: LeNet, two repeats of ten steps, few sizes"
-    add("--quick", action="store_true", help=small)
-    only = "of training, the allreduce alone, or what the engine itself costs; left out, all"
-    add("--only", choices=["steps", "exchange", "cost"], help=only)
-    yours = "also dotted paths of your own"
-    add("--models", nargs="+", default=["LeNet", "ResNet18"], help=yours)
-    add("--repeats", type=int, default=5)
-    add("--strategies", nargs="*", default=["ddp", "dp", "manual_allreduce"], help=yours)
-    add("--devices", nargs="+", type=int, default=[2])
-    several = "also measure so many replicas on one device"
-    add("--replicas", nargs="+", type=int, default=[], help=several)
-    add("--batch_size", type=int, default=256, help="global, shared by the devices")
-    add("--num_steps", type=int, default=20, help="of each stretch that is timed")
-    add("--algorithms", nargs="+", default=list(exchange.ALGORITHMS), help=yours)
-    alone = "of the allreduce alone: "
-    add("--sizes", nargs="*", type=int, default=SIZES, help=alone + "bytes a device")
-    each = "for each algorithm, size, k and repeat"
-    add("--seconds", type=float, default=0.2, help=alone + each)
-    add("--run_dir", help="must be new")
-    return result
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What to measure. Whatever does not exist, or computes wrong sums, is found now."""
-    result = parser()
-    result.set_defaults(ks=[2, 4, 8])  # of the allreduce alone: numbers of devices
-    if "--quick" in arguments:  # other defaults; what is given goes before them
-        result.set_defaults(**QUICK)
-    args = result.parse_args(arguments)
-    checks: Any = (
-        (make_strategy, args.strategies),
-        (make_model, args.models),
-        (exchange.check_algorithm, args.algorithms),
-    )
-    for check, names in checks:
-        for name in names:
-            check(name)
-    for name in ("repeats", "num_steps"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: measure at least one")
-    if args.only in (None, "steps") and 0 < (num_gpus := len(gpus())) < max(args.devices):
-        raise UsageError(
-            f"--devices {max(args.devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides "
-            "them"
-        )
-    return args
+"""Defaults with `--quick`."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -93,40 +40,80 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["time_to_accuracy"]:
         time_to_accuracy.main(arguments[1:])
         return
-    args = parse(arguments)
-    run_dir = new_directory(args.run_dir, "benchmark")
-    command = shlex.join([*PROG.split(), *arguments])
-    report: dict[str, Any] = {"command": command, "repeats": args.repeats, "machine": machine()}
+    defaults = QUICK if "--quick" in arguments else {}
+    others = [argument for argument in arguments if argument != "--quick"]
+    run_command(benchmark, others, f"{command()} benchmark", __doc__, **defaults)
+
+
+def benchmark(
+    only: Literal["all", "steps", "exchange", "cost"] = "all",
+    models: Sequence[str] = ("LeNet", "ResNet18"),
+    repeats: PositiveInt = 5,
+    strategies: Sequence[str] = ("ddp", "dp", "manual_allreduce"),
+    devices: Sequence[int] = (2,),
+    replicas: Sequence[int] = (),
+    batch_size: PositiveInt = 256,
+    num_steps: PositiveInt = 20,
+    algorithms: Sequence[str] = tuple(exchange.ALGORITHMS),
+    sizes: Sequence[int] = SIZES,
+    ks: Sequence[int] = (2, 4, 8),
+    seconds: float = 0.2,
+    run_dir: str | None = None,
+) -> None:
+    """Measure steps of training, the allreduce alone, and what the engine itself costs.
+
+    Args:
+        only: One of the three, or all.
+        models: Names of models here, or dotted paths of your own.
+        repeats: How often everything is measured.
+        strategies: Names that Lightning knows, or dotted paths of your own.
+        devices: Numbers of devices.
+        replicas: Numbers of replicas on one device, which are measured as well.
+        batch_size: Global, shared by the devices.
+        num_steps: Of each stretch that is timed.
+        algorithms: Names of allreduce functions here, or dotted paths of your own.
+        sizes: Of the allreduce alone: bytes per device.
+        ks: Of the allreduce alone: numbers of devices.
+        seconds: Of the allreduce alone: for each algorithm, size, k and repeat.
+        run_dir: Where the report goes; must be new.
+    """
+    steps = configurations(models, strategies, devices, replicas, batch_size, num_steps)
+    for name in algorithms:
+        exchange.check_algorithm(name)
+    if only in ("all", "steps") and 0 < (num_gpus := len(gpus())) < max(devices):
+        raise UsageError(
+            f"--devices {max(devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them"
+        )
+    directory = new_directory(run_dir, "benchmark")
+    report: dict[str, Any] = {"command": command_line(), "repeats": repeats, "machine": machine()}
     report |= {"results": [], "exchange": [], "cost": []}
-    print(f"{args.repeats} repeats, to {run_dir}; Ctrl-C keeps what is done", flush=True)
+    print(f"{repeats} repeats, to {directory}; Ctrl-C keeps what is done", flush=True)
     try:
-        if args.only in (None, "steps"):
-            orders = [vars(each) for each in configurations(args)]
-            plan = {f"{order['model']}, {name_of(order)}": order for order in orders}
-            measure("steps", plan, args.repeats, report["results"])
-        if args.only in (None, "cost"):  # one process makes all repeats, which take turns
-            order = {"num_steps": args.num_steps, "repeats": args.repeats}
-            measure("cost", {"the engine's own cost": order}, 1, report["cost"])
-        if args.only in (None, "exchange"):
-            shared = {name: getattr(args, name) for name in ("models", "sizes", "ks", "seconds")}
-            names = (*args.algorithms, exchange.LIMIT)
-            plan = {f"{name} alone": {"algorithm": name, **shared} for name in names}
-            measure("exchange", plan, args.repeats, report["exchange"])
+        if only in ("all", "steps"):
+            plan = {f"{each['model']}, {describe(each)}": each for each in map(vars, steps)}
+            measure("steps", plan, repeats, report["results"])
+        if only in ("all", "cost"):  # one process makes all repeats, which take turns
+            options = {"num_steps": num_steps, "repeats": repeats}
+            measure("cost", {"the engine's own cost": options}, 1, report["cost"])
+        if only in ("all", "exchange"):
+            options = {"models": models, "sizes": sizes, "ks": ks, "seconds": seconds}
+            names = (*algorithms, exchange.LIMIT)
+            plan = {f"{name} alone": {"algorithm": name, **options} for name in names}
+            measure("exchange", plan, repeats, report["exchange"])
     finally:  # also on Ctrl-C
-        finish(report, run_dir)
+        write_report(report, directory)
 
 
-def finish(report: dict[str, Any], run_dir: Path) -> None:
-    """Write what was measured, show it and draw it."""
+def write_report(report: dict[str, Any], directory: Path) -> None:
+    """Write what was measured, print it and plot it."""
     report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
-    (run_dir / "benchmark.json").write_text(json.dumps(report, indent=1))
+    (directory / "benchmark.json").write_text(json.dumps(report, indent=1))
     lines = [headline(report["machine"], report["command"], report["repeats"])]
     lines += tables(report["results"]) + exchange.exchange_tables(report["exchange"])
     lines += cost.cost_table(report["cost"])
-    (run_dir / "benchmark.md").write_text(text := "\n".join(lines) + "\n")
-    draw(report["results"], report["machine"], run_dir)
-    exchange.plot_exchange(report["exchange"], run_dir)
-    print(
-        f"{text}\nreport: {run_dir / 'benchmark.md'}, {run_dir / 'benchmark.json'}, pictures "
-        "beside them"
-    )
+    text = "\n".join(lines) + "\n"
+    (directory / "benchmark.md").write_text(text)
+    plot_parts(report["results"], report["machine"], directory)
+    exchange.plot_exchange(report["exchange"], directory)
+    files = f"{directory / 'benchmark.md'}, {directory / 'benchmark.json'}"
+    print(f"{text}\nreport: {files}, pictures beside them")

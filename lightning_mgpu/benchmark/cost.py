@@ -5,8 +5,6 @@ devices, minus a step on one device, minus what the second device computes, time
 a Trainer. It includes the exchange. The layers are tiny, so most of it is Python.
 """
 
-import json
-import sys
 from collections.abc import Sequence
 from time import process_time
 from typing import Any
@@ -16,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.benchmark.processes import Result
+from lightning_mgpu.benchmark.processes import Measurement, print_result
 from lightning_mgpu.benchmark.report import markdown, not_measured
 from lightning_mgpu.benchmark.steps import QUIET
 
@@ -51,9 +49,9 @@ class Layers(LightningModule):
 
 
 class StepClock(Callback):
-    """CPU seconds of every step: neither waiting for a core nor loading a batch counts."""
+    """CPU seconds of every step. Waiting for a core and loading a batch do not count."""
 
-    edits_nothing = True  # else replicas get copies of the weights instead of making their updates
+    edits_nothing = True  # else replicas would get copies of the weights and make no updates
 
     def __init__(self) -> None:
         self.start, self.seconds = 0.0, list[float]()
@@ -90,25 +88,26 @@ def bare_step(model: Layers, updates: bool, num_steps: int) -> float:
 
 def measure_cases(num_steps: int) -> dict[str, dict[str, float]]:
     """Seconds of a step in every case, and right after it of the two steps to subtract."""
-    found = {}
+    seconds = {}
     for num_layers, logs in ((4, False), (4, True), (30, False), (30, True)):
         for strategy, updates in SECOND_UPDATES.items():
-            found[f"{strategy}, {num_layers} layers{logs * ', `self.log`'}"] = {
+            seconds[f"{strategy}, {num_layers} layers{logs * ', `self.log`'}"] = {
                 "two_devices": trainer_step(Layers(num_layers, logs), strategy, 2, num_steps),
                 "one_device": trainer_step(Layers(num_layers, logs), "auto", 1, num_steps),
                 "second_device": bare_step(Layers(num_layers), updates, num_steps),
             }
-    return found
+    return seconds
 
 
 def low_quartile(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def cost_table(results: Sequence[Result]) -> list[str]:
+def cost_table(results: Sequence[Measurement]) -> list[str]:
     """Milliseconds of a step in every case, and how many of them are the engine's own."""
     lines = not_measured(results)
-    for rounds in (found["rounds"] for result in results for found in result["repeats"] if found):
+    repeats = [repeat for result in results for repeat in result["repeats"] if repeat]
+    for rounds in (repeat["rounds"] for repeat in repeats):
         rows = []
         for case in rounds[0]:
             two, one, second = map(low_quartile, zip(*(each[case].values() for each in rounds)))
@@ -118,13 +117,11 @@ def cost_table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Print the seconds of every case in each of the repeats."""
-    order = json.loads(sys.argv[1])
+def measure_cost(num_steps: int, repeats: int) -> dict[str, Any]:
+    """The seconds of every case in each of the repeats."""
     torch.set_num_threads(1)
-    rounds = [measure_cases(order["num_steps"]) for _ in range(order["repeats"])]
-    print(json.dumps({"rounds": rounds}), flush=True)
+    return {"rounds": [measure_cases(num_steps) for _ in range(repeats)]}
 
 
 if __name__ == "__main__":
-    main()
+    print_result(measure_cost)

@@ -10,9 +10,9 @@ from typing_extensions import override
 from lightning_mgpu.devices import synchronize
 
 PARTS = ("data", "transfer", "forward", "backward", "allreduce", "update", "strategy", "framework")
-"""In the order of a step. `strategy` is what a strategy of this package does beside them: it puts
-parameters into the module, follows edits, and writes down what is logged. `framework` is the rest:
-the Trainer, callbacks, logging."""
+"""In the order of a step. `strategy` is what a strategy of this package does besides: it puts
+parameters into the module, follows edits and records what is logged. `framework` is the rest: the
+Trainer, callbacks, logging."""
 
 ACTIONS = {  # what Lightning calls the parts, after the last dot
     "train_dataloader_next": "data",
@@ -25,21 +25,21 @@ ACTIONS = {  # what Lightning calls the parts, after the last dot
 
 
 def finished_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
-    """A clock, in seconds, that waits until these devices finish. The book waits for one, or none.
+    """A clock, in seconds, that waits until these devices have finished. The book's waits for one.
 
-    A GPU of another process is not among them: waiting for it would open a context there.
+    Leave out the GPUs of other processes: waiting for one would open a context there.
     """
-    waited_for = list(devices)
+    all_devices = list(devices)
 
     def now() -> float:
-        synchronize(waited_for)
+        synchronize(all_devices)
         return time.perf_counter()
 
     return now
 
 
 class Parts(Profiler):
-    """Adds up the seconds of every part while `is_on`. A part in another counts for itself alone.
+    """Adds up the seconds of every part while `is_on`. A part inside another counts only once.
 
     The clock must wait for the devices in use (`finished_clock`). The Trainer calls it through
     Lightning's profiler interface; a loop by hand writes `with parts.profile("forward"):`.

@@ -1,52 +1,72 @@
 """What is measured: models under strategies, beside loops written by hand."""
 
-import argparse
 import pydoc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
 
-from lightning_mgpu import models
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu import models as package_models
 from lightning_mgpu.strategies.names import make_strategy
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
-"""Engines that are a loop by hand, in words."""
+"""Engines that are a loop by hand, and what reports call them."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One thing to measure."""
+    """One thing to measure.
 
-    # `loop` and `book`, by hand; `auto`, the Trainer on one device; else a strategy's name or path
+    Args:
+        engine: `loop` or `book`, by hand; `auto`, the Trainer on one device; else a strategy's name
+            or path.
+        batch_size: Global.
+        replicas: How many share the one device. Left out, every device has one.
+        num_steps: Of each stretch that is timed.
+    """
+
     engine: str
     model: str = "LeNet"
     devices: int = 2
-    batch_size: int = 256  # global
-    replicas: int | None = None  # that share the one device; left out, one a device
-    num_steps: int = 20  # of a stretch
+    batch_size: int = 256
+    replicas: int | None = None
+    num_steps: int = 20
 
 
-def configurations(args: argparse.Namespace) -> list[Configuration]:
-    """Every model under every strategy, and loops to compare with; see the options of `cli.py`."""
+def configurations(
+    models: Sequence[str],
+    strategies: Sequence[str],
+    devices: Sequence[int],
+    replicas: Sequence[int],
+    batch_size: int,
+    num_steps: int,
+) -> list[Configuration]:
+    """Every model under every strategy, and the loops by hand to compare with.
+
+    Raises:
+        ValueError: If there is no such model or strategy.
+    """
+    for model in models:
+        make_model(model)
+    ours = [name for name in strategies if hasattr(make_strategy(name), "num_replicas")]
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
-    engines += [
-        (engine, k, None) for k in args.devices if k > 1 for engine in ("book", *args.strategies)
-    ]
-    ours = [name for name in args.strategies if hasattr(make_strategy(name), "num_replicas")]
-    engines += [(engine, 1, r) for r in args.replicas for engine in ("book", *ours)]
+    for k in devices:
+        engines += [(engine, k, None) for engine in ("book", *strategies) if k > 1]
+    for num_replicas in replicas:
+        engines += [(engine, 1, num_replicas) for engine in ("book", *ours)]
     return [
-        Configuration(engine, model, devices, args.batch_size, replicas, args.num_steps)
-        for model in args.models
-        for engine, devices, replicas in engines
+        Configuration(engine, model, k, batch_size, num_replicas, num_steps)
+        for model in models
+        for engine, k, num_replicas in engines
     ]
 
 
 def make_model(name: str) -> LightningModule:
     """A model of this package by its name, or any LightningModule by its dotted path."""
-    found = getattr(models, name, None) or pydoc.locate(name)
+    found = getattr(package_models, name, None) or pydoc.locate(name)
     if isinstance(found, type) and issubclass(found, LightningModule):
         return found()
-    raise UsageError(
-        f"--models {name}: no LightningModule; take LeNet, ResNet18, or a path, my_package.MyModel"
+    raise ValueError(
+        f"model {name}: no such LightningModule. Take LeNet, ResNet18, or a path: "
+        "my_package.MyModel"
     )

@@ -1,14 +1,12 @@
 """Measures a configuration in its own process: `python -m lightning_mgpu.benchmark.steps JSON`.
 
 After a warm-up, one stretch of steps is timed as it is, and another one with a clock at every part
-of a step. The images are synthetic: a step takes as long as with real ones.
+of a step. The images are synthetic; with real ones a step takes as long.
 """
 
 import copy
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -21,35 +19,38 @@ from torch.nn import functional as F
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.benchmark.parts import Parts, finished_clock
 from lightning_mgpu.benchmark.plan import BY_HAND, Configuration, make_model
-from lightning_mgpu.benchmark.processes import num_cores
+from lightning_mgpu.benchmark.processes import num_cores, print_result
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.devices import gpus, process_devices
 from lightning_mgpu.processes import leave_group
 from lightning_mgpu.strategies.names import make_strategy
 
-SWITCHES = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(SWITCHES, False)}
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(OFF, False)}
 """Options of a Trainer that does nothing besides training."""
 WARM_UP = 3  # steps; the first one allocates and compiles
-OWN = [("replicas", method) for method in ("find", "begin", "enter", "compare_edited")]
-OWN += [("recorder", "recording"), ("recorder", "combine_calls"), ("gradients", "push")]
-OWN += [("updates", "begin"), ("updates", "use_state_of")]
+STRATEGY_METHODS = [
+    *(("replicas", method) for method in ("find", "begin", "enter", "compare_edited")),
+    *(("recorder", "recording"), ("recorder", "combine_calls"), ("gradients", "push")),
+    *(("updates", "begin"), ("updates", "use_state_of")),
+]
 """What our strategies do beside a step's parts: attributes of the strategy, and their methods."""
 
 
-class Stretches(Callback):
+class StepTimer(Callback):
     """Times two stretches of `num_steps` after a warm-up, the second with a clock at each part."""
 
-    # run, this file is `__main__`: strategies would take its hooks for a user's, which edit weights
+    # As a script this file is `__main__`: strategies would take its hooks for a user's, which may
+    # edit weights.
     edits_nothing = True
 
     def __init__(self, parts: Parts, num_steps: int) -> None:
         self.parts, self.num_steps = parts, num_steps
         self.count, self.start, self.seconds = -WARM_UP, 0.0, list[float]()
 
-    def step_done(self) -> bool:
-        """Count a step; whether it was the last one."""
+    def count_step(self) -> bool:
+        """Count a step; returns whether it was the last one."""
         self.count += 1
         if self.count < 0 or self.count % self.num_steps:
             return False
@@ -61,42 +62,42 @@ class Stretches(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.parts.clock = finished_clock(process_devices(trainer))
-        for owner, method in OWN if hasattr(trainer.strategy, "replicas") else ():
-            its = getattr(trainer.strategy, owner)
-            setattr(its, method, timed(getattr(its, method), self.parts, "strategy"))
+        for attribute, method in STRATEGY_METHODS if hasattr(trainer.strategy, "replicas") else ():
+            owner = getattr(trainer.strategy, attribute)
+            setattr(owner, method, timed(getattr(owner, method), self.parts, "strategy"))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        trainer.should_stop = self.step_done()
+        trainer.should_stop = self.count_step()
 
     def result(self) -> dict[str, Any]:
         """Seconds of a step, and of its parts."""
-        plain, watched = self.seconds
-        parts = self.parts.of_step(watched, self.num_steps)
+        plain, with_parts = self.seconds
+        parts = self.parts.of_step(with_parts, self.num_steps)
         return {"step": plain / self.num_steps, "parts": parts}
 
 
-def train(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
-    """Measure a strategy in the Trainer; `None` in processes other than the first."""
-    stretches = Stretches(Parts(), configuration.num_steps)
+def measure_strategy(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
+    """Measure a strategy in the Trainer; None in processes other than the first."""
+    timer = StepTimer(Parts(), configuration.num_steps)
     options = {"replicas": configuration.replicas} if configuration.replicas else {}
     strategy: Any = make_strategy(configuration.engine, **options)
     if hasattr(strategy, "reduce_gradients"):
-        strategy.reduce_gradients = timed(strategy.reduce_gradients, stretches.parts, "allreduce")
+        strategy.reduce_gradients = timed(strategy.reduce_gradients, timer.parts, "allreduce")
     trainer = Trainer(
         accelerator=gpus()[0].type if gpus() else "cpu",
         devices=configuration.devices,
         strategy=strategy,
         max_epochs=-1,
-        callbacks=[stretches],
-        profiler=stretches.parts,
+        callbacks=[timer],
+        profiler=timer.parts,
         **QUIET,
     )
     trainer.fit(make_model(configuration.model), data)
-    return stretches.result() if trainer.is_global_zero else None
+    return timer.result() if trainer.is_global_zero else None
 
 
 def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[..., Any]:
-    """The function, timed as this part; where it returns a context, entering and leaving that."""
+    """The function, timed as this part. If it returns a context, entering and leaving count too."""
 
     @contextmanager
     def block(context: AbstractContextManager) -> Iterator[None]:
@@ -115,8 +116,10 @@ def timed(function: Callable[..., Any], parts: Parts, part: str) -> Callable[...
     return call
 
 
-def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tensor, Tensor]], None]:
-    """A step on copies of a model, each on its device: the book's `train_batch`, with torch's SGD.
+def make_train_batch(
+    replicas: Sequence[nn.Module], parts: Parts
+) -> Callable[[tuple[Tensor, Tensor]], None]:
+    """The book's `train_batch` with torch's SGD, for copies of a model, each on its device.
 
     With one copy that is a plain PyTorch loop.
     """
@@ -124,15 +127,14 @@ def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tens
     optimizers = [torch.optim.SGD(replica.parameters(), 0.01) for replica in replicas]
     parameters = list(zip(*(replica.parameters() for replica in replicas)))
 
-    def shards(part: Tensor) -> list[Tensor]:
-        return [
-            s.to(d, non_blocking=True) for s, d in zip(part.tensor_split(len(devices)), devices)
-        ]
+    def split(batch: Tensor) -> list[Tensor]:
+        shards = batch.tensor_split(len(devices))
+        return [shard.to(device, non_blocking=True) for shard, device in zip(shards, devices)]
 
-    def step(batch: tuple[Tensor, Tensor]) -> None:
+    def train_batch(batch: tuple[Tensor, Tensor]) -> None:
         X, y = batch
         with parts.profile("transfer"):
-            X_shards, y_shards = shards(X), shards(y)
+            X_shards, y_shards = split(X), split(y)
         with parts.profile("forward"):
             losses: list[Any] = [
                 F.cross_entropy(replica(X_shard), y_shard, reduction="sum") / len(y)
@@ -149,43 +151,44 @@ def train_batch(replicas: list[nn.Module], parts: Parts) -> Callable[[tuple[Tens
                 optimizer.step()
                 optimizer.zero_grad()
 
-    return step
+    return train_batch
 
 
-def train_by_hand(configuration: Configuration, data: FashionMNIST) -> dict[str, Any]:
+def measure_loop(configuration: Configuration, data: FashionMNIST) -> dict[str, Any]:
     """Measure the loop by hand."""
     data.prepare_data()
     data.setup("fit")
     model = make_model(configuration.model)
     num_replicas = configuration.replicas or configuration.devices
-    those = gpus()[: configuration.devices] or [torch.device("cpu")]
-    devices = [those[i % len(those)] for i in range(num_replicas)]
+    available = gpus()[: configuration.devices] or [torch.device("cpu")]
+    devices = [available[i % len(available)] for i in range(num_replicas)]
     parts = Parts(finished_clock(devices))
-    step = train_batch([copy.deepcopy(model).to(device).train() for device in devices], parts)
-    stretches = Stretches(parts, configuration.num_steps)
+    replicas = [copy.deepcopy(model).to(device).train() for device in devices]
+    train_batch = make_train_batch(replicas, parts)
+    timer = StepTimer(parts, configuration.num_steps)
     loader = data.train_dataloader()
-    loader.pin_memory = copies_faster_from_pinned(devices[0])  # as the Trainer's
+    loader.pin_memory = copies_faster_from_pinned(devices[0])  # as in the Trainer
     batches = (batch for _ in count() for batch in loader)
     while True:
         with parts.profile("data"):
             batch = next(batches)
-        step(batch)
-        if stretches.step_done():
-            return stretches.result()
+        train_batch(batch)
+        if timer.count_step():
+            return timer.result()
 
 
-def main() -> None:
-    configuration = Configuration(**json.loads(sys.argv[1]))
+def measure_steps(**arguments: Any) -> dict[str, Any] | None:
+    """Measure the `Configuration` of these arguments."""
+    configuration = Configuration(**arguments)
     torch.set_num_threads(num_cores())
     # then Lightning shares the cores out among the processes of `ddp`
     os.environ.pop("OMP_NUM_THREADS", None)
     seed_everything(0, verbose=False)
-    measure = train_by_hand if configuration.engine in BY_HAND else train
+    measure = measure_loop if configuration.engine in BY_HAND else measure_strategy
     data = FashionMNIST(batch_size=configuration.batch_size, source="synthetic")
-    if result := measure(configuration, data):
-        print(json.dumps(result), flush=True)
-    leave_group()
+    return measure(configuration, data)
 
 
 if __name__ == "__main__":
-    main()
+    print_result(measure_steps)
+    leave_group()

@@ -11,70 +11,65 @@ Every seed trains to the end of its recipe, in a process of its own.
 import argparse
 import csv
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.benchmark.processes import machine, new_directory
+from lightning_mgpu.benchmark.processes import command_line, machine, new_directory
+from lightning_mgpu.cli.project import command, program
 from lightning_mgpu.errors import ToolParser, UsageError
 from lightning_mgpu.processes import run_in_group
-
-PROG = "python -m lightning_mgpu benchmark time_to_accuracy"
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(
-        prog=PROG, description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
+    prog = f"{command()} benchmark time_to_accuracy"
+    parser = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--run_dir", help="must be new")
-    args, of_fit = parser.parse_known_args(arguments)
+    args, fit_args = parser.parse_known_args(arguments)
     if not 0 < args.target <= 1:
-        raise UsageError(f"--target={args.target}: choose a fraction, 0.915 say")
+        raise UsageError(f"--target={args.target}: choose a fraction, such as 0.915")
     for name in ("--data.val_size", "--seed_everything"):
-        if any(arg.partition("=")[0] == name for arg in of_fit):
+        if any(arg.partition("=")[0] == name for arg in fit_args):
             raise UsageError(f"{name}: time_to_accuracy sets it itself; --seeds names the seeds")
-    return args, of_fit
+    return args, fit_args
 
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
-    args, of_fit = parse(arguments)
+    args, fit_args = parse(arguments)
     run_dir = new_directory(args.run_dir, "time_to_accuracy")
-    about = {"command": shlex.join([*PROG.split(), *arguments]), "machine": machine()}
-    report: dict[str, Any] = {**about, "target": args.target, "runs": []}
+    report: dict[str, Any] = {"command": command_line(), "machine": machine()}
+    report |= {"target": args.target, "runs": []}
+    path = run_dir / "time_to_accuracy.json"
     for seed in args.seeds:
-        report["runs"].append(
-            {"seed": seed, "epochs": train(of_fit, seed, run_dir / f"seed_{seed}")}
-        )
-        (run_dir / "time_to_accuracy.json").write_text(json.dumps(report, indent=1))
-        print(
-            f"{summary(report['runs'], args.target)}\nreport: {run_dir / 'time_to_accuracy.json'}"
-        )
+        epochs = run_fit(fit_args, seed, run_dir / f"seed_{seed}")
+        report["runs"].append({"seed": seed, "epochs": epochs})
+        path.write_text(json.dumps(report, indent=1))
+        print(f"{summary(report['runs'], args.target)}\nreport: {path}")
 
 
-def train(of_fit: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
-    """Of one `fit`: the `accuracy` of every epoch tested, and `seconds` of training until then."""
-    command = [sys.executable, "-m", "lightning_mgpu", "fit", "--wandb.mode=disabled", *of_fit]
+def run_fit(fit_args: Sequence[str], seed: int, run_dir: Path) -> list[dict[str, float]]:
+    """For every tested epoch of a `fit`: `accuracy`, and `seconds` of training until then."""
+    command = [sys.executable, "-m", program(), "fit", "--wandb.mode=disabled", *fit_args]
     command += ["--data.val_size=0", f"--seed_everything={seed}", f"--run_dir={run_dir}"]
     if status := run_in_group(command):
         sys.exit(status)
     metrics = run_dir / "metrics.csv"
     rows = list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
-    tested = {int(row["epoch"]): float(row["val_acc"]) for row in rows if row.get("val_acc")}
-    if not tested:
+    accuracies = {int(row["epoch"]): float(row["val_acc"]) for row in rows if row.get("val_acc")}
+    if not accuracies:
         settings = "limit_val_batches, check_val_every_n_epoch, fast_dev_run and logger"
         raise UsageError(f"no accuracy of an epoch in {metrics}: leave {settings} as they are")
     seconds = [float(row["epoch_seconds"]) for row in rows if row.get("epoch_seconds")]
     return [
         {"epoch": epoch + 1, "accuracy": accuracy, "seconds": sum(seconds[: epoch + 1])}
-        for epoch, accuracy in tested.items()
+        for epoch, accuracy in accuracies.items()
     ]
 
 
@@ -84,12 +79,12 @@ def summary(runs: Sequence[dict[str, Any]], target: float) -> str:
         [epoch["seconds"] for epoch in run["epochs"] if epoch["accuracy"] >= target] for run in runs
     ]
     seconds = [each[0] for each in reached if each]
-    end = f"accuracy at the end {_spread([run['epochs'][-1]['accuracy'] for run in runs], 4)}"
+    last_accuracies = [run["epochs"][-1]["accuracy"] for run in runs]
     if len(seconds) < len(runs):
-        return f"test accuracy {target}: reached by {len(seconds)} of {len(runs)} seeds; {end}"
-    return (
-        f"test accuracy {target}: {_spread(seconds, 1)} s of training over {len(runs)} seeds; {end}"
-    )
+        result = f"reached by {len(seconds)} of {len(runs)} seeds"
+    else:
+        result = f"{_spread(seconds, 1)} s of training over {len(runs)} seeds"
+    return f"test accuracy {target}: {result}; accuracy at the end {_spread(last_accuracies, 4)}"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
         engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2
     )
     data = FashionMNIST(batch_size=8, source="synthetic")
-    measure = steps.train_by_hand if engine in ("loop", "book") else steps.train
+    measure = steps.measure_loop if engine in ("loop", "book") else steps.measure_strategy
     found: Any = measure(configuration, data)
     assert list(found["parts"]) == list(PARTS) and found["step"] > 0
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "update"))
@@ -65,27 +66,25 @@ def test_the_clock_waits_for_the_devices_in_use(
     monkeypatch.setattr(steps, "finished_clock", clock)
     configuration = Configuration(engine, devices=2, batch_size=8, num_steps=1)
     data = FashionMNIST(batch_size=8, source="synthetic")
-    (steps.train_by_hand if engine == "book" else steps.train)(configuration, data)
+    (steps.measure_loop if engine == "book" else steps.measure_strategy)(configuration, data)
     assert asked == run_devices(2)
 
 
 def test_its_callback_is_no_users_where_the_file_is_run() -> None:
     """Else replicas would not update themselves, and something else than they would be measured."""
-    stretches = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["Stretches"]
-    assert not overridden(stretches)
+    timer = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["StepTimer"]
+    assert not overridden(timer)
 
 
-def test_two_stretches_after_the_warm_up() -> None:
+def test_two_timer_after_the_warm_up() -> None:
     now = 0.0
     parts = Parts(lambda: now)
-    stretches, is_last, watched = steps.Stretches(parts, 5), False, []
+    timer, is_last, watched = steps.StepTimer(parts, 5), False, []
     while not is_last:
         now += 7.0 if len(watched) < 3 else 0.1  # compiles
         watched.append(parts.is_on)
-        is_last = stretches.step_done()
-    assert (
-        stretches.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
-    )
+        is_last = timer.count_step()
+    assert timer.seconds == pytest.approx([0.5, 0.5]) and watched == [False] * (3 + 5) + [True] * 5
 
 
 def test_the_cost_is_of_replicas_that_update_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +161,16 @@ def test_ctrl_c_keeps_what_is_done(
 
 def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "gpus", lambda: [torch.device("cuda", 0)])
-    with pytest.raises(
-        UsageError, match="--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"
-    ):
-        cli.parse(["--quick"])
+    message = "--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"
+    with pytest.raises(UsageError, match=message):
+        cli.main(["--quick"])
 
 
 @pytest.mark.slow
-def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
+def test_commands_of_the_pages_are_taken(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "benchmark", wraps(cli.benchmark)(lambda **options: None))
     root = Path(__file__).parents[2]
     text = "\n".join(
         path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))
@@ -178,24 +179,24 @@ def test_commands_of_the_pages_are_taken(main: Callable[..., int]) -> None:
         re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)
     ):
         if line.startswith("time_to_accuracy "):
-            _, of_fit = time_to_accuracy.parse(shlex.split(line)[1:])
-            assert main("fit", *of_fit, "--print_config") == 0, line
+            _, fit_args = time_to_accuracy.parse(shlex.split(line)[1:])
+            assert main("fit", *fit_args, "--print_config") == 0, line
         else:
-            assert cli.parser().parse_args(shlex.split(line)), line
+            cli.main(shlex.split(line))  # raises a UsageError
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--strategies", "dpp"], ["strategy dpp: no such strategy", "manual_allreduce"]),
-        (["--models", "LeNett"], ["--models LeNett: ", "take LeNet, ResNet18, or a path"]),
+        (["--models", "LeNett"], ["model LeNett: ", "Take LeNet, ResNet18, or a path"]),
         (["--algorithms", "rng"], ["--algorithms rng: ", "choose from textbook, "]),
         (
             ["--algorithms", "my_exchange.forgetful"],
             ["my_exchange.forgetful", "instead of the sum"],
         ),
-        (["--only=cost", "--num_steps=0"], ["--num_steps 0: measure at least one"]),
-        (["--only=cost", "--repeats=0"], ["--repeats 0: measure at least one"]),
+        (["--only=cost", "--num_steps=0"], ["--num_steps: ", "0 does not conform"]),
+        (["--only=cost", "--repeats=0"], ["--repeats: ", "0 does not conform"]),
         (["--run_dir=my_exchange.py"], ["--run_dir=my_exchange.py cannot be made: File exists"]),
         (["time_to_accuracy", "--target=91"], ["--target=91.0: choose a fraction"]),
         (

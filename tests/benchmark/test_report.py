@@ -1,6 +1,5 @@
 """The benchmark's plan and arithmetic, with clocks that are told what time it is."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lightning_mgpu.benchmark.cost import cost_table
 from lightning_mgpu.benchmark.parts import PARTS, Parts, finished_clock
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
-from lightning_mgpu.benchmark.report import HEAD, parts, tables
+from lightning_mgpu.benchmark.report import HEAD, part_seconds, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
         [*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)"
     )
     assert replicas["/ one device"] == "0.75" and replicas["/ `ddp`"] == ""
-    assert sum(parts(fast).values()) == pytest.approx(0.1) and parts(fast)[
+    assert sum(part_seconds(fast).values()) == pytest.approx(0.1) and part_seconds(fast)[
         "forward"
     ] == pytest.approx(0.025)
 
@@ -102,25 +101,15 @@ def test_a_report_of_before_makes_the_same_table() -> None:
 
 
 def test_plan() -> None:
-    def plan(**given: Any) -> list[tuple[Any, ...]]:
-        options = {
-            "models": ["LeNet"],
-            "batch_size": 64,
-            "replicas": [],
-            "num_steps": 3,
-            "devices": [2],
-        }
-        found = configurations(
-            argparse.Namespace(**{**options, "strategies": ["ddp", "dp"], **given})
-        )
-        assert all((each.batch_size, each.num_steps) == (64, 3) for each in found)
-        return [(each.engine, each.devices, each.replicas) for each in found]
+    def plan(devices: list[int], replicas: list[int]) -> list[tuple[Any, ...]]:
+        steps = configurations(["LeNet"], ["ddp", "dp"], devices, replicas, 64, 3)
+        assert all((each.batch_size, each.num_steps) == (64, 3) for each in steps)
+        return [(each.engine, each.devices, each.replicas) for each in steps]
 
     several = [(engine, k, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
-    assert plan(devices=[1, 2, 4]) == [("loop", 1, None), ("auto", 1, None), *several]
-    assert plan(replicas=[2, 8])[-4:] == [
-        (engine, 1, r) for r in (2, 8) for engine in ("book", "dp")
-    ]
+    assert plan([1, 2, 4], []) == [("loop", 1, None), ("auto", 1, None), *several]
+    on_one = [(engine, 1, num_replicas) for num_replicas in (2, 8) for engine in ("book", "dp")]
+    assert plan([2], [2, 8])[-4:] == on_one
 
 
 def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(
@@ -128,11 +117,11 @@ def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(
 ) -> None:
     tried, results = [], list[Any]()
 
-    def output_of(worker: str, order: dict[str, Any]) -> Any:
-        tried.append(order["engine"])
-        return (None, "no port") if order["engine"] == "ddp" else (measurement(0.1), None)
+    def run_worker(worker: str, arguments: dict[str, Any]) -> Any:
+        tried.append(arguments["engine"])
+        return (None, "no port") if arguments["engine"] == "ddp" else (measurement(0.1), None)
 
-    monkeypatch.setattr(processes, "output_of", output_of)
+    monkeypatch.setattr(processes, "run_worker", run_worker)
     engines = {name: vars(Configuration(name, devices=1)) for name in ("loop", "ddp", "auto")}
     measure("steps", engines, 3, results)
     assert tried == ["loop", "ddp", "auto", "auto", "loop", "auto", "loop"]
