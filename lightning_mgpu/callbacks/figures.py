@@ -9,12 +9,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_mgpu.files import replacing
-from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 
 
 def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool = True) -> None:
     """Write a picture to the run directory and show it in Weights & Biases."""
-    if (directory := run_directory(trainer)) is None:
+    if (directory := make_run_dir_on_rank_zero(trainer)) is None:
         return
     path = directory / filename
     with replacing(path) as temporary_path:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.devices import describe_devices, devices, is_sharded
-from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 
 
 class RunHeader(Callback):
@@ -57,7 +57,7 @@ class RunHeader(Callback):
             lines["batch"] = f"{batch_size} global, {share} per {unit}"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
             lines["data"] = f"{type(data).__name__} {getattr(data, 'summary', '')}".strip()
-        if directory := run_directory(trainer):
+        if directory := make_run_dir_on_rank_zero(trainer):
             lines["run"] = str(directory)
         if trainer.ckpt_path:
             lines["ckpt"] = str(trainer.ckpt_path)

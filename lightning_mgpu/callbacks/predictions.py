@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_mgpu.callbacks.figures import label_names
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.files import replacing
-from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 
 Table = tuple[list[str], list[np.ndarray]]
 """Names and columns (N,); the first column has the samples' indices."""
@@ -47,7 +47,7 @@ class PredictionWriter(BasePredictionWriter):
                 f"{type(pl_module).__name__}.predict_step that returns a tensor, or a dict of "
                 "tensors, with a row for every sample."
             )
-        elif directory := run_directory(trainer):
+        elif directory := make_run_dir_on_rank_zero(trainer):
             columns = [np.concatenate(column) for column in zip(*(table[1] for table in tables))]
             _, order = np.unique(columns[0], return_index=True)  # sorted, each index once
             path = directory / "predictions.csv"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.figures import save_picture
-from lightning_mgpu.runs.directory import run_directory
+from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 
 NO_LIMIT = 2**40  # Lightning would return this size without having tried it
 BETA = 0.98  # of Lightning's moving average
@@ -54,7 +54,7 @@ class LearningRateSearch(LearningRateFinder):
                 message = "no suggestion, the loss hardly falls: try more num_training_steps, "
                 message += "or other weights"
             if trainer.is_global_zero:
-                picture = f"{run_directory(trainer)}/lr_find.png"
+                picture = f"{make_run_dir_on_rank_zero(trainer)}/lr_find.png"
                 print(f"lr_find:  {message}\n          losses: {picture}", flush=True)
         raise _TunerExitException  # ends the run in good order, as Lightning's Tuner does
 

@@ -15,7 +15,7 @@ from lightning_mgpu.cli.error_messages import last_part
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import flatten
 
-MOST_CPU_DEVICES = 16  # more than there are cores are for trying things out
+MAX_CPU_DEVICES = 16  # more than there are cores are for trying things out
 SECRET_NAME = re.compile("(?i).*(password|passwd|secret|token|api_?key|credentials)")
 # `start_token` and its like are words of a language model, unless the value is a long key
 WORD_NAME = re.compile("(?i)(?!.*(api|auth|access|session)_?token).+_token")
@@ -27,6 +27,42 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", ""),  # Lightning needs mpi4py to see them
 }
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
+
+
+def resolve_options(config: Namespace, given: Container[str]) -> None:
+    """Give every option the value that it stands for, so that config.yaml says what is used.
+
+    Raises:
+        UsageError: For `--weights_only=false`.
+    """
+    if config.weights_only is False:
+        raise UsageError("--weights_only=False: a checkpoint runs no code; leave this out")
+    config.weights_only = True
+    if config.no_wandb:
+        config.no_wandb, config.wandb.mode = False, "disabled"
+    take_launchers_numbers(config.trainer, given)
+
+
+def check_options(
+    config: Namespace, saved_config: dict[str, Any], pinned: dict[str, Any], source: object
+) -> None:
+    """What can be seen to be wrong before anything is built.
+
+    Args:
+        config: The options.
+        saved_config: The same as plain values.
+        pinned: Options that may have no other value, by name.
+        source: The run directory or the checkpoint that has these values.
+    """
+    check_secrets(config)
+    check_devices(config.trainer)
+    refuse_changed_options(saved_config, pinned, source)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """What can be seen to be wrong before the Trainer runs."""
+    check_processes(trainer)
+    check_strategy(trainer.strategy)
 
 
 def check_secrets(config: Namespace) -> None:
@@ -49,7 +85,7 @@ def check_devices(config: Namespace) -> None:
     on_cpu = config.accelerator == "cpu" or not (
         torch.cuda.is_available() or torch.backends.mps.is_available()
     )
-    most = max(MOST_CPU_DEVICES, os.cpu_count() or 1)
+    most = max(MAX_CPU_DEVICES, os.cpu_count() or 1)
     if on_cpu and str(config.devices).isdigit() and int(config.devices) > most:
         raise UsageError(
             f"--trainer.devices={config.devices}: take a number of processes from 1 to {most}, or "
@@ -116,11 +152,12 @@ def check_strategy(strategy: Strategy) -> None:
         )
 
 
-def check_same(config: dict[str, Any], before: dict[str, Any], where: object) -> None:
-    """Refuse other values than a run's, or than those of a checkpoint's model; `before` is flat."""
-    now = flatten(config)
-    for key, value in before.items():
-        if key not in now or now[key] != value:
+def refuse_changed_options(config: dict[str, Any], pinned: dict[str, Any], source: object) -> None:
+    """Refuse other values of `pinned` options, by name, than those that `source` has."""
+    values = flatten(config)
+    for key, value in pinned.items():
+        if key not in values or values[key] != value:
             raise UsageError(
-                f"--{key}={now.get(key)}: {where} has {value}, which stays: leave the option out"
+                f"--{key}={values.get(key)}: {source} has {value}, which stays: leave the option "
+                "out"
             )

@@ -28,10 +28,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.directory import SHOWS
 
-SWITCH = "--traceback"
+TRACEBACK_FLAG = "--traceback"
 JSONARGPARSE = Path(jsonargparse.__file__).parent
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
-MOST_LINES, MOST_CHARACTERS = 6, 300
+MAX_LINES, MAX_CHARACTERS = 6, 300
 # how torch says that tensors do not fit each other
 SHAPES = re.compile(
     r"\bshapes?\b|size of tensor|input of size|\bchannels\b|match the size|batch_size|D input"
@@ -58,7 +58,7 @@ NOISE = (
     *("Given value", "Subclass types expect one of", "a class path (str)", "a dict with"),
 )
 BEFORE, AFTER = "callable class: ", " Got value: "  # around what a long line says
-TAKEN: tuple[type, ...] = (
+OPTION_BASES: tuple[type, ...] = (
     LightningModule,
     LightningDataModule,
     Optimizer,
@@ -73,24 +73,25 @@ ADVICE: dict[type[Exception], str] = {  # for errors of a device, below their tr
         "which is often a label that is not less than the number of classes."
     ),
 }
-HOW = "a class is given by its name, or by its path: my_package.MyClass"
+CLASS_PATH_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 
 
 @contextmanager
-def mistakes(*more: type[Exception]) -> Iterator[None]:
-    """Around constructors: `ValueError`, a missing package and the types named are user's mistakes.
+def constructor_errors(*more: type[Exception]) -> Iterator[None]:
+    """Turn errors that tell of a wrong argument, raised while objects are built, into UsageErrors.
 
-    Anything else is raised as the constructor raised it, without what jsonargparse wraps around it.
+    These are ValueError, ModuleNotFoundError and `more`. Any other exception is raised as the
+    constructor raised it, without what jsonargparse wraps around it.
     """
     try:
         yield
     except Exception as error:
-        first: BaseException = error
-        while first.__cause__ is not None and JSONARGPARSE in _last_file(first).parents:
-            first = first.__cause__
-        if isinstance(first, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
-            raise UsageError(str(first)) from error
-        raise first from first.__cause__
+        cause: BaseException = error
+        while cause.__cause__ is not None and JSONARGPARSE in _last_file(cause).parents:
+            cause = cause.__cause__
+        if isinstance(cause, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
+            raise UsageError(str(cause)) from error
+        raise cause from cause.__cause__
 
 
 @contextmanager
@@ -104,21 +105,21 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if show_traceback or not is_mistake(error):
+        if show_traceback or not is_user_error(error):
             for kind, advice in ADVICE.items():
                 if isinstance(error, kind):
                     error.add_note(advice)
             raise
-        # wrong values are so in every process, and the first says so; files may be so in one alone
+        # every process has the wrong values, and the first one says so; one alone may lack a file
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
             notes = [note for note in getattr(error, "__notes__", []) if note.endswith(SHOWS)]
-            where = (notes or [f"{SWITCH}{SHOWS}"])[-1]
-            text = in_lines(error) + (_where(error) if is_shape_error(error) else "")
+            where = (notes or [f"{TRACEBACK_FLAG}{SHOWS}"])[-1]
+            text = shorten(error) + (_where(error) if is_shape_error(error) else "")
             print(f"error: {text} ({where})", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def is_mistake(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
@@ -158,22 +159,22 @@ def _last_file(error: BaseException) -> Path:
     return Path(*(frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:]))
 
 
-def in_lines(error: BaseException) -> str:
+def shorten(error: BaseException) -> str:
     """The message of an exception in at most six lines of moderate length."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
     if OTHER_PACKAGE.search(str(error)) and "pytorch_lightning" in sys.modules:
-        lines[MOST_LINES - 1 :] = []
+        lines[MAX_LINES - 1 :] = []
         lines.append("classes of pytorch_lightning are others: import lightning.pytorch instead")
-    return "\n".join(map(_shorten, lines[:MOST_LINES]))
+    return "\n".join(map(_shorten_line, lines[:MAX_LINES]))
 
 
-def _shorten(line: str) -> str:
+def _shorten_line(line: str) -> str:
     """A line of moderate length, which ends with a whole word."""
-    if len(line) <= MOST_CHARACTERS:
+    if len(line) <= MAX_CHARACTERS:
         return line
-    cut = line[: MOST_CHARACTERS - 3]
+    cut = line[: MAX_CHARACTERS - 3]
     return f"{cut[: cut.rfind(' ')] if ' ' in cut.strip() else cut} ..."
 
 
@@ -182,7 +183,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][
-        : MOST_LINES - 2
+        : MAX_LINES - 2
     ]
     quoted = message.replace('"', "'")
     about = [
@@ -196,7 +197,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     if "unrecognized" in message or "not accept" in message:
         lines.append(did_you_mean(name, options))
     elif "import" in message:
-        lines.append(did_you_mean(given[name], class_names()) or HOW)
+        lines.append(did_you_mean(given[name], known_class_names()) or CLASS_PATH_HINT)
     return "\n  ".join([f"--{name}={given[name]}:", *filter(None, lines)])
 
 
@@ -207,12 +208,12 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     return f"did you mean {by_end[near[0]]}?" if near else ""
 
 
-def class_names() -> list[str]:
+def known_class_names() -> list[str]:
     """The names of all imported classes that an option may take."""
-    every = list(TAKEN)
+    every = list(OPTION_BASES)
     for each in every:  # grows
         every += each.__subclasses__()
-    return [each.__name__ for each in every[len(TAKEN) :]]
+    return [each.__name__ for each in every[len(OPTION_BASES) :]]
 
 
 def last_part(value: Any) -> str:

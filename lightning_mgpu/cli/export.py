@@ -59,9 +59,7 @@ def load_model(ckpt_path: str) -> LightningModule:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
     try:
-        model: LightningModule = parser.instantiate_classes(
-            parser.parse_object({"model": config})
-        ).model
+        model: LightningModule = parser.instantiate(parser.parse_object({"model": config})).model
         model.load_state_dict(checkpoint["state_dict"])
     except Exception as error:
         raise UsageError(

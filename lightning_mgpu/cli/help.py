@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from lightning_mgpu import __version__
 
-RUNS = ("fit", "validate", "test", "predict")  # the LightningCLI's
+TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the modules whose `main` the others are
     "export": "lightning_mgpu.cli.export",
     "sweep": "lightning_mgpu.sweep.cli",
@@ -32,7 +32,7 @@ OPTIONS = {
     "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest one",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
 }
-MORE = {
+HELP_FLAGS = {
     "--help.all": "every option",
     "--model.help, --data.help": "those of the model and the data module",
     "--trainer.strategy.help NAME": "those of a strategy",
@@ -53,7 +53,7 @@ SUBCOMMAND --help shows the options of one.
 def subcommands() -> tuple[str, ...]:
     """Those that are there: one whose directory of the package was deleted is not offered."""
     return (
-        *RUNS,
+        *TRAINER_SUBCOMMANDS,
         *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])),
     )
 
@@ -64,7 +64,7 @@ def short_help(args: list[str]) -> str | None:
         return f"{PROG} {__version__}\n"
     if not args or args[0] in ("-h", "--help"):
         return OVERVIEW.format(prog=PROG, subcommands=", ".join(subcommands()))
-    if args[0] not in RUNS or not {"-h", "--help"}.intersection(args[1:]):
+    if args[0] not in TRAINER_SUBCOMMANDS or not {"-h", "--help"}.intersection(args[1:]):
         return None
-    lines = [f"  {name:<32}{text}\n" for name, text in {**OPTIONS, **MORE}.items()]
+    lines = [f"  {name:<32}{text}\n" for name, text in {**OPTIONS, **HELP_FLAGS}.items()]
     return "".join([f"usage: {PROG} {args[0]} [options]\n\n", *lines])

@@ -1,4 +1,7 @@
-"""From arguments to a subcommand, without other packages' messages that say nothing to a user."""
+"""From the command line to a subcommand, without messages of other packages that say nothing.
+
+What a command changes in the process is put back when it ends: see `restoring_process`.
+"""
 
 import importlib
 import logging
@@ -7,17 +10,16 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.cli.arguments import given_options, join, prepare, take_resume, with_defaults
-from lightning_mgpu.cli.error_messages import SWITCH, UsageError, did_you_mean, one_line_errors
-from lightning_mgpu.cli.help import RUNS, TOOLS, subcommands
-from lightning_mgpu.cli.training_cli import CLI
-from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.processes import leave_group
-from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_config
-from lightning_mgpu.runs.resume import FLAG, what_stays
+from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, did_you_mean, one_line_errors
+from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
+from lightning_mgpu.cli.project import PACKAGE, PACKAGE_ENV
+from lightning_mgpu.cli.run_trainer import run_trainer
+from lightning_mgpu.errors import UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -47,56 +49,70 @@ INFO = (
 )
 
 
-def run(args: list[str]) -> None:
-    """Run a command line."""
-    quieten()
-    sys.path.insert(0, os.getcwd())  # models of one's own are found here; `python -m` does the same
-    with one_line_errors(SWITCH in args):
+def main(package: str = PACKAGE) -> None:
+    """Run the command line in `sys.argv`; `package` is that of a project that uses this one."""
+    args = sys.argv[1:]
+    with restoring_process(), one_line_errors(TRACEBACK_FLAG in args):
+        os.environ[PACKAGE_ENV] = package
+        if text := short_help(args):
+            print(text, end="")
+            return
+        hide_messages()
+        sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
         subcommand, others = args[0], args[1:]
         if subcommand not in subcommands():
-            told = f"no subcommand {subcommand!r}. {did_you_mean(subcommand, subcommands())}"
-            raise UsageError(f"{told} There are {', '.join(subcommands())}")
-        if subcommand in RUNS:
-            _run(subcommand, join(others))
-            return
-        # as Ctrl-C, which leaves no process behind
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        importlib.import_module(TOOLS[subcommand]).main(
-            [argument for argument in others if argument != SWITCH]
-        )
+            hint = did_you_mean(subcommand, subcommands())
+            names = ", ".join(subcommands())
+            raise UsageError(f"no subcommand {subcommand!r}. {hint} There are {names}")
+        if subcommand in TRAINER_SUBCOMMANDS:
+            if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+                # Ctrl-C reaches all processes: the first one ends the others
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            run_trainer(subcommand, others)
+        else:
+            # as Ctrl-C, which leaves no process behind
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            tool = importlib.import_module(TOOLS[subcommand])
+            tool.main([argument for argument in others if argument != TRACEBACK_FLAG])
 
 
-def _run(subcommand: str, args: list[str]) -> None:
-    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        # Ctrl-C reaches all processes: the first one ends the others
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    others, run_dir = take_resume(args) if subcommand == "fit" else (args, None)
-    given, saved = given_options(others), {}
-    if run_dir:
-        # the processes that `ddp` starts get these arguments, and must not choose another run
-        sys.argv[1:] = [subcommand, *others, f"{FLAG}={run_dir}"]
-        first = read_config(str(run_dir / "config.yaml"))
-        before = what_stays(first)
-    else:
-        if path := given.get("ckpt_path"):
-            saved = saved_config(read_checkpoint(path, to_train_on=subcommand == "fit"), path)
-        first = with_defaults(given, saved)
-        if (model := saved.get("model")) and subcommand != "fit":
-            # its arguments, such as flip_tta, may be others in a test
-            model = {"class_path": model["class_path"]}
-        before = flatten({"model": model}) if model else {}
-    CLI([subcommand, *prepare(others, given, first)], run_dir, before)
-    leave_group()
+@contextmanager
+def restoring_process() -> Iterator[None]:
+    """Put back, afterwards, what a command changes in its process.
+
+    That is `sys.argv` and `sys.path`, the environment (such as PL_GLOBAL_SEED), the handlers of
+    SIGINT and SIGTERM, warning filters, and filters of Lightning's loggers. The `mallopt` of
+    `--malloc=keep` and torch's generators stay as they are.
+    """
+    argv, path, environment = sys.argv[:], sys.path[:], dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    filters = {handler: handler.filters[:] for handler in lightning_log_handlers()}
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for log_handler, kept in filters.items():
+            log_handler.filters[:] = kept
 
 
-def quieten() -> None:
+def hide_messages() -> None:
     """Filter the messages above, and no others."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(
-                lambda record: (
-                    not re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage()).startswith(INFO)
-                )
-            )
+    for handler in lightning_log_handlers():
+        handler.addFilter(says_something)
+
+
+def says_something(record: logging.LogRecord) -> bool:
+    message = re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage())
+    return not message.startswith(INFO)
+
+
+def lightning_log_handlers() -> list[logging.Handler]:
+    names = ("lightning.pytorch", "lightning.fabric")
+    return [handler for name in names for handler in logging.getLogger(name).handlers]

@@ -10,8 +10,8 @@ from jsonargparse import get_loader
 from lightning_mgpu.errors import UsageError
 
 PACKAGE = Path(__file__).parents[1]
-PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
-CONFIGS = next((path for path in PLACES if path.is_dir()), PLACES[0])
+CONFIG_DIRS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
+CONFIGS = next((path for path in CONFIG_DIRS if path.is_dir()), CONFIG_DIRS[0])
 
 
 def find_config(name: str) -> Path:

@@ -71,17 +71,19 @@ class RunCheckpoint(ModelCheckpoint):
         return "RunCheckpoint"  # when a run is resumed, the mode is not known yet
 
     @property
-    def best(self) -> str | None:
+    def best_path(self) -> str | None:
         """The best checkpoint, if any. A kill may have come before its file was replaced."""
         return self.best_model_path if Path(self.best_model_path).is_file() else None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Which checkpoint is tested: `epoch 1: val_f1 1.0000 (largest)`."""
-        if self.best is None:
+        if self.dirpath is None:
+            return "the last epoch: no checkpoints are saved"
+        if self.best_path is None:
             missing = f"{self.best_model_path} is not there"
             none = "no metric says which one is the best"
             return f"the last epoch: {missing if self.best_model_path else none}"
-        checkpoint = torch.load(self.best, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(self.best_path, map_location="cpu", weights_only=True, mmap=True)
         epoch = f"epoch {checkpoint['epoch'] + 1}"
         if self.monitor is None or self.best_model_score is None:
             return f"{epoch}: the last one saved by --checkpoint"

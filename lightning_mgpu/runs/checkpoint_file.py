@@ -16,7 +16,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_mgpu.errors import UsageError
 
 LAST = "last.ckpt"
-KEY = "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
+CHECKPOINT_KEY = (
+    "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
+)
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
 TRUSTED = (__package__.partition(".")[0], "torch", "lightning")  # packages of classes
 DOTTED = re.compile(r"\b[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -71,7 +73,7 @@ def saved_config(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]
     It says nothing else, nor where the data are, and classes of other packages are printed: whoever
     made the file chose them, and jsonargparse imports them from the working directory first.
     """
-    config = checkpoint.get(KEY, {}).get("config", {})
+    config = checkpoint.get(CHECKPOINT_KEY, {}).get("config", {})
     config = {key: config[key] for key in SECTIONS if key in config}
     if data := config.get("data"):
         config["data"] = {
@@ -115,6 +117,8 @@ def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, item in value.items():
+        if name == "init_args" and not item:
+            continue  # a class without arguments, whose name would be overwritten
         # which no flag has in its name
         part = "" if name in ("class_path", "init_args") else f".{name}"
         yield from _items(f"{key}{part}".lstrip("."), item)

@@ -16,19 +16,19 @@ class RunCSVLogger(CSVLogger):
         super().__init__(save_dir, name="", version="")
         self.path = Path(save_dir, "metrics.csv")
 
-    def text(self) -> str:
+    def read_rows(self) -> str:
         """All rows so far."""
         self.save()
         return self.path.read_text() if self.path.exists() else ""
 
-    def go_on(self, text: str) -> None:
+    def restore_rows(self, text: str) -> None:
         """Take these rows for those of the file. Whatever came behind them will be logged again."""
         self.experiment.metrics_keys = list(csv.DictReader(text.splitlines()).fieldnames or [])
         if text:
             replace_text(self.path, text)
 
 
-def csv_logger(trainer: Trainer) -> RunCSVLogger | None:
+def find_csv_logger(trainer: Trainer) -> RunCSVLogger | None:
     """The logger of a run's first process."""
     loggers = trainer.loggers if trainer.is_global_zero else []
     return next((logger for logger in loggers if isinstance(logger, RunCSVLogger)), None)

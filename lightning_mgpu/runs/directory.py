@@ -14,15 +14,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
 
-RUN_DIR = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
+RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
 
 SHOWS = " shows where"  # ends the note on an exception that says which file has its traceback
 
 
-def new_run_dir(config: Namespace) -> Path:
+def name_run_dir(config: Namespace) -> Path:
     """Where a new run will be: `--run_dir`, without files, or a name of time, model, strategy."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-        return Path(os.environ.get(RUN_DIR, "runs"))
+        return Path(os.environ.get(RUN_DIR_ENV, "runs"))
     path = Path(config.run_dir or Path(config.trainer.default_root_dir or "runs", run_name(config)))
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(
@@ -64,7 +64,7 @@ def find_strategy(options: Namespace) -> tuple[str, object]:
     return strategy, devices
 
 
-def claim(run_dir: Path) -> int:
+def lock_run_dir(run_dir: Path) -> int:
     """Make a run directory if need be, and lock it; closing the descriptor returned frees it."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def log_error(run_dir: Path, error: BaseException | None) -> None:
             error.add_note(f"{path}{SHOWS}")
 
 
-def run_directory(trainer: Trainer) -> Path | None:
+def make_run_dir_on_rank_zero(trainer: Trainer) -> Path | None:
     """Where callbacks write, created; `None` but in the first process, and in a `fast_dev_run`.
 
     `trainer.log_dir` is a broadcast, which waits for ever if one process alone asks for it.

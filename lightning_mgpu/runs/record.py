@@ -18,54 +18,63 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks import RunHeader
 from lightning_mgpu.devices import is_sharded
 from lightning_mgpu.files import replace_text, to_yaml
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
-from lightning_mgpu.runs.directory import claim, log_error
-from lightning_mgpu.runs.wandb_run import Tracking, finish, start_run
+from lightning_mgpu.runs.directory import lock_run_dir, log_error
+from lightning_mgpu.runs.wandb_run import WandbOptions, finish, start_run
 
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the directory and loggers once the data are there: a mistake before leaves nothing."""
+    """Makes the run directory and the loggers when the data are there: earlier mistakes leave none.
+
+    Args:
+        run_dir: The directory.
+        config: The options of the run; `config.yaml` gets them without `run_dir`, since a repeated
+            run gets a directory of its own.
+        notes: Lines of the run's header, label -> text; this one adds `wandb`.
+        wandb_options: `None` if nothing is logged.
+        cleanup: What is closed when the run ends: the directory's lock, the W&B run.
+    """
 
     run_dir: Path
-    config: dict[str, Any]  # as `config.yaml` is to have it
-    header: RunHeader  # gets a line of what W&B does
-    tracking: Tracking | None  # none where nothing is logged
-    opened: ExitStack  # what is closed when the run ends: the directory's lock, the W&B run
-    is_done: bool = False
-    has_model: bool = False  # whether `model.txt` is written
+    config: dict[str, Any]
+    notes: dict[str, str]
+    wandb_options: WandbOptions | None
+    cleanup: ExitStack
+    _has_recorded: bool = False
+    _has_model: bool = False  # whether `model.txt` is written
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.is_done:  # `fit` tests
+        if self._has_recorded:  # in the test after `fit`
             return
-        self.is_done = True
-        if self.tracking is not None:
+        self._has_recorded = True
+        if self.wandb_options is not None:
             trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]
         if not trainer.is_global_zero:
             return
-        self.opened.callback(os.close, claim(self.run_dir))
-        self.opened.push(lambda kind, error, trace: log_error(self.run_dir, error))
-        replace_text(self.run_dir / "config.yaml", f"{to_yaml(self.config)}\n")
+        self.cleanup.callback(os.close, lock_run_dir(self.run_dir))
+        self.cleanup.push(lambda kind, error, trace: log_error(self.run_dir, error))
+        config = {**self.config, "run_dir": None}
+        replace_text(self.run_dir / "config.yaml", f"{to_yaml(config)}\n")
         if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
             self.on_fit_start(trainer, pl_module)  # later a process has only its shard
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
-            self.header.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
-        elif self.tracking is not None:
-            logger, self.header.notes["wandb"] = start_run(self.tracking, self.run_dir, self.config)
+            self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
+        elif self.wandb_options is not None:
+            logger, self.notes["wandb"] = start_run(self.wandb_options, self.run_dir, config)
             if logger is not None:
                 trainer.loggers = [*trainer.loggers, logger]
-                self.opened.callback(finish, logger.experiment)
+                self.cleanup.callback(finish, logger.experiment)
 
     # Where weights are on their device: in `setup` they are not, though `pl_module.device` says so.
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not self.has_model:
+        if trainer.is_global_zero and not self._has_model:
             replace_text(self.run_dir / "model.txt", summary(pl_module))
-        self.has_model = True
+        self._has_model = True
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -115,13 +124,20 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:12]
 
 
-def closing_line(metrics: dict[str, Any], seconds_per_epoch: float, devices: str) -> str:
-    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`; NaN where no epoch was trained."""
+def closing_line(metrics: dict[str, Any], seconds_per_epoch: float | None, devices: str) -> str:
+    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`, as in the book.
+
+    Args:
+        metrics: The test's metrics; only `test_acc` is shown if it is among them.
+        seconds_per_epoch: NaN if no epoch was trained, `None` if no time was taken.
+        devices: What the run trained on.
+    """
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
     results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-    time = (
-        "no epoch trained"
-        if math.isnan(seconds_per_epoch)
-        else f"{seconds_per_epoch:.1f} sec/epoch"
-    )
+    if seconds_per_epoch is None:
+        time = "trained"
+    elif math.isnan(seconds_per_epoch):
+        time = "no epoch trained"
+    else:
+        time = f"{seconds_per_epoch:.1f} sec/epoch"
     return ", ".join([*results, f"{time} on {devices}"])

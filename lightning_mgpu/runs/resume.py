@@ -15,10 +15,10 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import replace_text
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, flatten, read_checkpoint
+from lightning_mgpu.runs.checkpoint_file import CHECKPOINT_KEY, LAST, flatten, read_checkpoint
 from lightning_mgpu.seeds import VERSION
 
-FLAG = "--resume"
+RESUME_FLAG = "--resume"
 NEWEST = Path("runs", "newest")  # has the path of a run directory
 OF_A_MACHINE = ("data.root.", "data.num_workers.", "data.pin_memory.", "malloc.")
 MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
@@ -35,14 +35,14 @@ def record_newest(trainer: Trainer) -> None:
 def find_run(name: str) -> Path:
     """The run directory of this name; for `last` the one that was started or saved last."""
     if name == "last" and not NEWEST.is_file():
-        raise UsageError(f"{FLAG}=last: no run was started here; name the directory of one")
+        raise UsageError(f"{RESUME_FLAG}=last: no run was started here; name the directory of one")
     path = Path(NEWEST.read_text() if name == "last" else name)
     if not (path / "config.yaml").is_file():
-        raise UsageError(f"{FLAG}={path}: no run directory, which has a config.yaml")
+        raise UsageError(f"{RESUME_FLAG}={path}: no run directory, which has a config.yaml")
     return path
 
 
-def what_stays(config: dict[str, Any]) -> dict[str, Any]:
+def options_that_must_match(config: dict[str, Any]) -> dict[str, Any]:
     """Of a run's configuration, flat: with another value, the run would be another one."""
     return {
         key: value for key, value in flatten(config).items() if not f"{key}.".startswith(MAY_CHANGE)
@@ -57,13 +57,13 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
     checkpoint = read_checkpoint(path, to_train_on=True)
-    if checkpoint.get(KEY, {}).get("streams") != VERSION:
+    if checkpoint.get(CHECKPOINT_KEY, {}).get("streams") != VERSION:
         raise UsageError(
             f"{path} is of another version of this package, whose random numbers were others: "
             "start a new run from it with --ckpt_path"
         )
     # a callback may have added an epoch to those asked for, as SWA does for BatchNorm
-    if max_epochs == checkpoint[KEY].get("max_epochs"):
+    if max_epochs == checkpoint[CHECKPOINT_KEY].get("max_epochs"):
         return str(path)
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
@@ -73,7 +73,7 @@ def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
     return str(path)
 
 
-def check_can_go_on(strategy: Strategy, checkpoint: str | None) -> None:
+def check_can_resume(strategy: Strategy, checkpoint: str | None) -> None:
     """Refuse optimizers without state: Lightning's `FSDPStrategy` raises an IndexError."""
     if checkpoint is None or not isinstance(strategy, FSDPStrategy):
         return

@@ -31,7 +31,7 @@ RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
 
 @dataclass
-class Tracking:
+class WandbOptions:
     """What Weights & Biases is told about a run.
 
     Args:
@@ -48,7 +48,7 @@ class Tracking:
 
 
 def start_run(
-    tracking: Tracking, run_dir: Path, config: dict[str, Any]
+    tracking: WandbOptions, run_dir: Path, config: dict[str, Any]
 ) -> tuple[WandbLogger | None, str]:
     """Start the one W&B run of a job, in its first process, or continue the one `run_dir` had.
 
@@ -93,7 +93,7 @@ def choose_mode(mode: str, reason: str = "") -> tuple[str, str]:
     return "online", "logged in"
 
 
-def _init(mode: str, tracking: Tracking, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
+def _init(mode: str, tracking: WandbOptions, run_dir: Path, config: dict[str, Any]) -> WandbLogger:
     import wandb
 
     # W&B reports on itself to the same server, and a process that ends waits ten seconds for that

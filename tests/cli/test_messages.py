@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_mgpu.cli.main import quieten
+from lightning_mgpu.cli.main import hide_messages
 
-quieten()
+hide_messages()
 faked = {
     "is_available": lambda: True,
     "device_count": lambda: 1,

@@ -1,6 +1,7 @@
 """A mistake on the command line ends in at most six lines with status 2, and leaves no file."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_mgpu.allreduce import textbook_allreduce
+from lightning_mgpu.cli import run_trainer
 from lightning_mgpu.cli.checks import check_secrets
 from lightning_mgpu.cli.error_messages import one_line_errors
-from lightning_mgpu.cli.training_cli import CLI
 from lightning_mgpu.errors import UsageError
 
 CPU = "--trainer.accelerator=cpu"
@@ -234,7 +235,7 @@ def test_ctrl_c_outside_training(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_mgpu.cli.main.CLI", interrupted)
+    monkeypatch.setattr(run_trainer, "TrainingCLI", interrupted)
     assert main("fit") == 130 and capfd.readouterr().err == ""
 
 
@@ -269,9 +270,12 @@ def test_a_launchers_processes_train_one_model(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     taken: list[Any] = []
-    monkeypatch.setattr(CLI, "fit", lambda cli, **_: taken.append(cli.config_dump["trainer"]))
-    monkeypatch.setattr(CLI, "after_fit", lambda cli: None)
-    monkeypatch.setattr("lightning_mgpu.cli.main.leave_group", lambda: None)
+
+    def stop_before_training(best: Any, seed: int, config: dict[str, Any]) -> None:
+        taken.append(config["trainer"])
+        sys.exit(0)
+
+    monkeypatch.setattr(run_trainer, "LastCheckpoint", stop_before_training)
     status = main("fit", CPU, *options)
     for trainer in taken:
         assert f"{trainer['strategy']} {trainer['devices']} {trainer['num_nodes']}" == told

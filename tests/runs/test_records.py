@@ -9,7 +9,7 @@ import pytest
 import wandb
 
 from lightning_mgpu.runs import wandb_run
-from lightning_mgpu.runs.wandb_run import Tracking, choose_mode
+from lightning_mgpu.runs.wandb_run import WandbOptions, choose_mode
 from tests.runs.conftest import metrics
 
 ONE = ("--trainer.devices=1", "--trainer.max_epochs=1")
@@ -96,7 +96,7 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         raise RuntimeError("the service\nis gone")
 
     monkeypatch.setattr(wandb_run, "choose_mode", fails)
-    assert wandb_run.start_run(Tracking(), tmp_path, {}) == (
+    assert wandb_run.start_run(WandbOptions(), tmp_path, {}) == (
         None,
         "off (RuntimeError: the service is gone)",
     )

@@ -13,7 +13,7 @@ import yaml
 
 from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
-from lightning_mgpu.runs.directory import claim
+from lightning_mgpu.runs.directory import lock_run_dir
 from tests.conftest import run_devices
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics
 
@@ -161,7 +161,7 @@ def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], cap
         assert f"{option}: run has " in capfd.readouterr().err
     assert fit("--resume=run", "--trainer.max_epochs=1") == 2
     assert "--trainer.max_epochs=1: run has trained 2 epochs already" in capfd.readouterr().err
-    lock = claim(run)
+    lock = lock_run_dir(run)
     assert fit("--resume=run") == 2
     os.close(lock)
     assert "run is still running in another process" in capfd.readouterr().err

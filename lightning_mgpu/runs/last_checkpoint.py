@@ -23,30 +23,40 @@ from lightning_mgpu.devices import is_sharded
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import replacing
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
-from lightning_mgpu.runs.checkpoint_file import KEY, LAST, check_readable
-from lightning_mgpu.runs.csv_logger import csv_logger
+from lightning_mgpu.runs.checkpoint_file import (
+    CHECKPOINT_KEY,
+    LAST,
+    SECTIONS,
+    check_readable,
+)
+from lightning_mgpu.runs.csv_logger import find_csv_logger
 from lightning_mgpu.runs.resume import record_newest
 from lightning_mgpu.seeds import VERSION, seed_generators
 
 
 class LastCheckpoint(Callback):
-    """Saves `last.ckpt` after every epoch, and goes on from it.
+    """Saves `last.ckpt` after every epoch, and resumes from checkpoints.
 
-    It stands before all other callbacks: what they do at an epoch's start belongs to it.
+    Must be first among the callbacks: it saves the finished epoch before any other callback changes
+    something for the next one.
+
+    Args:
+        run_checkpoint: Its directory gets `last.ckpt`, if it keeps one.
+        seed: Of the random numbers of a step, such as dropout's.
+        config: Every checkpoint gets the configuration of model, data and seed.
     """
 
     edits_nothing = True  # see strategies/hooks.py
 
-    def __init__(self, best: RunCheckpoint, seed: int, config: dict[str, Any]) -> None:
-        self.best = best  # says where, and whether at all
-        self.seed = seed  # of the random numbers of a step, such as dropout's
+    def __init__(self, run_checkpoint: RunCheckpoint, seed: int, config: dict[str, Any]) -> None:
+        self.run_checkpoint = run_checkpoint
+        self.seed = seed
         # what a module may have given torch before training, for example by rank: it counts, too
         self._seed_before: int | None = None
-        self.config = config  # of model, data and seed, for every checkpoint
+        self.config = {key: config.get(key) for key in SECTIONS}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
-        self._has_trained = False  # an epoch, in this process
-        self._is_over = False  # the training, in this process
-        self._starts_epoch = False  # the first one after a checkpoint
+        self._finished_an_epoch = False  # in this process
+        self._finished_training = False  # in this process
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,8 +65,8 @@ class LastCheckpoint(Callback):
             # as Ctrl-C; Lightning's would end with status 0
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         loop = trainer.fit_loop
-        # then no on_train_epoch_start comes for the epoch
-        self._has_trained = loop.restarted_mid_epoch
+        # of an epoch that was interrupted, no on_train_epoch_start comes
+        self._finished_an_epoch = loop.restarted_mid_epoch
         if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             loaders = loop._combined_loader.flattened  # type: ignore[union-attr]
             if not all(hasattr(loader, "state_dict") for loader in loaders):
@@ -65,29 +75,25 @@ class LastCheckpoint(Callback):
                     "which batches are left: make it with lightning_mgpu.data.batch_loader, or "
                     "take a checkpoint from the end of an epoch"
                 )
-        # Lightning would take the batches of the epoch before for those of this one
-        if self._starts_epoch:
-            # its setter knows better where max_steps is given
-            loop._restarting = loop.epoch_loop.restarting = False
-            loop.reset_restart_stage()
-            loop.epoch_loop.reset_restart_stage()
-            self._starts_epoch = False
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._has_trained:
+        if self._finished_an_epoch:
             self._save(trainer)
-        self._has_trained = True
+        self._finished_an_epoch = True
         if self._seed_before is None:
             self._seed_before = torch.initial_seed()
         seed_generators(self.seed + (self._seed_before << 64), "step", trainer.current_epoch)
-        if trainer.fit_loop.is_resuming and trainer.current_epoch:
-            # a DataLoader had drawn its order too early
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+        if (loop := trainer.fit_loop).is_resuming:
+            # This epoch is a whole one, also after a checkpoint: Lightning counts its batches from
+            # 0, and calls iter(loader) once more, after the seed above.
+            loop.epoch_loop.restarting = False
+            loop.epoch_loop.reset_restart_stage()
+            loop.on_iteration_done()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_over = True
+        self._finished_training = True
         self.why_stopped = why_stopped(trainer)
         if is_sharded(trainer):  # later no process can gather the shards
             self._save(trainer)
@@ -95,7 +101,7 @@ class LastCheckpoint(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # loggers upload it after this
-        if stage == "fit" and self._is_over and not is_sharded(trainer):
+        if stage == "fit" and self._finished_training and not is_sharded(trainer):
             self._save(trainer)
 
     @override
@@ -118,10 +124,10 @@ class LastCheckpoint(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        logger = csv_logger(trainer)
-        checkpoint[KEY] = {
+        logger = find_csv_logger(trainer)
+        checkpoint[CHECKPOINT_KEY] = {
             "config": self.config,
-            "metrics": logger.text() if logger else "",
+            "metrics": logger.read_rows() if logger else "",
             "streams": VERSION,
             "max_epochs": trainer.max_epochs,
             "why_stopped": self.why_stopped,
@@ -134,62 +140,84 @@ class LastCheckpoint(Callback):
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        is_of_this_run = (
-            Path(trainer.default_root_dir).resolve()
-            in Path(str(trainer.ckpt_path)).resolve().parents
-        )
-        if is_of_this_run and (logger := csv_logger(trainer)):
-            logger.go_on(checkpoint[KEY]["metrics"])
-        is_trained = checkpoint.get(KEY, {}).get("is_trained")
+        own = checkpoint.get(CHECKPOINT_KEY, {})
+        run_dir = Path(trainer.default_root_dir).resolve()
+        is_of_this_run = run_dir in Path(str(trainer.ckpt_path)).resolve().parents
+        if is_of_this_run and (logger := find_csv_logger(trainer)):
+            logger.restore_rows(own["metrics"])
+        is_trained = own.get("is_trained")
         finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
-        go_on = [each for each in finetuning if each.state_key in checkpoint["callbacks"]]
-        if go_on and is_trained is None:
+        resumed = [each for each in finetuning if each.state_key in checkpoint["callbacks"]]
+        if resumed and is_trained is None:
             raise UsageError(
-                f"the checkpoint does not say what {type(go_on[0]).__name__} has thawed: another "
+                f"the checkpoint does not say what {type(resumed[0]).__name__} has thawed: another "
                 "program saved it, or its parameters were sharded"
             )
-        if is_of_this_run or go_on:
+        if is_of_this_run or resumed:
             # Lightning's callbacks forget what they have thawed (their issue 21901)
             set_trained(pl_module, is_trained or {})
-        if is_of_this_run and (why := checkpoint[KEY].get("why_stopped")):
+        if is_of_this_run and (why := own.get("why_stopped")):
             self.why_stopped = why
             trainer.should_stop = True  # which ends it before the next epoch
-            return
-        loop = checkpoint["loops"]["fit_loop"]
-        batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["total"]
-        if batches["is_last_batch"]:
-            # else the loader would go on where the epoch ended
-            loop["state_dict"].pop("combined_loader", None)
-            self._starts_epoch = epochs["completed"] == epochs["started"]
-        elif batches["total"]["ready"] and epochs["processed"] == epochs["ready"]:
-            raise UsageError(
-                "the run ended within an epoch, by max_steps or max_time: no run can go on from "
-                "its last.ckpt; test, predict and export take it"
-            )
-        for loader in loop["state_dict"].get("combined_loader", []):
-            # with the batch that was fetched, but not trained, when a signal came
-            if "num_yielded" in loader:
-                if checkpoint.get(KEY, {}).get("streams") != VERSION:
-                    raise UsageError(
-                        "the checkpoint was saved within an epoch by another version of this "
-                        "package, which had other batches: take one from the end of an epoch"
-                    )
-                loader["num_yielded"] = batches["current"]["processed"]
-        if self._starts_epoch:
-            for counts in loop["epoch_progress"].values():
-                # the next epoch was about to start when this was saved
-                counts["ready"] = counts["completed"]
+        else:
+            set_progress(checkpoint["loops"]["fit_loop"], own.get("streams") == VERSION)
 
     def _save(self, trainer: Trainer) -> None:
         """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
-        if not self.best.keep_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        directory = self.run_checkpoint.dirpath  # none with --trainer.enable_checkpointing=false
+        if not (self.run_checkpoint.keep_last and directory) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        last = Path(str(self.best.dirpath), LAST)
-        self.best.last_model_path = str(last)
+        last = Path(directory, LAST)
+        self.run_checkpoint.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
-            trainer.save_checkpoint(path, self.best.save_weights_only)
+            trainer.save_checkpoint(path, self.run_checkpoint.save_weights_only)
             check_readable(trainer, path)
         record_newest(trainer)
+
+
+# What Lightning has counted when N epochs are over, and what it must find to go on as if it had
+# never stopped. Its counts of epochs are ready/started/processed/completed.
+#
+# | saved                         | epochs        | last batch | set to               | why        |
+# | ----------------------------- | ------------- | ---------- | -------------------- | ---------- |
+# | last.ckpt: as epoch N starts  | N+1/N/N/N     | yes        | ready = N, no loader | (a), (b)   |
+# | last.ckpt: after training     | N/N/N/N       | yes        | no loader            | (b)        |
+# | best: after a validation      | N+1/N+1/N/N   | yes        | no loader            | (b), (c)   |
+# | best: at an epoch's end       | N+1/N+1/N+1/N | yes        | no loader            | (b), (c)   |
+# | after some steps, by a signal | N+1/N+1/N/N   | no         | batches of loader    | (d)        |
+# | the end by max_steps, time    | N/N/N/..      | no         | refused              | (e)        |
+#
+# (a) Else Lightning takes the old epoch's batches for those of the new one, and skips it.
+# (b) Else the loader resumes behind its last batch.
+# (c) Lightning itself completes the epoch, whose batches are all trained.
+# (d) Lightning prefetches one batch, which the loader's count has, but which was not trained.
+# (e) The epoch's end has run, but its batches were not all trained.
+def set_progress(loop: dict[str, Any], has_these_streams: bool) -> None:
+    """Set the state of Lightning's `fit_loop` in a checkpoint, in place, as in the table above.
+
+    Raises:
+        UsageError: If no run can go on from there.
+    """
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    total = epochs["total"]
+    if batches["is_last_batch"]:
+        loop["state_dict"].pop("combined_loader", None)
+        if total["completed"] == total["started"]:
+            for counts in epochs.values():
+                counts["ready"] = counts["completed"]
+    elif batches["total"]["ready"] and total["processed"] == total["ready"]:
+        raise UsageError(
+            "the run ended within an epoch, by max_steps or max_time: no run can go on from "
+            "its last.ckpt; test, predict and export take it"
+        )
+    for loader in loop["state_dict"].get("combined_loader", []):
+        if "num_yielded" in loader:
+            if not has_these_streams:
+                raise UsageError(
+                    "the checkpoint was saved within an epoch by another version of this "
+                    "package, which had other batches: take one from the end of an epoch"
+                )
+            loader["num_yielded"] = batches["current"]["processed"]
 
 
 def find_trained(module: LightningModule) -> dict[str, bool]:
