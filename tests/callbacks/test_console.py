@@ -1,4 +1,4 @@
-"""What header, lines and progress bar show of runs of all kinds; what an epoch's time counts."""
+"""Header, epoch lines and progress bar of all kinds of runs; what counts as an epoch's time."""
 
 import io
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from tests.callbacks.conftest import Named
 from tests.conftest import run_devices
 
 
-def test_a_header_then_a_line_an_epoch(
+def test_a_header_then_one_line_per_epoch(
     make_data: Callable, make_trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     header, lines = RunHeader(), EpochLines()
@@ -55,8 +55,11 @@ def test_a_header_then_a_line_an_epoch(
         for line in epochs
         for name in ("train_loss", "train_acc", "val_loss", "val_acc")
     )
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer.test(model, data, verbose=False)
     assert capsys.readouterr().out == ""
+    make_trainer(callbacks=[RunHeader()]).validate(model, data, tmp_path / "a.ckpt", verbose=False)
+    assert f"ckpt:     {tmp_path / 'a.ckpt'}\n" in capsys.readouterr().out
 
 
 def test_replicas_and_allreduce_are_named_and_short_runs_have_a_learning_rate(

@@ -1,4 +1,4 @@
-"""Curve, matrix, pictures, table of predictions: of the usual run, and of models of other kinds."""
+"""Curve, confusion matrix, images, predictions.csv: of the usual run, and of other models."""
 
 import csv
 from collections.abc import Callable
@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgpu.callbacks import LearningCurve, PredictionWriter, TestPictures
+from lightning_mgpu.callbacks import LearningCurve, PredictionWriter, TestPictures, pictures
 from lightning_mgpu.callbacks.learning_curve import plot_curve
 from lightning_mgpu.models import Classifier, LeNet
 from tests.callbacks.conftest import Named
 
 
 def panels(curve: LearningCurve) -> dict[str, list[str]]:
-    """What each panel of the curve shows, by its label."""
+    """Panel of the curve -> labels of its lines."""
     return {
         axes.get_ylabel(): [line.get_label() for line in axes.lines]
         for axes in plot_curve(curve.points, "other", curve.max_panels).axes
@@ -54,6 +55,8 @@ def test_curve_draws_metrics_of_any_name(make_trainer: Callable) -> None:
     curve, loader = LearningCurve(), DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
     make_trainer(callbacks=[curve], max_epochs=-1, max_steps=12).fit(model, loader, loader)
     assert panels(curve) == {"loss": ["training", "other"], "f1": ["other"], "mae": ["other"]}
+    curve.max_panels = 2
+    assert [*panels(curve)] == ["loss", "f1"]
 
 
 @pytest.fixture
@@ -69,8 +72,8 @@ def lively() -> LeNet:
 def test_matrix_and_grid_are_of_the_test_set(
     lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path
 ) -> None:
-    data, pictures = make_data(batch_size=25), TestPictures()
-    trainer = make_trainer(callbacks=[pictures])
+    data, callback = make_data(batch_size=25), TestPictures()
+    trainer = make_trainer(callbacks=[callback])
     X, y = data.test_set[0, torch.arange(107)]
     expected = torch.zeros(10, 10, dtype=torch.long)
     with torch.no_grad():
@@ -78,9 +81,8 @@ def test_matrix_and_grid_are_of_the_test_set(
             expected[label, prediction] += 1
     for _ in range(2):  # the second test starts from nothing
         trainer.test(lively, data, verbose=False)
-        assert pictures._confusion is not None and torch.equal(
-            pictures._confusion.compute().cpu(), expected
-        )
+        assert callback._confusion is not None
+        assert torch.equal(callback._confusion.compute().cpu(), expected)
     assert expected.count_nonzero() > 10  # not all in one column
     assert all(
         (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -139,18 +141,24 @@ def test_predictions_in_dataset_order(
     )
 
 
-def test_no_picture_ends_a_run(make_trainer: Callable, tmp_path: Path, recwarn: Any) -> None:
-    """A label of -100 is in no class; 51 classes have no matrix; a wrong label is a warning."""
+def test_no_picture_ends_a_run(
+    make_trainer: Callable, tmp_path: Path, recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label of -100 is in no class; 7 classes are too many here; a wrong label is a warning."""
+    figures: dict[str, Figure] = {}
+
+    def save_picture(trainer: Any, figure: Figure, filename: str) -> None:
+        figures[filename] = figure
+
+    monkeypatch.setattr(pictures, "save_picture", save_picture)
     X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
-    both = ["confusion.png", "predictions.png"]
-    for num_classes, names in ((50, both), (51, both[1:])):
-        pictures = TestPictures()
+    for num_classes, names in ((6, ["predictions.png", "confusion.png"]), (7, ["predictions.png"])):
+        figures.clear()
+        callback = TestPictures(num_images=2, max_classes=6)
         loader = DataLoader(TensorDataset(X, y), 3)
-        make_trainer(callbacks=[pictures]).test(LeNet(num_classes=num_classes), loader)
-        assert sorted(path.name for path in tmp_path.iterdir()) == names
-        assert pictures._confusion is None or pictures._confusion.confmat.sum() == 4
-        for name in names:
-            (tmp_path / name).unlink()
+        make_trainer(callbacks=[callback]).test(LeNet(num_classes=num_classes), loader)
+        assert list(figures) == names and len(figures["predictions.png"].axes) == 2
+        assert callback._confusion is None or callback._confusion.confmat.sum() == 4
     assert not [each for each in recwarn if "is not right" in str(each.message)]
 
     class Untold(LeNet):
