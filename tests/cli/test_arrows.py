@@ -52,7 +52,7 @@ KNOWN: dict[str, set[str]] = {
     "data": set(),
     "strategies": {"allreduce"},
     "callbacks": {"data", "runs"},  # of data, the sampler of global batches
-    "runs": {"callbacks"},
+    "runs": set(),
 }
 
 
