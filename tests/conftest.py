@@ -65,7 +65,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def run_files() -> set[str]:
     """What a run of `fit` leaves in its directory without W&B."""
     pictures = ("curve.png", "predictions.png", "confusion.png")
-    return {"config.yaml", "model.txt", "hparams.yaml", "metrics.csv", *pictures, "checkpoints"}
+    texts = ("config.yaml", "run.json", "model.txt", "hparams.yaml", "metrics.csv")
+    return {*texts, *pictures, "checkpoints"}
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.devices import describe_devices, devices, is_sharded
 from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
+from lightning_mgpu.runs.run_json import count_parameters
 
 
 class RunHeader(Callback):
@@ -68,10 +68,6 @@ class RunHeader(Callback):
                 print(f"{label + ':':<10}{text}", flush=True)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
-
-
-def count_parameters(module: LightningModule) -> int:
-    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def describe_strategy(trainer: Trainer) -> str:

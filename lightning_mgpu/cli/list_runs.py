@@ -105,11 +105,10 @@ def differs(name: str, settings: list[dict[str, Any]]) -> bool:
 def read_results(run_dir: Path) -> dict[str, Any]:
     """Metrics and the last columns: from `run.json`, or from `metrics.csv` what it lacks."""
     end = read_run_json(run_dir).get("end") or {}
-    logged, seconds = read_metrics(run_dir)
+    validation, test, seconds = read_metrics(run_dir)
     return {
-        **logged,
-        **(end.get("validation") or {}),
-        **(end.get("test") or {}),
+        **(end.get("validation") or validation),
+        **(end.get("test") or test),
         "fingerprint": end.get("fingerprint"),
         "seconds_per_epoch": end.get("seconds_per_epoch") or seconds,
         "state": find_state(run_dir),

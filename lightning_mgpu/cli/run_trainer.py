@@ -59,9 +59,10 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     arguments = {name: config[name] for name in cli.method_options}
 
     with ExitStack() as cleanup:
+        wandb_options = None if config.trainer.logger is False else config.wandb
+        facts = {"command": f"{PROG} {shlex.join([subcommand, *args])}", "options": options.given}
+        record = RunRecord(run_dir, saved_config, notes, wandb_options, cleanup, facts)
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
-            wandb_options = None if config.trainer.logger is False else config.wandb
-            record = RunRecord(run_dir, saved_config, notes, wandb_options, cleanup)
             trainer.callbacks.append(record)  # type: ignore[attr-defined]
         if header := cli.callbacks["header"]:
             header.notes = notes
@@ -75,8 +76,8 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
             check_can_resume(trainer.strategy, config.ckpt_path)
             train(trainer, model, data, arguments)
             if not is_search(trainer.callbacks):  # type: ignore[attr-defined]
-                summary = summarize_training(trainer, model, last.why_stopped)
-                metrics = test_best(trainer, model, data, best)
+                summary = summarize_training(trainer, model, last.why_stopped, record.results)
+                metrics = record.results["test"] = test_best(trainer, model, data, best)
                 report(trainer, summary, metrics, cli.callbacks["timer"])
     leave_group()
 
@@ -93,7 +94,9 @@ def train(
         raise
 
 
-def summarize_training(trainer: Trainer, model: LightningModule, why_stopped: str) -> list[str]:
+def summarize_training(
+    trainer: Trainer, model: LightningModule, why_stopped: str, results: dict[str, Any]
+) -> list[str]:
     """The weights' fingerprint, and losses that are not finite: the test will load other weights.
 
     Prints why a run has stopped by itself.
@@ -102,7 +105,7 @@ def summarize_training(trainer: Trainer, model: LightningModule, why_stopped: st
         print_once(trainer, f"stopped early: {why_stopped}")
     weights = "none, as parameters are sharded"
     if not is_sharded(trainer):
-        weights = fingerprint(model.parameters())
+        weights = results["fingerprint"] = fingerprint(model.parameters())
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and trainer.is_global_zero:
             logger.experiment.summary["fingerprint"] = weights

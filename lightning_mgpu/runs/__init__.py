@@ -4,6 +4,7 @@
 | -------------------- | ----------------------------------------------------------------------- |
 | `directory.py`       | the run directory: its name, its lock                                   |
 | `record.py`          | what a run writes before training, and its last lines                   |
+| `run_json.py`        | `run.json`: what a run was given, where it ran, how it ended            |
 | `best_checkpoint.py` | the checkpoint of the best epoch, which `fit` tests                     |
 | `checkpoints.py`     | `last.ckpt`, from which a run goes on                                   |
 | `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat  |

@@ -75,6 +75,14 @@ class RunCheckpoint(ModelCheckpoint):
         """The best checkpoint, if any. A kill may have come before its file was replaced."""
         return self.best_model_path if Path(self.best_model_path).is_file() else None
 
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch of the best checkpoint, if any. It counts from 1."""
+        if self.best_path is None:
+            return None
+        checkpoint = torch.load(self.best_path, map_location="cpu", weights_only=True, mmap=True)
+        return int(checkpoint["epoch"]) + 1
+
     def describe(self) -> str:
         """Which checkpoint is tested: `epoch 1: val_f1 1.0000 (largest)`."""
         if self.dirpath is None:
@@ -83,8 +91,7 @@ class RunCheckpoint(ModelCheckpoint):
             missing = f"{self.best_model_path} is not there"
             none = "no metric says which one is the best"
             return f"the last epoch: {missing if self.best_model_path else none}"
-        checkpoint = torch.load(self.best_path, map_location="cpu", weights_only=True, mmap=True)
-        epoch = f"epoch {checkpoint['epoch'] + 1}"
+        epoch = f"epoch {self.best_epoch}"
         if self.monitor is None or self.best_model_score is None:
             return f"{epoch}: the last one saved by --checkpoint"
         which = "largest" if self.mode == "max" else "smallest"

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from lightning_mgpu.devices import is_sharded
 from lightning_mgpu.files import replace_text, to_yaml
 from lightning_mgpu.runs.csv_logger import RunCSVLogger
 from lightning_mgpu.runs.directory import lock_run_dir, log_error
+from lightning_mgpu.runs.run_json import (
+    RunJson,
+    count_parameters,
+    describe_results,
+    describe_run,
+)
 from lightning_mgpu.runs.wandb_run import WandbOptions, finish, start_run
 
 
@@ -36,6 +42,8 @@ class RunRecord(Callback):
         notes: Lines of the run's header, label -> text; this one adds `wandb`.
         wandb_options: `None` if nothing is logged.
         cleanup: What is closed when the run ends: the directory's lock, the W&B run.
+        facts: What `run.json` gets when the run begins.
+        results: What it gets when the run ends, beside what the Trainer knows.
     """
 
     run_dir: Path
@@ -43,6 +51,8 @@ class RunRecord(Callback):
     notes: dict[str, str]
     wandb_options: WandbOptions | None
     cleanup: ExitStack
+    facts: dict[str, Any]
+    results: dict[str, Any] = field(default_factory=dict)
     _has_recorded: bool = False
     _has_model: bool = False  # whether `model.txt` is written
 
@@ -59,6 +69,12 @@ class RunRecord(Callback):
         self.cleanup.push(lambda kind, error, trace: log_error(self.run_dir, error))
         config = {**self.config, "run_dir": None}
         replace_text(self.run_dir / "config.yaml", f"{to_yaml(config)}\n")
+        self.run_json = RunJson(self.run_dir, {**self.facts, **describe_run(trainer, self.config)})
+        self.cleanup.push(
+            lambda kind, error, trace: self.run_json.write_end(
+                error, {**describe_results(trainer), **self.results}
+            )
+        )
         if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
             self.on_fit_start(trainer, pl_module)  # later a process has only its shard
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
@@ -74,6 +90,8 @@ class RunRecord(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self._has_model:
             replace_text(self.run_dir / "model.txt", summary(pl_module))
+            is_shard = is_sharded(trainer) and is_overridden("configure_model", pl_module)
+            self.run_json.write(num_parameters=None if is_shard else count_parameters(pl_module))
         self._has_model = True
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start

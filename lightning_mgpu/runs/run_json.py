@@ -1,8 +1,7 @@
 """`run.json` in a run directory: what the run was given, where it ran, and how it ended.
 
 It is written when a run begins, and again when it ends. Until then `end` is null: a run whose
-directory nobody locks any more was killed. This file imports neither torch nor Lightning, so that
-programs that only read runs start at once.
+directory nobody locks any more was killed.
 """
 
 import contextlib
@@ -18,54 +17,103 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
-from types import TracebackType
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn.parameter import is_lazy
+
+from lightning_mgpu.devices import describe_devices, devices
 from lightning_mgpu.files import replace_text
+from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
+from lightning_mgpu.runs.last_checkpoint import LastCheckpoint
 
 RUN_JSON = "run.json"
 PACKAGES = (__package__.partition(".")[0], "torch", "lightning", "torchmetrics")
-EVALUATED = re.compile(r"(val|valid|validation|test)[/_.].+")  # names of metrics
+VALIDATION, TEST = re.compile(r"(val|valid|validation)[/_.]"), re.compile(r"test[/_.]")
 GIT_SECONDS = 2.0  # how long git may take in a large repository
 
 
 class RunJson:
-    """Writes `run.json`. Only the first process of a run makes one.
+    """Writes `run.json`, in the first process of a run.
 
-    `results` are added to `end`; whoever has a result puts it there while the run goes on.
+    Args:
+        run_dir: The run directory.
+        facts: What is known when the run begins.
     """
 
     def __init__(self, run_dir: Path, facts: dict[str, Any]) -> None:
         num_resumes = read_run_json(run_dir).get("num_resumes", -1) + 1
         self.path = run_dir / RUN_JSON
-        self.record = {
-            **facts,
-            "git": find_commit(),
-            "versions": find_versions(),
+        self.content: dict[str, Any] = {
             "begin": now(),
             "num_resumes": num_resumes,
-            "end": None,
+            **facts,
+            "num_parameters": None,  # known later
         }
-        self.results: dict[str, Any] = {}
-        replace_text(self.path, to_json(self.record))
+        self.write(end=None)
 
-    def write_end(
-        self,
-        _: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Write how the run ended; an exit callback of an `ExitStack`."""
-        state, why = "finished", self.results.pop("why_stopped", "")
+    def write(self, **values: Any) -> None:
+        """Write the file with these values, too."""
+        self.content |= values
+        replace_text(self.path, to_json(self.content))
+
+    def write_end(self, error: BaseException | None, results: dict[str, Any]) -> None:
+        """Write how the run ended; `why_stopped` says why it did so by itself."""
+        state, why = "finished", results.pop("why_stopped", "")
         if isinstance(error, Exception):
             state, why = "failed", f"{type(error).__name__}: {error}"
         elif error is not None:  # Lightning makes a SystemExit of a KeyboardInterrupt
             state, why = "interrupted", "Ctrl-C or SIGTERM"
         elif why:
             state = "stopped"
-        self.record["end"] = {"time": now(), "state": state, "why": why or None, **self.results}
         with contextlib.suppress(OSError):  # the disk may be full: the run's own error counts
-            replace_text(self.path, to_json(self.record))
+            self.write(end={"time": now(), "state": state, "why": why or None, **results})
+
+
+def describe_run(trainer: Trainer, config: dict[str, Any]) -> dict[str, Any]:
+    """Where a run takes place, and in which versions."""
+    used = devices(trainer)
+    return {
+        "seed": config["seed_everything"],
+        "strategy": type(trainer.strategy).__name__,
+        "devices": describe_devices(used),
+        "gpus": sorted({torch.cuda.get_device_name(each) for each in used if each.type == "cuda"}),
+        "git": find_commit(),
+        "versions": find_versions(),
+    }
+
+
+def describe_results(trainer: Trainer) -> dict[str, Any]:
+    """What has come of a run so far, whatever ends it."""
+    best = find_best(trainer)
+    epoch = best["epoch"] if best else None
+    validation, test, seconds = read_metrics(Path(trainer.default_root_dir), epoch)
+    stops = [each.why_stopped for each in trainer.callbacks if isinstance(each, LastCheckpoint)]  # type: ignore[attr-defined]
+    return {
+        "why_stopped": "".join(stops),
+        "epochs": trainer.current_epoch,
+        "best": best,
+        "validation": validation,
+        "test": test,
+        "seconds_per_epoch": seconds,
+    }
+
+
+def find_best(trainer: Trainer) -> dict[str, Any] | None:
+    """The epoch of the best checkpoint, counted from 1, and the metric that made it the best."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # the file may have been in the making when the run ended, and the device may have failed
+        with contextlib.suppress(Exception):
+            if isinstance(callback, RunCheckpoint) and (epoch := callback.best_epoch) is not None:
+                score = callback.best_model_score
+                value = None if score is None else float(score)
+                return {"epoch": epoch, "monitor": callback.monitor, "value": value}
+    return None
+
+
+def count_parameters(module: LightningModule) -> int:
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:
@@ -92,21 +140,29 @@ def find_state(run_dir: Path) -> str:
     return "interrupted" if record else ""
 
 
-def read_metrics(run_dir: Path, epoch: int | None = None) -> tuple[dict[str, float], float | None]:
-    """The last values of validation and test in `metrics.csv`, and the mean seconds per epoch.
+def read_metrics(
+    run_dir: Path, epoch: int | None = None
+) -> tuple[dict[str, float], dict[str, float], float | None]:
+    """The last metrics of validation and of test in `metrics.csv`, and the mean seconds per epoch.
 
-    With `epoch`, which counts from 0 as the file does, that epoch's values.
+    Args:
+        run_dir: The run directory.
+        epoch: Take the metrics of validation from this epoch, which counts from 1.
     """
+    rows: list[dict[str, str]] = []
+    with contextlib.suppress(OSError), (run_dir / "metrics.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    of_epoch = [row for row in rows if epoch is None or row.get("epoch") == str(epoch - 1)]
+    seconds = [float(row["epoch_seconds"]) for row in rows if row.get("epoch_seconds")]
+    return _last(of_epoch, VALIDATION), _last(rows, TEST), mean(seconds) if seconds else None
+
+
+def _last(rows: list[dict[str, str]], names: re.Pattern) -> dict[str, float]:
     values: dict[str, float] = {}
-    seconds: list[float] = []
-    with contextlib.suppress(OSError, ValueError), (run_dir / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row.get("epoch_seconds"):
-                seconds.append(float(row["epoch_seconds"]))
-            if epoch is None or row["epoch"] == str(epoch):
-                named = {name: text for name, text in row.items() if text and name}
-                values |= {n: float(text) for n, text in named.items() if EVALUATED.fullmatch(n)}
-    return values, mean(seconds) if seconds else None
+    for name, text in (item for row in rows for item in row.items()):
+        with contextlib.suppress(ValueError):  # users log texts, too
+            values |= {name: float(text)} if text and names.match(name) else {}
+    return values
 
 
 def find_commit() -> dict[str, Any] | None:

@@ -34,9 +34,9 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     finished = RunJson(make_run(runs / "sweep" / "trial_000", ADAMW, max_epochs=2), {})
     (finished.path.parent / "wandb").mkdir()
     (finished.path.parent / "wandb" / "config.yaml").write_text("of: W&B\n")
-    finished.results |= {"validation": {"val_acc": 0.25}, "test": {"test_acc": 0.123456}}
-    finished.results |= {"fingerprint": "0955842d504b", "seconds_per_epoch": 2.5}
-    finished.write_end(None, None, None)
+    results: dict[str, Any] = {"fingerprint": "0955842d504b", "seconds_per_epoch": 2.5}
+    results |= {"validation": {"val_acc": 0.25}, "test": {"test_acc": 0.123456}}
+    finished.write_end(None, results)
     RunJson(make_run(runs / "killed", SGD, max_epochs=3), {})
     RunJson(make_run(runs / "running", SGD, max_epochs=3), {})
     lock = os.open(runs / "running", os.O_RDONLY)
