@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_mgpu import models as package_models
 from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}
 """Engines that are a loop by hand, and what reports call them."""
@@ -48,7 +49,7 @@ def configurations(
     """
     for model in models:
         make_model(model)
-    ours = [name for name in strategies if hasattr(make_strategy(name), "num_replicas")]
+    ours = [name for name in strategies if isinstance(make_strategy(name), TrainBatchStrategy)]
     engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
     for k in devices:
         engines += [(engine, k, None) for engine in ("book", *strategies) if k > 1]

@@ -25,6 +25,7 @@ from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.devices import gpus, process_devices
 from lightning_mgpu.processes import leave_group
 from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(OFF, False)}
@@ -62,7 +63,9 @@ class StepTimer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.parts.clock = finished_clock(process_devices(trainer))
-        for attribute, method in STRATEGY_METHODS if hasattr(trainer.strategy, "replicas") else ():
+        if not isinstance(trainer.strategy, TrainBatchStrategy):
+            return
+        for attribute, method in STRATEGY_METHODS:
             owner = getattr(trainer.strategy, attribute)
             setattr(owner, method, timed(getattr(owner, method), self.parts, "strategy"))
 
@@ -81,7 +84,8 @@ def measure_strategy(configuration: Configuration, data: FashionMNIST) -> dict[s
     timer = StepTimer(Parts(), configuration.num_steps)
     options = {"replicas": configuration.replicas} if configuration.replicas else {}
     strategy: Any = make_strategy(configuration.engine, **options)
-    if hasattr(strategy, "reduce_gradients"):
+    is_ours = isinstance(strategy, TrainBatchStrategy)
+    if is_ours:
         strategy.reduce_gradients = timed(strategy.reduce_gradients, timer.parts, "allreduce")
     trainer = Trainer(
         accelerator=gpus()[0].type if gpus() else "cpu",

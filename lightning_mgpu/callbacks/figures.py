@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 
 from lightning_mgpu.files import replacing
+from lightning_mgpu.protocols import data_facts
 from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 
 
@@ -34,5 +35,5 @@ def picture_errors_as_warnings(filename: str) -> Iterator[None]:
 
 def label_names(trainer: Trainer, num_classes: int) -> list[str]:
     """The data module's `classes`; numbers if there are none, or another number of them."""
-    names = [str(name) for name in getattr(trainer.datamodule, "classes", None) or ()]  # type: ignore[attr-defined]
+    names = [str(name) for name in data_facts(trainer).classes or ()]
     return names if len(names) == num_classes else [str(i) for i in range(num_classes)]

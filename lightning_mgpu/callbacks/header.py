@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.devices import describe_devices, devices, is_sharded
+from lightning_mgpu.protocols import data_facts, strategy_facts
 from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
 from lightning_mgpu.runs.run_json import count_parameters
 
@@ -56,7 +57,7 @@ class RunHeader(Callback):
             facts |= {"global_batch_size": batch_size, f"per_{unit}_batch_size": share}
             lines["batch"] = f"{batch_size} global, {share} per {unit}"
         if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]
-            lines["data"] = f"{type(data).__name__} {getattr(data, 'summary', '')}".strip()
+            lines["data"] = f"{type(data).__name__} {data_facts(trainer).summary}".strip()
         if directory := make_run_dir_on_rank_zero(trainer):
             lines["run"] = str(directory)
         if trainer.ckpt_path:
@@ -73,7 +74,7 @@ class RunHeader(Callback):
 def describe_strategy(trainer: Trainer) -> str:
     """`DDPStrategy`; `ManualAllreduceStrategy (ring_allreduce)`."""
     name = type(trainer.strategy).__name__
-    if allreduce := getattr(trainer.strategy, "allreduce", None):
+    if allreduce := strategy_facts(trainer.strategy).allreduce:
         name += f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})"
     return name
 
@@ -101,7 +102,8 @@ def share_of(batch_size: int, trainer: Trainer) -> tuple[str, str]:
 
     ('128', 'device'), ('179.2 and 76.8', 'device'), ('64', 'replica') if a device has several.
     """
-    shares = getattr(trainer.strategy, "shares", [1.0] * len(devices(trainer)))
-    num_devices = len(getattr(trainer.strategy, "given_devices", shares))
+    facts = strategy_facts(trainer.strategy)
+    shares = facts.shares or [1.0] * len(devices(trainer))
+    num_devices = len(facts.given_devices or shares)
     sizes = dict.fromkeys(f"{round(batch_size * share / sum(shares), 1):g}" for share in shares)
     return " and ".join(sizes), "replica" if len(shares) > num_devices else "device"

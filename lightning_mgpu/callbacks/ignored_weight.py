@@ -7,6 +7,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_mgpu.protocols import strategy_facts
+
 
 class IgnoredWeight(Callback):
     """Warns once if `training_step` returns a weight and the strategy does not use it."""
@@ -29,7 +31,7 @@ class IgnoredWeight(Callback):
                 "self.manual_backward(loss, weight=n), under --trainer.strategy=manual_allreduce "
                 "or dp."
             )
-        elif not getattr(trainer.strategy, "weighs_losses", False):
+        elif not strategy_facts(trainer.strategy).weighs_losses:
             rank_zero_warn(
                 f"training_step returns a weight, which {type(trainer.strategy).__name__} ignores: "
                 "--trainer.strategy=manual_allreduce and dp weigh losses by it, on one device too."

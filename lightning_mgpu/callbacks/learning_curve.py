@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks.epoch_metrics import epoch_metrics, metrics_so_far, split_metric_name
 from lightning_mgpu.callbacks.figures import picture_errors_as_warnings, save_picture
+from lightning_mgpu.protocols import data_facts
 
 Points = dict[str, list[tuple[int, float]]]
 """By the metric's name: (epoch from 1, value)."""
@@ -58,7 +59,7 @@ class LearningCurve(Callback):
 
     def _save(self, trainer: Trainer, upload: bool) -> None:
         if self.points:
-            on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
+            on_test_set = data_facts(trainer).validates_on_test_set
             with picture_errors_as_warnings("curve.png"):
                 validation_label = "test" if on_test_set else "validation"
                 figure = plot_curve(self.points, validation_label, self.max_panels)

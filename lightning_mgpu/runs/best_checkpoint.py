@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.protocols import data_facts
 from lightning_mgpu.runs.checkpoint_file import LAST, check_readable
 
 VAL_ACC = "val_acc"
@@ -106,7 +107,7 @@ class RunCheckpoint(ModelCheckpoint):
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
         """Called wherever a checkpoint may be saved, first in Lightning's sanity check."""
         if self.is_automatic:
-            on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
+            on_test_set = data_facts(trainer).validates_on_test_set
             if on_test_set or VAL_ACC not in trainer.callback_metrics:
                 return True
         if not self.has_mode and trainer.state.fn == "fit":

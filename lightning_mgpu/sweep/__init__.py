@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning_mgpu.callbacks import LearningCurve, TestPictures
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.protocols import data_facts
 
 
 class Trial(Callback):
@@ -19,7 +20,7 @@ class Trial(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
+        if data_facts(trainer).validates_on_test_set:
             raise UsageError(
                 "a sweep that validates on the test set would tune on it: give --data.val_size=5000"
             )

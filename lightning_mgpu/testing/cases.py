@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 from lightning_mgpu.testing.probe import (
     Data,
     Fails,
@@ -175,7 +176,7 @@ def reproducible(spec: StrategySpec, directory: Path) -> str:
 
 def any_devices(spec: StrategySpec, directory: Path) -> str:
     """Runs with dropout, BatchNorm and a scheduler."""
-    if not hasattr(make_strategy(spec.strategy), "num_replicas"):
+    if not isinstance(make_strategy(spec.strategy), TrainBatchStrategy):
         return NO_OPTION
     num_devices = 4 if spec.accelerator == "cpu" else torch.accelerator.device_count()
     make_module = partial(Probe, batchnorm=True, dropout=0.3, adamw=True)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, SumMetric
 
 from lightning_mgpu.data import batch_loader
+from lightning_mgpu.protocols import strategy_facts
 from lightning_mgpu.strategies.names import make_strategy
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -190,7 +191,6 @@ class RunObserver(Callback):
 
 def replica_parameters(strategy: Any, module: nn.Module) -> list[list[Tensor]]:
     """The parameters of every replica, on the CPU. A strategy without `replicas` has one."""
-    replicas: Any = getattr(strategy, "replicas", None)
-    one = [module.parameters()]
+    replicas, one = strategy_facts(strategy).replicas, [module.parameters()]
     sets = one if replicas is None else zip(*replicas.parameter_sets.values())
     return [[parameter.detach().cpu() for parameter in parameters] for parameters in sets]
