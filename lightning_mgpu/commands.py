@@ -25,9 +25,9 @@ def run_command(
 ) -> T:
     """Call a function with the options of a command line; returns what it returns.
 
-    A parameter that is a `Sequence` takes several words: `--devices 2 3`. `--help` shows the
-    description and the parameters' lines in the function's docstring. `defaults` go before the
-    function's.
+    A `Sequence` takes several words, `--devices 2 3`, and a `bool` may stand without one, `--csv`.
+    `--help` shows the description and the parameters' lines in the function's docstring. `defaults`
+    go before the function's.
 
     Raises:
         UsageError: One line for options that the function does not have or that have another type.
@@ -42,17 +42,18 @@ def run_command(
     parser.add_function_arguments(function)
     parser.set_defaults(defaults)
     try:
-        options = parser.parse_args(_join_sequences(function, args))
+        options = parser.parse_args(_join_values(function, args))
     except ArgumentError as error:
         message = re.sub(r'Parser key "(\w+)":', r"--\1:", " ".join(str(error).split()))
         raise UsageError(f"{prog.rpartition(' ')[2]}: {message}") from error
     return function(**vars(parser.instantiate(options)))
 
 
-def _join_sequences(function: Callable, args: Sequence[str]) -> list[str]:
-    """`--devices 2 3` -> `--devices=[2,3]`, for parameters that are sequences."""
+def _join_values(function: Callable, args: Sequence[str]) -> list[str]:
+    """`--devices 2 3` -> `--devices=[2,3]` for a sequence, `--csv` -> `--csv=true` for a bool."""
     hints = get_type_hints(function).items()
     sequences = {f"--{name}" for name, hint in hints if get_origin(hint) is Sequence}
+    flags = {f"--{name}" for name, hint in hints if hint is bool}
     joined: list[str] = []
     for arg in args:
         name, _, value = arg.partition("=")
@@ -61,5 +62,5 @@ def _join_sequences(function: Callable, args: Sequence[str]) -> list[str]:
         elif joined and joined[-1].partition("=")[0] in sequences and not arg.startswith("-"):
             joined[-1] = f"{joined[-1][:-1]},{arg}]".replace("[,", "[")
         else:
-            joined.append(arg)
+            joined.append(f"{arg}=true" if arg in flags else arg)
     return joined

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 
 class DataFacts(Protocol):
-    """What a data module may tell about its data, with the defaults for one that does not."""
+    """Facts about its data that a data module may have as attributes, with the defaults."""
 
     classes: Sequence[str] = ()
     """Names of the labels 0 .. C-1, for pictures and predictions. The default is numbers."""
@@ -21,7 +21,7 @@ class DataFacts(Protocol):
 
 
 class StrategyFacts(Protocol):
-    """What a strategy may tell about its replicas, with the defaults for one that does not."""
+    """Facts about its replicas that a strategy may have as attributes, with the defaults."""
 
     allreduce: Callable | None = None
     """What sums the gradients; the run's header names it."""
@@ -40,12 +40,12 @@ class StrategyFacts(Protocol):
 
 
 def data_facts(trainer: Trainer) -> DataFacts:
-    """What the run's data module tells; the defaults if there is none."""
+    """The facts of the run's data module; the defaults if there is none."""
     return cast(DataFacts, _WithDefaults(trainer.datamodule, DataFacts))  # type: ignore[attr-defined]
 
 
 def strategy_facts(strategy: Any) -> StrategyFacts:
-    """What a strategy tells."""
+    """The facts of a strategy."""
     return cast(StrategyFacts, _WithDefaults(strategy, StrategyFacts))
 
 

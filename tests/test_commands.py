@@ -16,6 +16,7 @@ def measure(
     models: Sequence[str] = ("LeNet",),
     devices: Sequence[int] = (2,),
     table: Path | None = None,
+    csv: bool = False,
 ) -> dict[str, Any]:
     """Measure models.
 
@@ -25,6 +26,7 @@ def measure(
         models: Names or paths.
         devices: Numbers of devices.
         table: Another file.
+        csv: A flag.
     """
     return locals()
 
@@ -35,7 +37,7 @@ def run(line: str, **defaults: Any) -> dict[str, Any]:
 
 def test_options_are_the_parameters() -> None:
     usual = {"output": Path("x"), "what": "all", "models": ["LeNet"], "devices": [2]}
-    usual["table"] = None
+    usual |= {"table": None, "csv": False}
     assert run("--output=x") == usual
     assert run("--output x --what steps --table=y") == usual | {"what": "steps", "table": Path("y")}
     assert run("--output=x --models a.B C", devices=[9]) == usual | {
@@ -44,6 +46,7 @@ def test_options_are_the_parameters() -> None:
     }
     for line in ("--devices 2 3", "--devices=2 3", "--devices=[2,3]"):
         assert run(f"{line} --output=x") == usual | {"devices": [2, 3]}
+    assert run("--csv --output=x") == run("--output=x --csv=true") == usual | {"csv": True}
     assert run("--output=x --models") == usual | {"models": []}
 
 

@@ -122,7 +122,7 @@ def _ratio(result: Measurement, other: Measurement | None, case: str, k: int) ->
 
 
 def cases_measured(results: Sequence[Measurement]) -> dict[str, Any]:
-    """What the first process that ended has measured, by case."""
+    """The measurements of the first process that ended, by case."""
     return next((repeat for result in results for repeat in result["repeats"] if repeat), {})
 
 

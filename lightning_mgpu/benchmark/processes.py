@@ -46,7 +46,7 @@ def measure(
 
 
 def run_worker(worker: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-    """What a worker prints (`print_result`) in a process of its own, or None and its last words."""
+    """Run a worker in a process; returns what it prints (`print_result`), or None and its error."""
     command = [sys.executable, "-m", f"{__package__}.{worker}", json.dumps(arguments)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with process_group(command, **pipes) as process:
@@ -75,9 +75,9 @@ def num_cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are measured on and with. Warns if other programs want the cores.
+    """Hardware, versions and load, for the report. Warns if other programs want the cores.
 
-    A step then waits for a core as often as it meets its threads: milliseconds, not microseconds.
+    A step then often waits for a core: milliseconds, not microseconds.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpus = [line.partition(": ")[2] for line in lines if line.startswith("model name")]

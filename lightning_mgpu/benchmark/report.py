@@ -11,7 +11,7 @@ from lightning_mgpu.benchmark.parts import PARTS
 from lightning_mgpu.benchmark.plan import BY_HAND
 from lightning_mgpu.benchmark.processes import Measurement
 
-HEAD = ["", "global batch", "samples/s", "ms a step (lowest to highest)"]
+HEAD = ["", "global batch", "samples/s", "ms per step (lowest to highest)"]
 HEAD += ["/ loop", "/ one device", "/ `ddp`", "of it the strategy's own, ms"]
 
 
@@ -125,7 +125,7 @@ def plot_parts(results: Sequence[Measurement], machine: dict[str, Any], director
         rates = [each["batch_size"] / step for each, step in zip(configurations, medians)]
         axes.bar_label(bars, [f"{rate:,.0f} samples/s" for rate in rates], padding=3, fontsize=8)
         axes.invert_yaxis()
-        axes.set(xlabel="ms a step", xlim=(0, 1.35 * max(left)))
+        axes.set(xlabel="ms per step", xlim=(0, 1.35 * max(left)))
         figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
         figure.suptitle(f"{model}: where the time of a step goes; {hardware(machine)}", fontsize=9)
         figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)

@@ -1,4 +1,4 @@
-"""Seconds of training to a test accuracy: what counts for a recipe, rather than seconds an epoch.
+"""Seconds of training to a test accuracy, which count for a recipe more than those per epoch.
 
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
 python -m lightning_mgpu benchmark time_to_accuracy --target 0.8 --seeds 0 1 2 --data.augment=true

@@ -27,9 +27,8 @@ CLASS_PATH = re.compile(r"(\w+\.)+(?=[A-Z]\w*$)")  # what stands before a class'
 
 
 def main(args: list[str]) -> None:
-    """Entry point of `python -m lightning_mgpu runs`, whose options have short forms."""
-    named = [arg if arg.startswith("-") else f"--directory={arg}" for arg in args]
-    options = ["--csv=true" if arg == "--csv" else arg for arg in named]
+    """Entry point of `python -m lightning_mgpu runs`."""
+    options = [arg if arg.startswith("-") else f"--directory={arg}" for arg in args]
     run_command(list_runs, options, f"{command()} runs", __doc__)
 
 

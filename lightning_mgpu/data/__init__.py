@@ -1,4 +1,4 @@
-"""LightningDataModules, one a file; `batches.py` has the batch contract, `sources.py` the files."""
+"""One LightningDataModule per file; `batches.py` has the batch contract, `sources.py` the files."""
 
 from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.fashion_mnist import FashionMNIST

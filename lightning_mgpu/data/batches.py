@@ -237,7 +237,7 @@ def batch_loader(
             raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
     else:
         dataset = CollatedSamples(dataset, seed, collate_fn or default_collate)
-    # by keyword: for `predict`, Lightning makes the loader anew from its arguments' names
+    # by keyword: for `predict`, Lightning makes another loader from its arguments, by their names
     return BatchLoader(dataset, sampler=sampler, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""LightningModules: the shared steps in `classifier.py`, one network a file."""
+"""LightningModules: the shared steps in `classifier.py`, one network per file."""
 
 from lightning_mgpu.models.classifier import Classifier, OneCycleLR
 from lightning_mgpu.models.lenet import LeNet

@@ -41,10 +41,10 @@ LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
 
 
 class MeanLoss(Metric):
-    """Mean over samples of a loss that comes as means over batches.
+    """Mean of a loss over samples, from its means over batches.
 
-    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU; told not to, it
-    drops the weights (torchmetrics 1.9).
+    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU. With
+    `nan_strategy="disable"` it ignores the weights (torchmetrics 1.9).
     """
 
     total: Tensor
@@ -56,10 +56,10 @@ class MeanLoss(Metric):
         self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: int) -> None:
-        # `bf16-true` makes bfloat16 of a state
+        # `bf16-true` turns the states into bfloat16, which has too few digits for a sum
         dtype = torch.promote_types(loss.dtype, torch.float32)
         self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
-        # not in place: `ddp_spawn` shares a CPU tensor's memory
+        # not in place: the processes of `ddp_spawn` share the memory of a CPU tensor
         self.num_samples = self.num_samples + num_samples
 
     def compute(self) -> Tensor:
@@ -70,20 +70,19 @@ class Classifier(LightningModule):
     """Trains `self.net`, from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
 
     Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction)
-    once an epoch, and the minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them
+    once per epoch, and the minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them
     stay on the device until the epoch ends, so a step never waits for the device.
 
     Args:
-        optimizer: From the parameters to a torch optimizer.
-        lr_scheduler: From the optimizer to a torch scheduler; none if left out. A `OneCycleLR`
-            without `total_steps` gets the length of the run; without `max_lr`, this package's
-            rises to the optimizer's learning rate. `ReduceLROnPlateau` watches its
-            `monitor`, `val_loss` if it names none.
-        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). Left
-            out: `step` for `OneCycleLR` and `CyclicLR`, which are defined so, else `epoch`.
+        optimizer: Makes a torch optimizer of the parameters.
+        lr_scheduler: Makes a torch scheduler of the optimizer. A `OneCycleLR` without
+            `total_steps` gets the length of the run; without `max_lr`, this package's rises to the
+            optimizer's learning rate. `ReduceLROnPlateau` watches its `monitor`, or `val_loss`.
+        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). The
+            default is `step` for `OneCycleLR` and `CyclicLR`, and `epoch` for all others.
         num_classes: Width of the logits.
-        label_smoothing: Share of every training label spread over all classes (Szegedy et al.,
-            2016); `train_loss` is the smoothed one, `val_loss` and `test_loss` are not.
+        label_smoothing: Share of every training label that is spread over all classes (Szegedy et
+            al., 2016). It counts in `train_loss`, but not in `val_loss` and `test_loss`.
         flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its
             mirror image (test-time augmentation; evaluation takes twice as long).
     """
@@ -104,10 +103,11 @@ class Classifier(LightningModule):
             raise ValueError(
                 f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1."
             )
-        # from the command line: plain types, enough to rebuild the model
+        # The command line gives plain types, from which a checkpoint can rebuild the model. Python
+        # code may give functions, which a checkpoint must not pickle.
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
-            del self.hparams[name]  # from Python: a function, which a checkpoint must not pickle
+            del self.hparams[name]
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.lr_interval = lr_interval
@@ -128,7 +128,7 @@ class Classifier(LightningModule):
         loss, _ = self._step(batch, self.train_loss, self.train_acc, self.label_smoothing)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
-            # with `prog_bar` all later steps would wait for it
+            # not with `prog_bar`: every step would wait for the device to show it
             self.log("loss", loss, batch_size=len(batch[1]))
         return loss
 

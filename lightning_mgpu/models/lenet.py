@@ -15,7 +15,8 @@ from lightning_mgpu.models.classifier import Classifier, OptimizerCallable, kaim
 class LeNet(Classifier):
     """The book's LeNet on images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for batches of 256.
 
-    Arguments: `Classifier`'s, and `init`: weights from the book's N(0, 0.01), or He et al. (2015).
+    Beside `Classifier`'s arguments it takes `init`: weights from the book's N(0, 0.01), or those of
+    He et al. (2015).
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class ResNet18(Classifier):
     """The book's ResNet-18 for images (N, in_channels, H, W).
 
     11,175,818 parameters for one channel and ten classes. SGD at 0.1 for a global batch of 256; the
-    book takes 0.2 and 512 on two devices. Arguments: `in_channels` (1 for grey images), `init`
-    (`book`: N(0, 0.01); `kaiming`: He et al., 2015) and those of `Classifier`.
+    book takes 0.2 and 512 on two devices. Beside `Classifier`'s arguments it takes `in_channels` (1
+    for grey images) and `init` (`book`: N(0, 0.01); `kaiming`: He et al., 2015).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Put strategies through the conformance suite.
 
     python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
-    python -m lightning_mgpu.testing --table docs/strategies.md  # all; writes the table anew
+    python -m lightning_mgpu.testing --table docs/strategies.md  # all; rewrites the table
 
 The exit status is 1 if a promise is broken that the strategy does not break by its nature.
 """

@@ -58,7 +58,7 @@ class Promise:
     error: str = ""
 
     def judge(self, observed: Any, expected: Any) -> str:
-        """What is wrong, or nothing."""
+        """Describe the difference; empty if there is none."""
         if self.tolerance is None:
             return str(observed)
         try:

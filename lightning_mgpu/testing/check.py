@@ -26,7 +26,7 @@ class PromiseResult:
     """Whether a promise was kept.
 
     Args:
-        wrong: What was wrong, or nothing.
+        wrong: The difference that was found; empty if there was none.
         reason: Why the strategy cannot keep the promise by its nature; nothing if it should.
     """
 

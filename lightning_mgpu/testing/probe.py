@@ -150,7 +150,7 @@ class TwoOptimizers(Probe):
 
 
 class Fails(Probe):
-    """Cannot take the last sample of the dataset, whoever gets it."""
+    """Raises an error for the last sample of the dataset, on any device."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if (batch[2] == 47).any():

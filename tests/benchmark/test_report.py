@@ -83,7 +83,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     row = cells(results, "dp")
     assert row["/ `ddp`"] == "2.00" and row["/ one device"] == "1.50" and row["/ loop"] == ""
     assert row["of it the strategy's own, ms"] == "5.00"
-    assert row["ms a step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
+    assert row["ms per step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
     replicas = cells(
         [*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)"
     )
