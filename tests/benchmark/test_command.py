@@ -70,8 +70,8 @@ def test_the_clock_waits_for_the_devices_in_use(
     assert asked == run_devices(2)
 
 
-def test_its_callback_is_no_users_where_the_file_is_run() -> None:
-    """Else replicas would not update themselves, and something else than they would be measured."""
+def test_its_callback_is_not_taken_for_a_users() -> None:
+    """The file runs as `__main__`, like a user's, whose hooks stop replicas' own updates."""
     timer = runpy.run_module("lightning_mgpu.benchmark.steps", run_name="run")["StepTimer"]
     assert not overridden(timer)
 

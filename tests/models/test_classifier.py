@@ -52,7 +52,7 @@ def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
 
 
 def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
-    """Of one epoch: the second counts anew. Labels are smoothed in the training loss alone."""
+    """The second epoch counts only its own samples. Only the training loss is smoothed."""
     model, data, _, logged = measured({"label_smoothing": 0.3}, max_epochs=2)
     X, y = data.train_set[0, data.train_indices]
     smoothed = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
@@ -64,7 +64,7 @@ def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
         assert logged[f"{stage}_acc"] == pytest.approx(acc, abs=1e-6)
 
 
-def test_views_are_asked_in_evaluation_alone(measured: Callable) -> None:
+def test_mirror_images_are_used_only_in_evaluation(measured: Callable) -> None:
     model, data, trainer, logged = measured(
         {"flip_tta": True}, strategy="manual_allreduce", devices=2
     )

@@ -208,7 +208,7 @@ def test_mistake_is_told_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is broken on any number of devices is broken; a reason comes before what was wrong."""
+    """A promise broken on one number of devices is broken; the reason is shown before the error."""
     wrong = {
         ("ddp", 3, "uneven"): ("off by 1", "by nature"),
         ("dp", 2, "metrics"): ("off by 2", ""),
