@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.callbacks import EpochTimer, is_search
-from lightning_mgpu.cli.checks import check_options, check_trainer, resolve_options
+from lightning_mgpu.cli.checks import check_options
 from lightning_mgpu.cli.help import PROG
 from lightning_mgpu.cli.options import read_options
 from lightning_mgpu.cli.training_cli import TrainingCLI
@@ -31,9 +31,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     # The options: flags and files over a resumed run's or a checkpoint's, over the defaults.
     options = read_options(subcommand, args)
     cli = TrainingCLI(subcommand, options)  # parses
-    config = cli.config
-    resolve_options(config, options.given)
-    saved_config = cli.dump()
+    config, saved_config = cli.config, cli.saved_config
     check_options(config, saved_config, options.pinned, options.source)
 
     # The run directory: named here, made by RunRecord when the data are there.
@@ -53,7 +51,6 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         keep_freed_memory()
     cli.build(run_dir)
     trainer, model, data, best = cli.trainer, cli.model, cli.datamodule, cli.run_checkpoint
-    check_trainer(trainer)
     last = LastCheckpoint(best, config.seed_everything, saved_config)
     trainer.callbacks.insert(0, last)  # type: ignore[attr-defined]
     arguments = {name: config[name] for name in cli.method_options}

@@ -20,6 +20,7 @@ import lightning_mgpu.data
 import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
 import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
 from lightning_mgpu import callbacks
+from lightning_mgpu.cli.checks import check_trainer, resolve_options
 from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS, PROG
 from lightning_mgpu.cli.options import Options
@@ -49,6 +50,7 @@ class TrainingCLI(LightningCLI):
 
     Attributes:
         config: The options, parsed; what is changed in it before `build` counts.
+        saved_config: The same as plain values, from which `--config` makes the same run again.
         model, datamodule, trainer: Set by `build`.
         run_checkpoint: The checkpoint of the best epoch; set by `build`.
         callbacks: The callbacks of `CALLBACKS`, by option; False where left out; set by `build`.
@@ -64,7 +66,7 @@ class TrainingCLI(LightningCLI):
         """Parse.
 
         Raises:
-            UsageError: If an option is unknown, or its value is of a wrong type.
+            UsageError: If an option is unknown, its value is of a wrong type, or has no text.
         """
         self.method = subcommand  # of the Trainer
         self.options = options
@@ -124,26 +126,19 @@ class TrainingCLI(LightningCLI):
             raise UsageError(explain(str(error), self.options.given, known)) from error
         if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
             self.config.seed_everything = draw_seed()
+        resolve_options(self.config, self.options.given)
+        dumped = yaml.safe_load(parser.dump(self.config, skip_unset=False, format="yaml"))
+        self.saved_config: dict[str, Any] = restorable(dumped, self.config, self.options.given)
 
     @override
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
 
-    def dump(self) -> dict[str, Any]:
-        """The options as plain values, from which `--config` makes the same run again.
-
-        Raises:
-            UsageError: If the value of an option that was given has no text.
-        """
-        dumped = yaml.safe_load(self.parser.dump(self.config, skip_unset=False, format="yaml"))
-        self.config_dump: dict[str, Any] = restorable(dumped, self.config, self.options.given)
-        return self.config_dump
-
     def build(self, run_dir: Path) -> None:
         """Make the model, the data, the callbacks and the Trainer, whose files go to `run_dir`.
 
         Raises:
-            UsageError: If a constructor refuses an argument.
+            UsageError: If a constructor refuses an argument, or the Trainer cannot work.
         """
         for logger in as_list(self.config.trainer.logger):
             if isinstance(logger, Namespace) and logger.get("init_args.save_dir") == "":
@@ -167,6 +162,7 @@ class TrainingCLI(LightningCLI):
                     "default_root_dir": str(run_dir),
                 }
             )
+        check_trainer(self.trainer)
 
     def _callbacks_in_use(self, objects: Namespace, users: list[Callback]) -> list[Callback]:
         """Those of `self.callbacks` that are switched on and have something to do in this run."""
