@@ -10,7 +10,7 @@
 |  6 | `training_cli.py`    | TrainingCLI.build                   | model, data, callbacks, Trainer |
 |  7 | `run_trainer.py`     | train                               | Trainer.fit                    |
 |  8 | `record.py`          | RunRecord.setup                     | the directory and its loggers  |
-|  9 | `last_checkpoint.py` | LastCheckpoint.on_train_epoch_start | each epoch: last.ckpt, a seed  |
+|  9 | `last_checkpoint.py` | LastCheckpoint.on_train_epoch_start | per epoch: last.ckpt, a seed   |
 | 10 | `run_trainer.py`     | summarize_training                  | the fingerprint of the weights |
 | 11 | `run_trainer.py`     | test_best                           | the best checkpoint is tested  |
 | 12 | `run_trainer.py`     | report                              | the last lines                 |

@@ -26,6 +26,14 @@ LAUNCHERS = {
     "SLURM_NTASKS": ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", ""),  # Lightning needs mpi4py to see them
 }
+# classes of this package by their last name in earlier versions, as in the config.yaml of a run
+RENAMED = {
+    "Batches": "lightning_mgpu.data.batches.BatchDataset",
+    "GlobalBatches": "lightning_mgpu.data.batches.GlobalBatchSampler",
+    "Pictures": "lightning_mgpu.callbacks.TestPictures",
+    "Samples": "lightning_mgpu.data.batches.CollatedSamples",
+    "SequentialBatches": "lightning_mgpu.data.batches.SequentialBatchSampler",
+}
 SECRET_URL = re.compile(r"://[^\s/@:]+:[^\s/@]+@")  # https://user:password@host
 
 
@@ -63,6 +71,13 @@ def check_trainer(trainer: Trainer) -> None:
     """What can be seen to be wrong before the Trainer runs."""
     check_processes(trainer)
     check_strategy(trainer.strategy)
+
+
+def refuse_old_names(values: dict[str, Any]) -> None:
+    """Refuse the names that classes of this package had earlier; `values` are options by name."""
+    for key, value in values.items():
+        if str(value).startswith("lightning_mgpu.") and last_part(value) in RENAMED:
+            raise UsageError(f"--{key}={value}: its name is now {RENAMED[last_part(value)]}")
 
 
 def check_secrets(config: Namespace) -> None:

@@ -33,6 +33,7 @@ OPTIONS = {
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
 }
 HELP_FLAGS = {
+    "--curve, --header, --lines, ...": "what a run prints and draws; --curve=false: no curve",
     "--help.all": "every option",
     "--model.help, --data.help": "those of the model and the data module",
     "--trainer.strategy.help NAME": "those of a strategy",

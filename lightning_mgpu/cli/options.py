@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_mgpu.cli.checks import refuse_old_names
 from lightning_mgpu.cli.error_messages import did_you_mean, last_part
 from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
 from lightning_mgpu.errors import UsageError
@@ -63,6 +64,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     else:
         base, pinned = _defaults_and_checkpoint(subcommand, given, given.get("ckpt_path"))
     values = {**flatten(base), **given}
+    refuse_old_names(values)
     args = [expand_help_flag(arg, values) for arg in expand_strategy_name(typed, given)]
     return Options(args, given, base, pinned, source, run_dir)
 

@@ -66,6 +66,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --ckpt_path weights.ckpt": (
         "weights.ckpt holds weights alone: no training can go on from it",
     ),
+    "fit --config=renamed.yaml": (
+        "--trainer.callbacks.0=lightning_mgpu.callbacks.Pictures: its name is now",
+        "lightning_mgpu.callbacks.TestPictures",
+    ),
+    "test --resume=used": ("--resume: only `fit` can go on with a run",),
     "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
     "fit foo": ("unrecognized arguments: foo",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
@@ -88,6 +93,8 @@ FILES = {
     "broken.yaml": "trainer: [1, {\n",
     "key.yaml": "trainer:\n  max_epoch: 2\n",
     "used/a_file": "",
+    "used/config.yaml": "",
+    "renamed.yaml": "trainer: {callbacks: [{class_path: lightning_mgpu.callbacks.Pictures}]}\n",
     "old_code.py": "import pytorch_lightning as pl\n\nclass Old(pl.LightningModule): ...\n",
 }
 
