@@ -138,6 +138,21 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         yield run
 
 
+@pytest.fixture
+def without_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a package one that is not installed."""
+
+    def remove(package: str) -> None:
+        for name in list(sys.modules):
+            if name.partition(".")[0] == package:
+                monkeypatch.delitem(sys.modules, name)
+        missing = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"
+        (tmp_path / f"{package}.py").write_text(missing)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return remove
+
+
 PROGRAM = ("-m", "lightning_mgpu")
 
 

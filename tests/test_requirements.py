@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import lightning_mgpu
+from lightning_mgpu.cli.error_messages import EXTRAS
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 REPOSITORY = Path(__file__).parents[1]
@@ -32,6 +33,14 @@ def test_pins_are_within_the_bounds_and_malicious_releases_are_not() -> None:
     for name in ("lightning", "pytorch-lightning"):
         assert PINS[name] not in MALICIOUS and "2.6.6" in asked[name]
         assert not [version for version in MALICIOUS if version in asked[name]]
+
+
+def test_errors_name_the_extras_as_they_are() -> None:
+    """Which package an extra installs; `test` and `dev` are for the tests, which say so."""
+    extras = PROJECT["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert package in [Requirement(line).name for line in extras[extra]]
+    assert set(extras) == {*EXTRAS.values(), "test", "dev"}
 
 
 def test_every_pin_has_hashes_and_no_index_is_named() -> None:

@@ -73,6 +73,15 @@ ADVICE: dict[type[Exception], str] = {  # for errors of a device, below their tr
         "which is often a label that is not less than the number of classes."
     ),
 }
+# packages that only an extra of pyproject.toml brings, by the names they are imported by
+EXTRAS = {
+    "timm": "fast",
+    "optuna": "sweep",
+    "onnx": "export",
+    "onnxscript": "export",
+    "onnxruntime": "export",
+}
+MISSING_PACKAGE = re.compile(r"No module named '(\w+)")
 CLASS_PATH_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 
 
@@ -127,6 +136,8 @@ def is_user_error(error: BaseException) -> bool:
         return True
     if is_shape_error(error):
         return True
+    if isinstance(error, ModuleNotFoundError) and how_to_install(str(error)):
+        return True
     if not any(each in _last_file(error).parents for each in PACKAGES):
         return False
     if isinstance(error, RuntimeError):
@@ -164,10 +175,20 @@ def shorten(error: BaseException) -> str:
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
+    hint = how_to_install(str(error))
     if OTHER_PACKAGE.search(str(error)) and "pytorch_lightning" in sys.modules:
-        lines[MAX_LINES - 1 :] = []
-        lines.append("classes of pytorch_lightning are others: import lightning.pytorch instead")
+        hint = "classes of pytorch_lightning are others: import lightning.pytorch instead"
+    if hint:
+        lines[MAX_LINES - 1 :] = [hint]
     return "\n".join(map(_shorten_line, lines[:MAX_LINES]))
+
+
+def how_to_install(message: str) -> str:
+    """What to install if a message says that a package of an extra is missing, else nothing."""
+    missing = MISSING_PACKAGE.search(message)
+    if missing is None or missing[1] not in EXTRAS:
+        return ""
+    return f'to install it: pip install {missing[1]}, or pip install -e ".[{EXTRAS[missing[1]]}]"'
 
 
 def _shorten_line(line: str) -> str:
@@ -191,6 +212,8 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         for n in given
         if f"--{n}" in message or f"'{n}'" in quoted or f"'{last_part(n)}'" in quoted
     ]
+    if missing := MISSING_PACKAGE.search(message):
+        about = [n for n in about if str(given[n]).startswith(f"{missing[1]}.")] or about
     if not about:
         return "\n  ".join(lines)
     name = max(about, key=lambda name: (name.count("."), len(name)))

@@ -16,21 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
 from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.errors import ToolParser, UsageError
-
-try:
-    from optuna.distributions import (
-        BaseDistribution,
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
-
-    from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
-except ModuleNotFoundError as error:
-    raise UsageError(f"a sweep needs Optuna: pip install optuna ({error})") from error
+from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
 
 # keys of the YAML; `program` and `command` are for W&B's agent
 REQUIRED_KEYS = ("method", "metric", "parameters")

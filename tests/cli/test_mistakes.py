@@ -132,6 +132,17 @@ def test_mistake_ends_in_a_few_lines(
     assert sorted(here.rglob("*")) == before
 
 
+def test_a_recipe_without_its_extra_says_what_to_install(
+    main: Callable, without_package: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    without_package("timm")
+    assert main("fit", "--config=experiment/lenet_fast.yaml") == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "error: --model.optimizer=timm.optim.Muon:" and len(lines) == 3
+    assert "No module named 'timm'" in lines[1]
+    assert 'pip install timm, or pip install -e ".[fast]" (--traceback' in lines[2]
+
+
 OWN = """
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 

@@ -255,12 +255,15 @@ def test_mistake_ends_in_one_line(
 
 
 def test_without_optuna(
-    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    main: Callable[..., int], without_package: Callable, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.delitem(sys.modules, "lightning_mgpu.sweep.cli", raising=False)
-    monkeypatch.setitem(sys.modules, "optuna.distributions", None)
+    without_package("optuna")
+    for name in ("cli", "trials"):
+        monkeypatch.delitem(sys.modules, f"lightning_mgpu.sweep.{name}")
     assert main("sweep", "--config=my.yaml") == 2
-    assert capsys.readouterr().err.startswith("error: a sweep needs Optuna: pip install optuna")
+    err = capsys.readouterr().err
+    assert err.startswith("error: No module named 'optuna'")
+    assert 'pip install optuna, or pip install -e ".[sweep]"' in err
 
 
 def test_a_trial_does_not_tune_on_the_test_set(make_data: Callable, make_trainer: Callable) -> None:
