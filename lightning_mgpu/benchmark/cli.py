@@ -31,14 +31,14 @@ QUICK |= {"ks": [2], "sizes": [4 * 2**10, 256 * 2**10, 4 * 2**20], "seconds": 0.
 """Defaults with `--quick`."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def benchmark_command(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark` and of `benchmark time_to_accuracy`.
 
     Raises:
         UsageError: For arguments that make no sense, before anything is measured.
     """
     if arguments[:1] == ["time_to_accuracy"]:
-        time_to_accuracy.main(arguments[1:])
+        time_to_accuracy.time_to_accuracy_command(arguments[1:])
         return
     defaults = QUICK if "--quick" in arguments else {}
     others = [argument for argument in arguments if argument != "--quick"]

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, fit_args
 
 
-def main(arguments: Sequence[str]) -> None:
+def time_to_accuracy_command(arguments: Sequence[str]) -> None:
     """Entry point of `benchmark time_to_accuracy`; ends with the status of a `fit` that fails."""
     args, fit_args = parse(arguments)
     run_dir = new_directory(args.run_dir, "time_to_accuracy")

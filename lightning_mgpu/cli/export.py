@@ -21,7 +21,7 @@ from lightning_mgpu.errors import UsageError
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 
 
-def main(args: list[str]) -> None:
+def export_command(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu export`."""
     run_command(export, args, f"{command()} export", __doc__)
 

@@ -5,12 +5,12 @@ from importlib.util import find_spec
 from lightning_mgpu import __version__
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
-TOOLS = {  # the modules whose `main` the others are
-    "export": "lightning_mgpu.cli.export",
-    "sweep": "lightning_mgpu.sweep.cli",
-    "benchmark": "lightning_mgpu.benchmark.cli",
-    "runs": "lightning_mgpu.cli.list_runs",
-    "new": "lightning_mgpu.new_project.cli",
+TOOLS = {  # the functions that the others call with their arguments
+    "export": "lightning_mgpu.cli.export.export_command",
+    "sweep": "lightning_mgpu.sweep.cli.sweep_command",
+    "benchmark": "lightning_mgpu.benchmark.cli.benchmark_command",
+    "runs": "lightning_mgpu.cli.list_runs.runs_command",
+    "new": "lightning_mgpu.new_project.cli.new_command",
 }
 PROG = "python -m lightning_mgpu"
 OPTIONS = {
@@ -55,7 +55,7 @@ def subcommands() -> tuple[str, ...]:
     """Those that are there: one whose directory of the package was deleted is not offered."""
     return (
         *TRAINER_SUBCOMMANDS,
-        *(name for name, module in TOOLS.items() if find_spec(module.rpartition(".")[0])),
+        *(name for name, path in TOOLS.items() if find_spec(path.rsplit(".", 2)[0])),
     )
 
 

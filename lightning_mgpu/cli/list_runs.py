@@ -26,7 +26,7 @@ LAST_COLUMNS = ("fingerprint", "seconds_per_epoch", "state")
 CLASS_PATH = re.compile(r"(\w+\.)+(?=[A-Z]\w*$)")  # what stands before a class's name
 
 
-def main(args: list[str]) -> None:
+def runs_command(args: list[str]) -> None:
     """Entry point of `python -m lightning_mgpu runs`."""
     options = [arg if arg.startswith("-") else f"--directory={arg}" for arg in args]
     run_command(list_runs, options, f"{command()} runs", __doc__)

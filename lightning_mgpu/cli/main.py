@@ -72,8 +72,9 @@ def main(package: str = PACKAGE) -> None:
         else:
             # as Ctrl-C, which leaves no process behind
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            tool = importlib.import_module(TOOLS[subcommand])
-            tool.main([argument for argument in others if argument != TRACEBACK_FLAG])
+            module, _, function = TOOLS[subcommand].rpartition(".")
+            tool = getattr(importlib.import_module(module), function)
+            tool([argument for argument in others if argument != TRACEBACK_FLAG])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ NEXT = """\
 """
 
 
-def main(arguments: Sequence[str]) -> None:
+def new_command(arguments: Sequence[str]) -> None:
     """Entry point of `new`."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ToolParser(

@@ -50,7 +50,7 @@ def sweep_parser() -> ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str]) -> None:
+def sweep_command(arguments: Sequence[str]) -> None:
     """Entry point of `sweep`.
 
     Raises:

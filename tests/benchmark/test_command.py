@@ -163,7 +163,7 @@ def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "gpus", lambda: [torch.device("cuda", 0)])
     message = "--devices 2: GPUs here: 1; CUDA_VISIBLE_DEVICES= hides them"
     with pytest.raises(UsageError, match=message):
-        cli.main(["--quick"])
+        cli.benchmark_command(["--quick"])
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_commands_of_the_pages_are_taken(
             _, fit_args = time_to_accuracy.parse(shlex.split(line)[1:])
             assert main("fit", *fit_args, "--print_config") == 0, line
         else:
-            cli.main(shlex.split(line))  # raises a UsageError
+            cli.benchmark_command(shlex.split(line))  # raises a UsageError
 
 
 @pytest.mark.parametrize(

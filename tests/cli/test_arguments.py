@@ -157,7 +157,7 @@ def test_help_shows_the_options_people_use_first(
 def test_a_directory_that_was_deleted_is_not_offered(
     main: Callable, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli")
+    monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli.command")
     assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()
     assert main("gone") == 2
     assert "no subcommand 'gone'" in capfd.readouterr().err

@@ -16,7 +16,7 @@ README = (REPOSITORY / "README.md").read_text()
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("projects") / "stars"
-    cli.main([str(target)])
+    cli.new_command([str(target)])
     return target
 
 
