@@ -7,7 +7,7 @@
 |  3 | `training_cli.py`    | TrainingCLI                         | LightningCLI parses them       |
 |  4 | `checks.py`          | check_options                       | what is wrong ends here        |
 |  5 | `directory.py`       | name_run_dir                        | where the run's files will be  |
-|  6 | `training_cli.py`    | TrainingCLI.build                   | model, data, callbacks, Trainer |
+|  6 | `training_cli.py`    | TrainingCLI.build                   | model, data, Trainer are built |
 |  7 | `run_trainer.py`     | train                               | Trainer.fit                    |
 |  8 | `record.py`          | RunRecord.setup                     | the directory and its loggers  |
 |  9 | `last_checkpoint.py` | LastCheckpoint.on_train_epoch_start | per epoch: last.ckpt, a seed   |
