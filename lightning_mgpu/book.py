@@ -9,17 +9,19 @@ on one and two devices (tests/test_book.py) and the time of a step on k devices:
 t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
 """
 
-import argparse
+import sys
 import time
 from collections.abc import Iterable
 
 import torch
+from jsonargparse.typing import PositiveInt
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
-from lightning_mgpu.cli.error_messages import one_line_errors
+from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, one_line_errors
+from lightning_mgpu.commands import run_command
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.devices import gpus, synchronize
 
@@ -101,63 +103,55 @@ def evaluate_accuracy(
 
 
 def train(
-    num_devices: int, batch_size: int, lr: float, num_epochs: int = 10, curve: str = "book.png"
+    devices: PositiveInt = 2,
+    batch_size: PositiveInt = 256,
+    lr: float = 0.2,
+    num_epochs: PositiveInt = 10,
+    curve: str = "book.png",
 ) -> list[Params]:
-    """Train on Fashion-MNIST, draw the test accuracy, and return the parameters on every device."""
-    if min(num_devices, num_epochs) < 1:
-        raise ValueError(
-            f"--devices={num_devices} --num_epochs={num_epochs}: give 1 or more of both."
-        )
+    """Train on Fashion-MNIST, plot the test accuracy, and return the parameters on every device.
+
+    Args:
+        devices: How many. They are GPUs if there are any, else the CPU, several times.
+        batch_size: Global: split over the devices.
+        lr: The learning rate.
+        num_epochs: How long to train.
+        curve: The picture of the test accuracy, saved after every epoch.
+    """
     # the seed and the epoch decide the order, not the devices
     data = FashionMNIST(batch_size, val_size=0)
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    # repeated where there are too few
-    devices = ((gpus() or [torch.device("cpu")]) * num_devices)[:num_devices]
+    available = gpus() or [torch.device("cpu")]
+    all_devices = (available * devices)[:devices]  # repeated if there are too few
     params = init_params()
-    device_params = [get_params(params, device) for device in devices]
+    device_params = [get_params(params, device) for device in all_devices]
     seconds, test_accs = 0.0, []
     for epoch in range(num_epochs):
         train_iter.sampler.set_epoch(epoch)
         seconds -= time.perf_counter()
         for X, y in train_iter:
-            train_batch(X, y, device_params, devices, lr)
-        synchronize(devices)  # all of them; the chapter waits for one
+            train_batch(X, y, device_params, all_devices, lr)
+        synchronize(all_devices)  # the chapter waits for one
         seconds += time.perf_counter()
-        test_accs.append(evaluate_accuracy(test_iter, device_params, devices))
+        test_accs.append(evaluate_accuracy(test_iter, device_params, all_devices))
         print(f"epoch {epoch + 1}: test acc {test_accs[-1]:.3f}", flush=True)
         figure = Figure(figsize=(5, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="epoch", ylabel="test acc", xlim=(1, max(num_epochs, 2)))
         axes.plot(range(1, len(test_accs) + 1), test_accs, marker=".")
         axes.grid()
         figure.savefig(curve)
-    print(f"test acc: {test_accs[-1]:.2f}, {seconds / num_epochs:.1f} sec/epoch on {devices}")
+    print(f"test acc: {test_accs[-1]:.2f}, {seconds / num_epochs:.1f} sec/epoch on {all_devices}")
     return device_params
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--devices", type=int, default=2, help="GPUs where there are, else the CPU repeated"
-    )
-    parser.add_argument("--num_epochs", type=int, default=10)
-    parser.add_argument(
-        "--batch_size", type=int, default=256, help="global: split over the devices"
-    )
-    parser.add_argument("--lr", type=float, default=0.2)
-    parser.add_argument(
-        "--curve",
-        default="book.png",
-        help="picture of the test accuracy, redrawn after every epoch",
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    args = parser.parse_args(argv)
-    with one_line_errors(args.traceback):
-        train(args.devices, args.batch_size, args.lr, args.num_epochs, args.curve)
+def main(args: list[str]) -> None:
+    """Entry point of `python -m lightning_mgpu.book`."""
+    with one_line_errors(TRACEBACK_FLAG in args):
+        options = [arg for arg in args if arg != TRACEBACK_FLAG]
+        run_command(train, options, "python -m lightning_mgpu.book", __doc__)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

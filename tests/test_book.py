@@ -133,6 +133,5 @@ def test_the_command(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert curve.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="2"):
         book.main(["--devices", "0"])
-    assert capsys.readouterr().err.startswith(
-        "error: --devices=0 --num_epochs=10: give 1 or more of both."
-    )
+    message = "error: lightning_mgpu.book: --devices: Not of type PositiveInt: 0"
+    assert capsys.readouterr().err.startswith(message)
