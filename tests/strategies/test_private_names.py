@@ -1,6 +1,5 @@
 """Private names of torch, Lightning, torchmetrics that the engine needs. A release may move one."""
 
-import ast
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from lightning_mgpu import strategies
+from tests.private_names import private_names
 
 FOLDER = Path(strategies.__file__).parent
 WEIGHT, LINEAR = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
@@ -69,28 +69,5 @@ def test_names_of_a_trainer(train):
 
 def test_all_of_them_are_named_here():
     """And none that nobody uses."""
-    own, used = set(), set()
-    for node in (
-        node for path in FOLDER.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-    ):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, ast.Attribute):
-            is_own = (
-                isinstance(node.ctx, ast.Store)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            )
-            (own if is_own else used).add(node.attr)
-        elif isinstance(node, ast.ImportFrom):
-            used |= {alias.name for alias in node.names}
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and node.value.isidentifier()
-        ):
-            used.add(node.value)
-    private = {
-        name for name in used - own - WORDS if name.startswith("_") and not name.startswith("__")
-    }
-    assert private == {*NAMES, *(name.split(".")[-1] for name in IN_A_RUN)} - own
+    private = private_names(FOLDER.glob("*.py")) - WORDS
+    assert private == {*NAMES, *(name.split(".")[-1] for name in IN_A_RUN)}
