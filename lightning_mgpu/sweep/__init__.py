@@ -6,13 +6,12 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_mgpu.callbacks import LearningCurve, TestPictures
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.protocols import data_facts
 
 
 class Trial(Callback):
-    """Makes a run a trial: it does not look at the test set, and draws no pictures.
+    """Makes a run a trial, which does not look at the test set.
 
     Raises:
         UsageError: If the run would validate on the test set, so that the sweep would tune on it.
@@ -24,6 +23,4 @@ class Trial(Callback):
             raise UsageError(
                 "a sweep that validates on the test set would tune on it: give --data.val_size=5000"
             )
-        drawing = (LearningCurve, TestPictures)
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, drawing)]  # type: ignore[attr-defined]
         trainer.limit_test_batches = 0

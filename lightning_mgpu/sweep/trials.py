@@ -32,6 +32,7 @@ from lightning_mgpu.files import replace_text, replacing
 from lightning_mgpu.processes import run_in_group
 
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
+NO_CURVE = "--curve=false"  # the sweep has a picture of all trials
 FAILED = "status "  # how the note on a trial begins whose process did not end with status 0
 
 
@@ -147,7 +148,7 @@ class Sweep:
             args = [f"--resume={run_dir}"]
         else:
             shutil.rmtree(run_dir, ignore_errors=True)
-            args = [*self.fit_args, *trial_args, f"--run_dir={run_dir}", TRIAL]
+            args = [NO_CURVE, *self.fit_args, *trial_args, f"--run_dir={run_dir}", TRIAL]
         # the process inherits the lock on its log, and keeps the lock if this one is killed
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         if status == 0:

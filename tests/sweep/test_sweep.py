@@ -107,6 +107,7 @@ class Fits:
     def __init__(self) -> None:
         self.given: list[list[str]] = []
         self.rates: list[str] = []
+        self.group = ""
         # called in every trial, before it has a result
         self.before: Callable[[], Any] = lambda: None
 
@@ -114,6 +115,7 @@ class Fits:
         self.given.append(command[4:])
         options = dict(argument.removeprefix("--").split("=", 1) for argument in command[4:])
         rate = options.get(LR, "0.1")
+        self.group = os.environ["WANDB_RUN_GROUP"]
         self.before()
         self.rates.append(rate)
         if rate == "0.2":
@@ -208,10 +210,10 @@ def test_arguments_of_a_trial(
     )
     assert sweep("--config", "b.yaml", "--c=d", "--sweep_dir=my") == 0
     assert "not read here, but by W&B: early_terminate, project" in capsys.readouterr().out
-    assert os.environ["WANDB_RUN_GROUP"] == "my"
+    assert fits.group == "my"
     [given] = fits.given
     assert given == [
-        *["--a=1", "--data.x=8", "--trainer.detect_anomaly=true"],
+        *["--curve=false", "--a=1", "--data.x=8", "--trainer.detect_anomaly=true"],
         *["--config=b.yaml", "--c=d", "--x=null", "--run_dir=my/trial_000", TRIAL],
     ]
 
