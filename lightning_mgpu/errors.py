@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class UsageError(Exception):
-    """What the user gave is wrong. The message says what was given, what is allowed, what to do."""
+    """A mistake of the user's. The message says what was given, what is allowed, and the fix."""
 
 
 class ToolParser(argparse.ArgumentParser):

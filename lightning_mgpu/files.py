@@ -50,6 +50,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file anew, in one step."""
+    """Replace a text file in one step."""
     with replacing(path) as part:
         part.write_text(text)

@@ -42,7 +42,7 @@ def seed_generators(seed: int, purpose: str, *numbers: int, devices: bool = True
 
 
 def draw_seed() -> int:
-    """A seed that nobody has chosen; the processes that `ddp` starts take over the first one's.
+    """A random seed; the processes that `ddp` starts take the first one's.
 
     Raises:
         UsageError: If a launcher has started several processes: each would draw another one.

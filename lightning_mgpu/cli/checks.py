@@ -1,4 +1,4 @@
-"""What is seen to be wrong before anything starts: secrets among options, devices, another run."""
+"""Checks before anything starts: secrets, devices, and options that must not change."""
 
 import os
 import re

@@ -1,8 +1,9 @@
 """A user's mistake ends in a few lines: what was given and what to do; `--traceback` shows more.
 
-Parsing is always the user's mistake. In constructors the type of the exception tells. Whatever
-the user's own code raises later keeps its traceback, and so do errors from torch's C++ code, which
-are also how a GPU reports its errors. A model whose layers do not fit each other ends in few lines.
+An error in parsing is always the user's mistake. In constructors it depends on the type of the
+exception. Exceptions that the user's own code raises later keep their traceback, and so do errors
+from torch's C++ code, through which a GPU reports its errors. Layers that do not fit each other end
+in few lines.
 """
 
 import difflib
@@ -40,7 +41,7 @@ SHAPES = re.compile(
 OTHER_PARAMETERS = "Error(s) in loading state_dict for "
 # what is said of a class that is derived from another package's
 OTHER_PACKAGE = re.compile(r"does not correspond to a subclass of|^`model` must be a `Lightning")
-# how lines begin that tell of jsonargparse's inner life, or of what the first line says already
+# beginnings of lines that name jsonargparse's internals, or repeat the first line
 NOISE = (
     *(
         "Does not validate against any",
@@ -119,7 +120,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
                 if isinstance(error, kind):
                     error.add_note(advice)
             raise
-        # every process has the wrong values, and the first one says so; one alone may lack a file
+        # every process has the wrong values, and the first one says so; a file may lack in any one
         if rank_zero_only.rank == 0 or isinstance(error, OSError):  # type: ignore[attr-defined]
             notes = [note for note in getattr(error, "__notes__", []) if note.endswith(SHOWS)]
             where = (notes or [f"{TRACEBACK_FLAG}{SHOWS}"])[-1]
@@ -129,7 +130,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an exception tells of a wrong input rather than of a defect in somebody's code."""
+    """Whether an exception is due to a wrong input rather than to a defect in the code."""
     if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
         return True
     if str(error).startswith((OTHER_PARAMETERS, "`model` must be a `LightningModule`")):
@@ -200,7 +201,7 @@ def _shorten_line(line: str) -> str:
 
 
 def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
-    """What was given, by name, what jsonargparse's message says of it, what was probably meant."""
+    """The option and the value given, jsonargparse's reason, and what was probably meant."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = [line.rpartition(BEFORE)[2].partition(AFTER)[0] for line in lines]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith(NOISE)][

@@ -1,4 +1,4 @@
-"""What a command line says, before jsonargparse parses it, and which values it changes.
+"""Reads a command line before jsonargparse parses it: files, checkpoints, and the values below.
 
 Later ones win: `configs/default.yaml`, the configuration in a checkpoint (`--ckpt_path`), files and
 flags in their order. With `--resume` the run's configuration stands in place of the first two.

@@ -18,7 +18,7 @@ from lightning_mgpu.cli.error_messages import last_part
 from lightning_mgpu.cli.help import PROG
 from lightning_mgpu.errors import UsageError
 
-NO_TEXT = "Unable to serialize instance "  # what jsonargparse writes where a value has no text
+NO_TEXT = "Unable to serialize instance "  # jsonargparse writes it for a value without a text
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
@@ -29,10 +29,11 @@ AMBIGUOUS = re.compile(rf"Multiple subclasses with name (\w+)\..* ({PACKAGE}\.[\
 
 
 class Parser(LightningArgumentParser):
-    """Drops the arguments of a default class where another class is named.
+    """Drops the arguments of a default class if another class is named.
 
-    jsonargparse keeps those whose names both classes have: for `--model.optimizer=AdamW` the
-    learning rate of the model's own SGD. What a file or a flag says is kept, too: it was said.
+    `--model.optimizer=AdamW` replaces the default SGD *and* its default arguments. jsonargparse
+    would keep those that both classes have, here SGD's lr. Values given in a file or by a flag are
+    kept.
     """
 
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, in parsing
@@ -47,7 +48,7 @@ class Parser(LightningArgumentParser):
         before = args[0] if args else kwargs.get("namespace", kwargs.get("cfg_base"))
         parts = [part if isinstance(part, dict) else vars(part) for part in (before, obj) if part]
         given = {name: value for part in parts for name, value in part.items()}
-        outer = self._named  # of the same class, around this one
+        outer = self._named  # restored afterwards: calls are nested, one per class
         self._named = {
             name: value["class_path"] for name, value in given.items() if _names_class(value)
         }

@@ -43,7 +43,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         sys.argv[1:] = [subcommand, *options.args, f"{RESUME_FLAG}={run_dir}"]
         config.ckpt_path = choose_checkpoint(run_dir, config.trainer.max_epochs) or config.ckpt_path
         if config.ckpt_path is None:
-            notes["ckpt"] = "none: no epoch was over, training begins anew"
+            notes["ckpt"] = "none: no epoch was over, training starts again"
     os.environ[RUN_DIR_ENV] = str(run_dir.absolute())  # for the same processes
 
     # The model, the data module and the Trainer.

@@ -27,7 +27,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """What a `--config` gives: the options in a file, or in a mapping on the command line."""
+    """The options in a file, or in a mapping on the command line."""
     try:
         content = get_loader("yaml")(
             name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Checkpoint files are checked before use: a Trainer's, without code. They know their model."""
+"""Read a checkpoint with `weights_only=True`, check that a Trainer wrote it, and return the
+configuration stored in it.
+"""
 
 import re
 import sys
@@ -25,7 +27,12 @@ DOTTED = re.compile(r"\b[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, Any]:
-    """What is in a checkpoint: tensors and plain values, never code (`weights_only=True`)."""
+    """Read a checkpoint: tensors and plain values, never code (`weights_only=True`).
+
+    Raises:
+        UsageError: If it is not there, damaged, or not a Trainer's; with `to_train_on` also if it
+            holds only weights.
+    """
     if not Path(path).is_file():
         raise UsageError(
             f"{path}: no such file; the checkpoints of a run are in its checkpoints/ directory"
@@ -38,7 +45,7 @@ def read_checkpoint(path: str | Path, to_train_on: bool = False) -> dict[str, An
         )
         raise UsageError(f"{path} cannot be read: {told}, never code") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise UsageError(f"{path} is no checkpoint of a Trainer: it has no state_dict")
+        raise UsageError(f"{path} is not a checkpoint of a Trainer: it has no state_dict")
     if to_train_on and not {"loops", "optimizer_states"} <= checkpoint.keys():
         raise UsageError(f"{path} holds weights alone: no training can go on from it")
     return checkpoint
@@ -70,8 +77,9 @@ def check_readable(trainer: Trainer, path: Path) -> None:
 def saved_config(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """A checkpoint's configuration of model, data and seed; empty if another program made it.
 
-    It says nothing else, nor where the data are, and classes of other packages are printed: whoever
-    made the file chose them, and jsonargparse imports them from the working directory first.
+    Nothing else is taken from it, not even the directory of the data. Classes of other packages are
+    printed: the author of the file chose them, and jsonargparse imports them, from the working
+    directory first.
     """
     config = checkpoint.get(CHECKPOINT_KEY, {}).get("config", {})
     config = {key: config[key] for key in SECTIONS if key in config}

@@ -96,7 +96,7 @@ def log_error(run_dir: Path, error: BaseException | None) -> None:
 def make_run_dir_on_rank_zero(trainer: Trainer) -> Path | None:
     """Where callbacks write, created; `None` but in the first process, and in a `fast_dev_run`.
 
-    `trainer.log_dir` is a broadcast, which waits for ever if one process alone asks for it.
+    `trainer.log_dir` is a broadcast, which waits for ever if only one process asks for it.
     """
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None

@@ -1,4 +1,4 @@
-"""What a run leaves: configuration, model, loggers before it trains, its last two lines after."""
+"""Records a run: its directory, configuration, model and loggers; the last line that it prints."""
 
 import hashlib
 import math
@@ -41,7 +41,7 @@ class RunRecord(Callback):
             run gets a directory of its own.
         notes: Lines of the run's header, label -> text; this one adds `wandb`.
         wandb_options: `None` if nothing is logged.
-        cleanup: What is closed when the run ends: the directory's lock, the W&B run.
+        cleanup: Closes the directory's lock and the W&B run when the run ends.
         facts: What `run.json` gets when the run begins.
         results: What it gets when the run ends, beside what the Trainer knows.
     """
@@ -148,7 +148,7 @@ def closing_line(metrics: dict[str, Any], seconds_per_epoch: float | None, devic
     Args:
         metrics: The test's metrics; only `test_acc` is shown if it is among them.
         seconds_per_epoch: NaN if no epoch was trained, `None` if no time was taken.
-        devices: What the run trained on.
+        devices: The devices of the run.
     """
     shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
     results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]

@@ -4,9 +4,9 @@
     --wandb.mode=offline                 # record on disk; `wandb sync` later
     --no-wandb                           # or --wandb.mode=disabled
 
-`auto`, the default, goes online where somebody is logged in and the server answers, else offline.
-Whatever else W&B knows, it reads from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`,
-`WANDB_TAGS`, `WANDB_NOTES`.
+`auto`, the default, goes online if there is a login and the server answers, else offline. W&B reads
+other settings from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`,
+`WANDB_NOTES`.
 """
 
 import os
@@ -32,7 +32,7 @@ RUN_ID = "wandb/run_id"  # in the run directory: what a resumed run continues
 
 @dataclass
 class WandbOptions:
-    """What Weights & Biases is told about a run.
+    """The options of Weights & Biases.
 
     Args:
         mode: `auto` goes online with a login and an answering server; `WANDB_MODE` goes before it.
@@ -65,9 +65,7 @@ def start_run(
                 return logger, f"online, {logger.experiment.url}"
             parts = f"{shlex.quote(f'{run_dir}/wandb')}/offline-run-*"  # a resumed run has several
             return logger, f"offline ({reason}); upload it with: wandb sync {parts}"
-        except (
-            Exception
-        ) as error:  # a WANDB_BASE_URL that is none, say: whatever it is, it ends nothing
+        except Exception as error:  # such as a wrong WANDB_BASE_URL: it must not end the run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return None, f"off ({reason})"
 
@@ -123,7 +121,7 @@ def _init(mode: str, tracking: WandbOptions, run_dir: Path, config: dict[str, An
 
 
 def finish(run: Any) -> None:
-    """End a run; if an online one could not upload everything in time, say how to do so later."""
+    """End a run; if an upload takes too long, print the command that uploads the rest."""
     try:
         run.finish()
     except TimeoutError:

@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: ",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
-    "test --ckpt_path foreign.ckpt": ("foreign.ckpt is no checkpoint of a Trainer",),
+    "test --ckpt_path foreign.ckpt": ("foreign.ckpt is not a checkpoint of a Trainer",),
     "fit --ckpt_path weights.ckpt": (
         "weights.ckpt holds weights alone: no training can go on from it",
     ),
