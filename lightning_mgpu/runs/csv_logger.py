@@ -10,7 +10,7 @@ from lightning_mgpu.files import replace_text
 
 
 class RunCSVLogger(CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` into the run directory, over files of earlier runs."""
+    """Writes `metrics.csv` and `hparams.yaml` into the run directory, over those of earlier runs."""
 
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__(save_dir, name="", version="")
@@ -22,7 +22,7 @@ class RunCSVLogger(CSVLogger):
         return self.path.read_text() if self.path.exists() else ""
 
     def restore_rows(self, text: str) -> None:
-        """Truncate `metrics.csv` to these rows: later ones are of an epoch that is trained again."""
+        """Truncate `metrics.csv` to these rows: later ones are of an epoch trained again."""
         self.experiment.metrics_keys = list(csv.DictReader(text.splitlines()).fieldnames or [])
         if text:
             replace_text(self.path, text)
