@@ -10,7 +10,7 @@ from lightning_mgpu.files import replace_text
 
 
 class RunCSVLogger(CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` into the run directory, over those of earlier runs."""
+    """Writes `metrics.csv` and `hparams.yaml` into the run directory, over earlier ones."""
 
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__(save_dir, name="", version="")
