@@ -56,15 +56,19 @@ def test_a_finished_run(run: Path) -> None:
 
 
 def test_an_interrupted_and_resumed_run(fit: Callable[..., int], own: Path) -> None:
-    assert fit(*ONE, stop="1,0") == 1
+    """Its best epoch is the first one, whose metrics it has when it ends after the second one."""
+    falls = "--model=own_run.Falls", "--model.name=val_f1", "--checkpoint.monitor=val_f1"
+    assert fit(*ONE, *falls, stop="1,0") == 1
     end = read(own / "run")["end"]
     assert end["state"] == "interrupted" == find_state(own / "run") and end["epochs"] == 1
-    assert end["best"]["epoch"] == 1 and "val_loss" in end["validation"]
+    best = {"epoch": 1, "monitor": "val_f1", "value": 1.0}
+    assert end["best"] == best and "fingerprint" not in end
     assert fit("--resume=run", "--trainer.max_epochs=2") == 0
     record = read(own / "run")
     assert record["command"].endswith(" fit --resume=run --trainer.max_epochs=2")
     assert record["num_resumes"] == 1 and record["end"]["state"] == "finished"
-    assert record["end"]["epochs"] == 2
+    assert record["end"]["epochs"] == 2 and record["end"]["best"] == best
+    assert record["end"]["validation"]["val_f1"] == 1.0
 
 
 def test_a_failed_run(fit: Callable[..., int], own: Path) -> None:
