@@ -83,10 +83,10 @@ def measure_strategy(configuration: Configuration, data: FashionMNIST) -> dict[s
     """Measure a strategy in the Trainer; None in processes other than the first."""
     timer = StepTimer(Parts(), configuration.num_steps)
     options = {"replicas": configuration.replicas} if configuration.replicas else {}
-    strategy: Any = make_strategy(configuration.engine, **options)
-    is_ours = isinstance(strategy, TrainBatchStrategy)
-    if is_ours:
-        strategy.reduce_gradients = timed(strategy.reduce_gradients, timer.parts, "allreduce")
+    strategy = make_strategy(configuration.engine, **options)
+    if isinstance(strategy, TrainBatchStrategy):
+        reduce_gradients = timed(strategy.reduce_gradients, timer.parts, "allreduce")
+        strategy.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
     trainer = Trainer(
         accelerator=gpus()[0].type if gpus() else "cpu",
         devices=configuration.devices,
