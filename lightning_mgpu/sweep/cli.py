@@ -76,7 +76,7 @@ def read_sweep(arguments: Sequence[str]) -> Sweep:
     try:
         sweep = _from_yaml(yaml, args.sweep_dir or Path("sweeps", Path(config).stem), args.count)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"--config={config} is no sweep: {error}") from error
+        raise UsageError(f"--config={config} is not a sweep: {error}") from error
     for name in (argument.removeprefix("--").partition("=")[0] for argument in fit_args):
         if name in (*sweep.space, "run_dir", "resume"):
             raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")

@@ -69,10 +69,10 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(
     while not (sweep_dir / "trial_000/checkpoints/last.ckpt").exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.05)
-    first.kill()  # with kill -9, which leaves the trial's process alone
+    first.kill()  # with kill -9, which does not reach the trial's process
     first.wait()
     with (sweep_dir / "trial_000.log").open() as log:
-        with pytest.raises(BlockingIOError):  # so nobody takes the trial over
+        with pytest.raises(BlockingIOError):  # so that no other process takes the trial over
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for line in os.popen("ps -wweo pid=,args=").read().splitlines():
             if "--run_dir=sweeps/rates/trial_000" in line:
@@ -101,7 +101,7 @@ def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(
 class Fits:
     """In place of `fit`: the loss is the rate, after a worse epoch; 0.2 fails, 0.7 logs nothing.
 
-    The first loss of 0.4 is no number.
+    With rate 0.4 the first loss is NaN.
     """
 
     def __init__(self) -> None:
