@@ -1,12 +1,15 @@
 """A command is a typed function: its parameters are the options, its docstring is their help."""
 
+import argparse
 import re
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from typing_extensions import override
 
+from lightning_mgpu.cli.project import in_own_name
 from lightning_mgpu.errors import UsageError
 
 T = TypeVar("T")
@@ -34,7 +37,7 @@ def run_command(
     """
     parser = ArgumentParser(
         prog=prog,
-        description=description,
+        description=in_own_name(description or ""),
         formatter_class=_Formatter,
         allow_abbrev=False,
         exit_on_error=False,
@@ -64,3 +67,19 @@ def _join_values(function: Callable, args: Sequence[str]) -> list[str]:
         else:
             joined.append(f"{arg}=true" if arg in flags else arg)
     return joined
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser for commands that hand on options they do not know; its errors are UsageErrors."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(
+            prog,
+            description=in_own_name(description or ""),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.rpartition(' ')[2]}: {message}")

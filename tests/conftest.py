@@ -125,10 +125,10 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
-    def run(*args: str) -> int:
+    def run(*args: str, package: str = "lightning_mgpu") -> int:
         monkeypatch.setattr(sys, "argv", ["lightning-mgpu", *args])
         try:
-            program.main()
+            program.main(package)
         except SystemExit as error:
             return int(error.code or 0)
         return 0

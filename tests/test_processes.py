@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.cli.yaml_files import CONFIGS
+from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.processes import run_in_group
 from tests.runs.conftest import OWN
 
@@ -72,7 +72,11 @@ def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     def started(**variables: str) -> str:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "4"}
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm, **variables}
-        script = ["bash", str(CONFIGS.parent / "scripts" / "fit.sbatch"), "--model=ResNet18"]
+        script = [
+            "bash",
+            str(find_configs("lightning_mgpu").parent / "scripts" / "fit.sbatch"),
+            "--model=ResNet18",
+        ]
         done = subprocess.run(
             script, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
         )

@@ -19,15 +19,14 @@ from typing import Any
 
 from lightning_mgpu.benchmark.processes import command_line, machine, new_directory
 from lightning_mgpu.cli.project import command, program
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.commands import ToolParser
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.processes import run_in_group
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this measurement, and those of `fit`."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    prog = f"{command()} benchmark time_to_accuracy"
-    parser = ToolParser(prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = ToolParser(f"{command()} benchmark time_to_accuracy", __doc__)
     parser.add_argument("--target", type=float, required=True, help="test accuracy, a fraction")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--run_dir", help="must be new")

@@ -1,8 +1,11 @@
 """The subcommands, and `--help`: the options people use first, on one screen, without a parser."""
 
 from importlib.util import find_spec
+from typing import Any
 
 from lightning_mgpu import __version__
+from lightning_mgpu.cli.project import command
+from lightning_mgpu.cli.yaml_files import read_default_config
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments
@@ -12,22 +15,21 @@ TOOLS = {  # the functions that the others call with their arguments
     "runs": "lightning_mgpu.cli.list_runs.runs_command",
     "new": "lightning_mgpu.new_project.cli.new_command",
 }
-PROG = "python -m lightning_mgpu"
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",
-    "--model CLASS": "LeNet (default), ResNet18, or a path: my_package.MyModel",
+    "--model CLASS": "LeNet, ResNet18, or a path: my_package.MyModel (default: {model})",
     "--model.optimizer CLASS": "SGD (default), AdamW, any of torch.optim, or a path",
     "--model.optimizer.lr RATE": "0.2 for LeNet, 0.1 for ResNet18, else the optimizer's own",
     "--model.lr_scheduler CLASS": "none (default), OneCycleLR, StepLR, "
     "any of torch.optim.lr_scheduler",
     "--data.batch_size N": "the global batch, over all devices (default: 256)",
-    "--data.val_size N": "images set apart for validation; "
+    "--data.val_size N": "FashionMNIST's validation images; "
     "0: validate on the test set (default: 5000)",
-    "--trainer.max_epochs N": "how long to train (default: 10)",
+    "--trainer.max_epochs N": "how long to train (default: {max_epochs})",
     "--trainer.devices N": "GPUs, or processes on the CPU (default: auto)",
     "--trainer.strategy NAME": "auto (default), ddp, manual_allreduce, dp, fsdp, ...",
     "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
-    "--seed_everything N": "seed of weights, batches, dropout (default: 42); false: a new one",
+    "--seed_everything N": "seed of weights, batches, dropout (default: {seed}); false: a new one",
     "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
     "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest one",
     "--ckpt_path FILE": "start from a checkpoint, which knows its model",
@@ -62,10 +64,21 @@ def subcommands() -> tuple[str, ...]:
 def short_help(args: list[str]) -> str | None:
     """The text for these arguments; `None` if they ask for no help, or for a class's or all."""
     if args == ["--version"]:
-        return f"{PROG} {__version__}\n"
+        return f"{command()} {__version__}\n"
     if not args or args[0] in ("-h", "--help"):
-        return OVERVIEW.format(prog=PROG, subcommands=", ".join(subcommands()))
+        return OVERVIEW.format(prog=command(), subcommands=", ".join(subcommands()))
     if args[0] not in TRAINER_SUBCOMMANDS or not {"-h", "--help"}.intersection(args[1:]):
         return None
     lines = [f"  {name:<32}{text}\n" for name, text in {**OPTIONS, **HELP_FLAGS}.items()]
-    return "".join([f"usage: {PROG} {args[0]} [options]\n\n", *lines])
+    usage = f"usage: {command()} {args[0]} [options]\n\n"
+    return usage + "".join(lines).format(**find_defaults())
+
+
+def find_defaults() -> dict[str, Any]:
+    """Those of `OPTIONS` that `configs/default.yaml` sets."""
+    config = read_default_config()
+    return {
+        "model": config["model"]["class_path"].rpartition(".")[2],
+        "max_epochs": config.get("trainer", {}).get("max_epochs"),
+        "seed": config.get("seed_everything"),
+    }

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.cli.checks import refuse_old_names
 from lightning_mgpu.cli.error_messages import did_you_mean, last_part
-from lightning_mgpu.cli.yaml_files import CONFIGS, find_config, read_config
+from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import to_yaml
 from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_config
@@ -128,7 +128,7 @@ def _defaults_and_checkpoint(
     if ckpt_path is not None:
         checkpoint = read_checkpoint(ckpt_path, to_train_on=subcommand == "fit")
         saved = saved_config(checkpoint, ckpt_path)
-    base = read_config(str(CONFIGS / "default.yaml")) | saved
+    base = read_default_config() | saved
     for key in ("model", "data"):
         named = given.get(key)
         if isinstance(named, str) and last_part(named) != last_part(base[key]["class_path"]):

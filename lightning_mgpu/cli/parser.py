@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from lightning_mgpu.cli.error_messages import last_part
-from lightning_mgpu.cli.help import PROG
+from lightning_mgpu.cli.project import PACKAGE, command, program
 from lightning_mgpu.errors import UsageError
 
 NO_TEXT = "Unable to serialize instance "  # jsonargparse writes it for a value without a text
@@ -23,9 +23,7 @@ NO_TEXT = "Unable to serialize instance "  # jsonargparse writes it for a value 
 register_type(torch.device, str, torch.device, fail_already_registered=False)
 
 
-# of two classes with one name, such as torch's OneCycleLR and this package's, the latter counts
-PACKAGE = __package__.partition(".")[0]
-AMBIGUOUS = re.compile(rf"Multiple subclasses with name (\w+)\..* ({PACKAGE}\.[\w.]+\w)")
+AMBIGUOUS = r"Multiple subclasses with name (\w+)\..* "
 
 
 class Parser(LightningArgumentParser):
@@ -39,7 +37,7 @@ class Parser(LightningArgumentParser):
     _named: dict[str, str] = {}  # noqa: RUF012 - the class given for each argument, in parsing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"prog": PROG, **kwargs})  # of a class's help, too
+        super().__init__(*args, **{"prog": command(), **kwargs})  # of a class's help, too
 
     @override
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
@@ -55,10 +53,13 @@ class Parser(LightningArgumentParser):
         try:
             return super().parse_object(obj, *args, **kwargs)
         except ArgumentError as error:
-            if (found := AMBIGUOUS.search(str(error))) is None:
-                raise
-            ours = {name: _renamed(value, *found.groups()) for name, value in parts[-1].items()}
-            return super().parse_object(ours, *args, **kwargs)
+            # of several classes with one name, a project's counts, then this package's:
+            # its OneCycleLR before torch's
+            for package in (program(), PACKAGE):
+                if found := re.search(rf"{AMBIGUOUS}({package}\.[\w.]+\w)", str(error)):
+                    named = {n: _renamed(value, *found.groups()) for n, value in parts[-1].items()}
+                    return super().parse_object(named, *args, **kwargs)
+            raise
         finally:
             self._named = outer
 

@@ -1,6 +1,6 @@
 """The program that was started: this package's own, or that of a project that uses it (`new`).
 
-A project calls `lightning_mgpu.__main__.main(package="my_project")`. Its name is kept in the
+A project calls `main(package="my_project")` (`cli/main.py`). Its name is kept in the
 environment, so that processes started from here know it.
 """
 
@@ -20,6 +20,11 @@ def program() -> str:
 def command() -> str:
     """How the program is started, for help and messages: `python -m my_project`."""
     return f"python -m {program()}"
+
+
+def in_own_name(text: str) -> str:
+    """The examples in a text with the program's name: `python -m my_project sweep`."""
+    return text.replace(f"python -m {PACKAGE} ", f"{command()} ")
 
 
 def config_dirs() -> list[Path]:

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.callbacks import EpochTimer, is_search
 from lightning_mgpu.cli.checks import check_options
-from lightning_mgpu.cli.help import PROG
 from lightning_mgpu.cli.options import read_options
+from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.training_cli import TrainingCLI
 from lightning_mgpu.devices import devices, is_sharded
 from lightning_mgpu.malloc import keep_freed_memory
@@ -57,7 +57,10 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
 
     with ExitStack() as cleanup:
         wandb_options = None if config.trainer.logger is False else config.wandb
-        facts = {"command": f"{PROG} {shlex.join([subcommand, *args])}", "options": options.given}
+        facts = {
+            "command": f"{command()} {shlex.join([subcommand, *args])}",
+            "options": options.given,
+        }
         record = RunRecord(run_dir, saved_config, notes, wandb_options, cleanup, facts)
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
             trainer.callbacks.append(record)  # type: ignore[attr-defined]
@@ -87,7 +90,7 @@ def train(
         trainer.fit(model, datamodule=data, **arguments)
     except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
         run_dir = shlex.quote(trainer.default_root_dir)
-        print_once(trainer, f"stopped; go on with: {PROG} fit {RESUME_FLAG}={run_dir}")
+        print_once(trainer, f"stopped; go on with: {command()} fit {RESUME_FLAG}={run_dir}")
         raise
 
 
@@ -126,8 +129,8 @@ def test_best(
         return {}
     if is_sharded(trainer):  # FSDP would split the module's shards once more
         path = shlex.quote(best.best_path or best.last_model_path or "FILE")
-        command = f"{PROG} test --ckpt_path={path}"
-        print_once(trainer, f"not tested, as parameters are sharded; test with: {command}")
+        line = f"{command()} test --ckpt_path={path}"
+        print_once(trainer, f"not tested, as parameters are sharded; test with: {line}")
         return {}
     print_once(trainer, f"testing {best.describe()}")
     tested = trainer.test(model, data, ckpt_path=best.best_path, verbose=False, weights_only=True)

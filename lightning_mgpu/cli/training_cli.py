@@ -22,9 +22,10 @@ import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=ma
 from lightning_mgpu import callbacks
 from lightning_mgpu.cli.checks import check_trainer, resolve_options
 from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, constructor_errors, explain
-from lightning_mgpu.cli.help import OPTIONS, PROG
+from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import Options
 from lightning_mgpu.cli.parser import Parser, restorable
+from lightning_mgpu.cli.project import command
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import to_yaml
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
@@ -82,7 +83,7 @@ class TrainingCLI(LightningCLI):
             parser_kwargs={
                 "exit_on_error": False,
                 "allow_abbrev": False,
-                "usage": f"{PROG} {subcommand} [options]",
+                "usage": f"{command()} {subcommand} [options]",
             },
         )
 

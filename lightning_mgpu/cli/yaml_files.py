@@ -7,23 +7,29 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
+from lightning_mgpu.cli.project import config_dirs
 from lightning_mgpu.errors import UsageError
-
-PACKAGE = Path(__file__).parents[1]
-CONFIG_DIRS = (PACKAGE / "configs", PACKAGE.parent / "configs")  # of a wheel, of a checkout
-CONFIGS = next((path for path in CONFIG_DIRS if path.is_dir()), CONFIG_DIRS[0])
 
 
 def find_config(name: str) -> Path:
-    """The path of a YAML file here or in `configs/`."""
-    for path in (Path(name), CONFIGS / name):
+    """The path of a YAML file here, or in the `configs/` of the project or of this package."""
+    dirs = config_dirs()
+    for path in (Path(name), *(each / name for each in dirs)):
         if path.is_file():
             return path
-    near = get_close_matches(
-        name, [str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")], n=1
-    )
+    names = [str(path.relative_to(each)) for each in dirs for path in each.rglob("*.yaml")]
+    near = get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(f"--config={name}: no such file, here or in {CONFIGS}{hint}")
+    places = " or ".join(map(str, dirs))
+    raise UsageError(f"--config={name}: no such file, here or in {places}{hint}")
+
+
+def read_default_config() -> dict[str, Any]:
+    """`configs/default.yaml`: its sections in a project's file replace those in this package's."""
+    config: dict[str, Any] = {}
+    for path in [each / "default.yaml" for each in config_dirs()][::-1]:
+        config |= read_config(str(path)) if path.is_file() else {}
+    return config
 
 
 def read_config(name: str) -> dict[str, Any]:

@@ -4,13 +4,14 @@ python -m lightning_mgpu new ../my_project
 python -m lightning_mgpu new ../my_project --from git+https://github.com/OWNER/lightning_mgpu
 """
 
-import argparse
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.cli.project import command
+from lightning_mgpu.commands import ToolParser
+from lightning_mgpu.errors import UsageError
 
 TEMPLATE = Path(__file__).parent / "template"
 CLONE = Path(__file__).parents[2]
@@ -24,10 +25,7 @@ NEXT = """\
 
 def new_command(arguments: Sequence[str]) -> None:
     """Entry point of `new`."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(
-        prog="python -m lightning_mgpu new", description=__doc__, formatter_class=formatter
-    )
+    parser = ToolParser(f"{command()} new", __doc__)
     parser.add_argument("target", type=Path, help="the new directory; its name is the package's")
     parser.add_argument(
         "--from",

@@ -11,7 +11,7 @@ https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from optuna.distributions import (
 
 from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.errors import ToolParser, UsageError
+from lightning_mgpu.commands import ToolParser
+from lightning_mgpu.errors import UsageError
 from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
 
 # keys of the YAML; `program` and `command` are for W&B's agent
@@ -34,12 +35,7 @@ OPTIONAL_KEYS = ("command", "program", "run_cap")
 
 
 def sweep_parser() -> ArgumentParser:
-    parser = ToolParser(
-        prog=f"{command()} sweep",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(f"{command()} sweep", __doc__)
     parser.add_argument(
         "--config", action="append", required=True, help="the sweep's YAML, here or in configs/"
     )

@@ -13,7 +13,7 @@ import yaml
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from lightning_mgpu.cli.yaml_files import CONFIGS
+from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.models.classifier import MeanLoss
 
@@ -137,7 +137,9 @@ def test_one_cycle_reaches_the_optimizers_rate(
     config: list[str], root: Path, main: Callable, tmp_path: Path
 ) -> None:
     """So a sweep over `model.optimizer.lr` compares different runs."""
-    recipe = yaml.safe_load((CONFIGS / "experiment" / "lenet_fast.yaml").read_text())
+    recipe = yaml.safe_load(
+        (find_configs("lightning_mgpu") / "experiment" / "lenet_fast.yaml").read_text()
+    )
     scheduler = recipe["model"]["init_args"]["lr_scheduler"]
     text = yaml.safe_dump({"model": {"init_args": {"lr_scheduler": scheduler}}})
     (tmp_path / "file.yaml").write_text(text)

@@ -1,7 +1,9 @@
 """`new` writes a project that depends on this package, and trains, tests and sweeps with it."""
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,91 @@ def test_its_package_comes_from_any_address(main: Callable[..., int], tmp_path: 
     address = "git+https://example.org/my_project.git"  # holds a word of the template
     assert main("new", "deep/stars", f"--from={address}") == 0
     assert f"[sweep] @ {address}" in (tmp_path / "deep/stars/pyproject.toml").read_text()
+
+
+@pytest.fixture
+def stars(
+    project: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> Callable[..., tuple[int, str]]:
+    """`python -m stars` in this process, in the project's directory; status and output."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{project}")
+    import_module("stars")
+
+    def run(*args: str) -> tuple[int, str]:
+        capfd.readouterr()
+        status = main(*args, package="stars")
+        return status, "".join(capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def command(project: Path, command_in: Callable[[Path], Any]) -> Iterator[Any]:
+    """Processes in the project's directory."""
+    command = command_in(project)
+    command.env["PYTHONPATH"] = f"{REPOSITORY}:{project}"
+    yield command
+    command.end()
+
+
+SAYS = {
+    "--help": "python -m stars fit --resume=last",
+    "fit --help": "usage: python -m stars fit",
+    "fit --help ": "(default: MyModel)",
+    "fit --help.all": "usage: python -m stars fit",
+    "fit --model.help": "--model.width",
+    "fit --print_config": "class_path: stars.MyModel",
+    "fit --print_config ": "project: stars",
+    "fit --model=LeNet --print_config": "class_path: lightning_mgpu.models.LeNet",
+    "fit --model=MyModle": "did you mean MyModel?",
+    "fit --trainer.max_epoch=3": "did you mean --trainer.max_epochs?",
+    "fit --config sweep/learnin_rate.yaml": "did you mean sweep/learning_rate.yaml?",
+    "fit --config experiment/lenet_book.yaml --print_config": "lightning_mgpu.models.LeNet",
+    "sweep --help": "python -m stars sweep --config",
+    "export --help": "python -m stars export --ckpt_path",
+    "runs --help": "python -m stars runs --csv",
+}
+
+
+def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> None:
+    for line, expected in SAYS.items():
+        status, output = stars(*line.split())
+        assert expected in output, line
+        assert status == (2 if "did you mean" in expected else 0), line
+
+
+@pytest.mark.slow
+def test_it_trains_resumes_and_exports(
+    project: Path, command: Any, stars: Callable[..., tuple[int, str]]
+) -> None:
+    run_dir = project / "runs" / "first"
+    options = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--run_dir=runs/first")
+    process = command.start("fit", "--trainer.strategy=ddp", *options, launcher=("-m", "stars"))
+    while not (run_dir / "checkpoints" / "last.ckpt").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.terminate()
+    _, out, _ = command.finish(process, timeout=60)
+    assert "stopped; go on with: python -m stars fit --resume=runs/first" in out
+    status, out = stars("fit", "--resume=last", "--trainer.max_epochs=3", "--trainer.strategy=dp")
+    assert status == 0 and "epoch 3/3" in out and "epoch 1/3" not in out
+    status, out = stars("export", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--output=a.pt2")
+    assert status == 0 and "MyModel, batches of any size" in out
+
+
+@pytest.mark.slow
+def test_its_tests_pass_and_it_sweeps(
+    project: Path, command: Any, stars: Callable[..., tuple[int, str]]
+) -> None:
+    process = command.start("-q", launcher=("-m", "pytest"))
+    status, out, err = command.finish(process, timeout=200)
+    assert status == 0 and "3 passed" in out, out + err
+    options = ("--count=1", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
+    status, out = stars("sweep", "--config=sweep/learning_rate.yaml", *options)
+    assert status == 0 and "trial_000: val_acc " in out, out
+    assert "MyModel" in (project / "sweeps/learning_rate/trial_000.log").read_text()
 
 
 REFUSED = {

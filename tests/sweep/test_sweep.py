@@ -19,7 +19,7 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
-from lightning_mgpu.cli.yaml_files import CONFIGS
+from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.sweep import Trial, trials
@@ -319,7 +319,7 @@ def test_what_wandbs_agent_starts(
     for name, value in agents.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()  # it reads the environment anew
-    sweep = yaml.safe_load((CONFIGS / "sweep" / "lenet_lr.yaml").read_text())
+    sweep = yaml.safe_load((find_configs("lightning_mgpu") / "sweep" / "lenet_lr.yaml").read_text())
     *start, args = create_sweep_command(sweep["command"])
     assert start[:3] == ["python", "-m", "lightning_mgpu"] and args == "${args}"
     assert main(*start[3:], *create_sweep_command_args({"args": given})["args"]) == 0

@@ -16,7 +16,7 @@ class MyData(LightningDataModule):
         num_train: How many images to train on.
     """
 
-    def __init__(self, batch_size: int = 100, num_train: int = 5000) -> None:
+    def __init__(self, batch_size: int = 256, num_train: int = 10000) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_train = num_train
@@ -44,5 +44,5 @@ def make_images(num: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (num,), generator=generator)
     X = torch.randn(num, 1, 28, 28, generator=generator)
-    X[torch.arange(num), 0, 2 * y + 4] += 0.7  # a row of 28 pixels per image
+    X[torch.arange(num), 0, 2 * y + 4] += 1  # a row of 28 pixels per image
     return TensorDataset(X, y)
