@@ -53,6 +53,7 @@ OF_A_TRAINER = [
     "_active_loop",
     "_checkpoint_connector.dump_checkpoint",
     "_logger_connector._callback_metrics",
+    "_logger_connector._progress_bar_metrics",
     "_logger_connector.should_update_logs",
     "fit_loop._combined_loader",
     "fit_loop.epoch_loop._batches_that_stepped",

@@ -26,18 +26,31 @@ class EpochLines(RichProgressBar):
     def __init__(self, refresh_rate: NonNegativeInt | None = None, leave: bool = False) -> None:
         super().__init__(int(sys.stdout.isatty()) if refresh_rate is None else refresh_rate, leave)
         self._metrics_before: dict[str, Tensor] = {}  # logged before the epoch
+        self._finished_epoch = ""  # `epoch 3/10` until its line is printed
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print_line(trainer)
         super().on_train_epoch_start(trainer, pl_module)
         self._metrics_before = metrics_so_far(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # All processes reduce what was logged. The bar would do so in the first one only, and hang
+        # if the module, which is called next, communicates as well.
+        _ = trainer.callback_metrics
         super().on_train_epoch_end(trainer, pl_module)
-        line = epoch_line(trainer, self._metrics_before)  # all processes: it reduces metrics
-        if self._enabled:  # in the first process only
-            print(line, flush=True)  # rich puts it above the bar
+        self._finished_epoch = epoch_number(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print_line(trainer)
+
+    def _print_line(self, trainer: Trainer) -> None:
+        if self._finished_epoch and self._enabled:  # in the first process only
+            values = epoch_values(trainer, self._metrics_before)
+            print("  ".join([self._finished_epoch, *values]), flush=True)  # rich: above the bar
+        self._finished_epoch = ""
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -58,15 +71,18 @@ def epoch_number(trainer: Trainer) -> str:
     return f"epoch {trainer.current_epoch + 1}{total}"
 
 
-def epoch_line(trainer: Trainer, metrics_before: dict[str, Tensor]) -> str:
-    """`epoch 3/10  val_loss 0.5012  train_loss 0.4823  10.5 s`.
+def epoch_values(trainer: Trainer, metrics_before: dict[str, Tensor]) -> list[str]:
+    """['val_loss 0.5012', 'train_loss 0.4823', '10.5 s'] of the epoch that is over.
 
     Metrics of training and validation are shown, and those with `prog_bar=True`. If there are none
     of these, all are shown.
     """
     metrics = epoch_metrics(trainer, metrics_before)
     seconds = [f"{metrics.pop('epoch_seconds'):.1f} s"] if "epoch_seconds" in metrics else []
-    in_bar = trainer.progress_bar_metrics
-    shown = [name for name in metrics if split_metric_name(name) or name in in_bar]
-    values = [f"{name} {metrics[name]:.4f}" for name in shown or metrics]
-    return "  ".join([epoch_number(trainer), *values, *seconds])
+    in_bar = trainer._logger_connector._progress_bar_metrics  # so far, too
+    shown = [
+        name
+        for name in metrics
+        if split_metric_name(name) or name in in_bar or f"{name}_epoch" in in_bar
+    ]
+    return [f"{name} {metrics[name]:.4f}" for name in shown or metrics] + seconds

@@ -1,4 +1,8 @@
-"""The values that were logged in one epoch, and what their names say."""
+"""The values that were logged in one epoch, and what their names say.
+
+Lightning calls `on_train_epoch_end` of callbacks before that of the module, which may log more. So
+an epoch's values are complete when the next epoch starts, or training ends.
+"""
 
 import re
 from typing import NamedTuple
@@ -24,23 +28,19 @@ def split_metric_name(name: str) -> MetricName | None:
 
 
 def metrics_so_far(trainer: Trainer) -> dict[str, Tensor]:
-    """The values logged before an epoch starts. Nothing is computed, unlike `callback_metrics`."""
+    """The values logged so far. Nothing is computed or reduced, unlike by `callback_metrics`."""
     return dict(trainer._logger_connector._callback_metrics)
 
 
 def epoch_metrics(trainer: Trainer, before: dict[str, Tensor]) -> dict[str, float]:
-    """The values logged in this epoch; every process must call it, since it reduces over them.
+    """The values logged since `before`, which are the `metrics_so_far` when the epoch started.
 
-    Lightning keeps values of earlier epochs, such as those of the last validation. `before` are
-    the `metrics_so_far` when the epoch started: a value that was logged again is another tensor.
-    For a value logged by step and by epoch, Lightning has `x_step`, `x_epoch` and `x`; only `x` is
-    returned.
+    Lightning keeps values of earlier epochs, such as those of the last validation. A value that was
+    logged again is another tensor. For a value logged by step and by epoch, Lightning has `x_step`,
+    `x_epoch` and `x`; only `x` is returned.
     """
-    logged = {
-        name: value
-        for name, value in trainer.callback_metrics.items()
-        if value is not before.get(name)
-    }
+    metrics = metrics_so_far(trainer)
+    logged = {name: value for name, value in metrics.items() if value is not before.get(name)}
     duplicates = {
         name for name in logged if (short := FORKED.sub("", name)) != name and short in logged
     }

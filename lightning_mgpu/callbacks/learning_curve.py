@@ -33,9 +33,16 @@ class LearningCurve(Callback):
         self.max_panels = max_panels
         self.points: Points = {}
         self._metrics_before: dict[str, Tensor] = {}  # logged before the epoch
+        self._finished_epoch: int | None = None  # from 1, until the next epoch starts
+        self._trainer: Trainer
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._add_points()  # `last.ckpt` is saved just before on_train_epoch_start
         return {"points": self.points}
 
     @override
@@ -44,26 +51,41 @@ class LearningCurve(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._finished_epoch is not None:
+            self.on_train_end(trainer, pl_module)
+            self._save(upload=False)
         self._metrics_before = metrics_so_far(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, value in sorted(epoch_metrics(trainer, self._metrics_before).items()):
-            if split_metric_name(name):
-                self.points.setdefault(name, []).append((trainer.current_epoch + 1, value))
-        self._save(trainer, upload=False)
+        self._finished_epoch = trainer.current_epoch + 1
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._add_points()
+        self._finished_epoch = None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer, upload=True)
+        self._save(upload=True)
 
-    def _save(self, trainer: Trainer, upload: bool) -> None:
+    def _add_points(self) -> None:
+        """Add those of the finished epoch that are not there yet."""
+        if self._finished_epoch is None:
+            return
+        metrics = epoch_metrics(self._trainer, self._metrics_before)
+        for name in sorted(filter(split_metric_name, metrics)):
+            points = self.points.setdefault(name, [])
+            if not points or points[-1][0] != self._finished_epoch:
+                points.append((self._finished_epoch, metrics[name]))
+
+    def _save(self, upload: bool) -> None:
         if self.points:
-            on_test_set = data_facts(trainer).validates_on_test_set
+            on_test_set = data_facts(self._trainer).validates_on_test_set
             with picture_errors_as_warnings("curve.png"):
                 validation_label = "test" if on_test_set else "validation"
                 figure = plot_curve(self.points, validation_label, self.max_panels)
-                save_picture(trainer, figure, "curve.png", upload)
+                save_picture(self._trainer, figure, "curve.png", upload)
 
 
 def plot_curve(points: Points, validation_label: str, max_panels: int) -> Figure:

@@ -90,10 +90,11 @@ class TestPictures(Callback):
 
 def plot_predictions(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
     """Images (N, 1 or 3, H, W) in rows of eight under their predictions; mistakes are red."""
+    num_columns = min(len(X), 8)
     num_rows = -(-len(X) // 8)
-    figure = Figure(figsize=(12, 1.9 * num_rows), layout="constrained")
+    figure = Figure(figsize=(1.5 * num_columns, 2 * num_rows), layout="constrained")
     for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
-        axes = figure.add_subplot(num_rows, 8, i + 1)
+        axes = figure.add_subplot(num_rows, num_columns, i + 1)
         axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
         axes.set_axis_off()
         if label in (prediction, IGNORED_LABEL):

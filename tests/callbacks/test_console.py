@@ -111,14 +111,18 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
 
     class LogsMore(LeNet):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            self.log("in_bar", float(batch_idx), prog_bar=True)
+            self.log("in_bar", float(batch_idx), prog_bar=True, on_epoch=True)
             self.log("not_in_bar", 1.0)
             return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:  # called after the callbacks'
+            self.log_dict({"train_late": 1.0, "not_in_line": 1.0})
+            self.log("late_in_bar", 1.0, prog_bar=True)
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     screen = io.StringIO()
     bar = Bar()
-    plain = {"force_terminal": True, "width": 120, "color_system": None}
+    plain = {"force_terminal": True, "width": 200, "color_system": None}
     bar._console_kwargs = {"file": screen, **plain}
     options = {"log_every_n_steps": 2, "max_epochs": 2, "logger": CSVLogger(tmp_path)}
     make_trainer(enable_progress_bar=True, callbacks=[bar], **options).fit(LogsMore(), make_data())
@@ -127,13 +131,30 @@ def test_a_terminal_has_the_lines_above_a_bar_that_counts_from_one(
         line.partition("epoch ")[2] for line in drawn if "epoch " in line and "train_acc" in line
     ]
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
-    assert all("val_loss" in line for line in lines)
+    assert all(f"  {name} " in line for line in lines for name in ("val_loss", "train_late"))
+    assert all("  late_in_bar 1" in line and "  in_bar 2" in line for line in lines)
+    assert not any("not_in" in line or "step" in line for line in lines)
     bars = [line for line in drawn if "it/s" in line]
     assert any("epoch 1/2" in line for line in bars) and any("epoch 2/2" in line for line in bars)
     assert not any("epoch 0" in line or "Epoch" in line for line in bars)
     # the loss last logged, what has `prog_bar=True`, and no version number
-    assert bars[-1].partition("it/s")[2].split()[::2] == ["loss:", "in_bar:"]
-    assert "loss: 2.3" in bars[-1] and "in_bar: 6.000" in bars[-1]
+    assert bars[-1].partition("it/s")[2].split()[::2] == [
+        *("loss:", "in_bar_step:", "in_bar_epoch:", "late_in_bar:"),
+    ]
+    assert "loss: 2.3" in bars[-1] and "in_bar_step: 6.000" in bars[-1]
+
+
+def test_every_process_reduces_before_the_module_may_communicate(
+    make_data: Callable, make_trainer: Callable
+) -> None:
+    class Looks(LeNet):
+        def on_train_epoch_end(self) -> None:
+            self.is_reduced = self.train_loss._computed is not None
+
+    lines, model = EpochLines(), Looks()
+    lines.disable()  # as in all processes but the first
+    make_trainer(callbacks=[lines], enable_progress_bar=True).fit(model, make_data())
+    assert model.is_reduced
 
 
 def test_timer_leaves_validation_out(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +26,17 @@ def panels(curve: LearningCurve) -> dict[str, list[str]]:
     }
 
 
+def epochs_of(points: dict[str, list[tuple[int, float]]]) -> dict[str, list[int]]:
+    return {name: [epoch for epoch, _ in values] for name, values in points.items()}
+
+
+class SavesFirst(Callback):
+    """As `LastCheckpoint` does, which is in front of the other callbacks."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "a.ckpt"))
+
+
 @pytest.mark.parametrize(
     "every",
     [{"check_val_every_n_epoch": 2}, {"val_check_interval": 14, "check_val_every_n_epoch": None}],
@@ -32,22 +44,31 @@ def panels(curve: LearningCurve) -> dict[str, list[str]]:
 def test_curve_is_redrawn_every_epoch(
     every: dict[str, Any], make_data: Callable, make_trainer: Callable, tmp_path: Path
 ) -> None:
-    class Seen(LeNet):
-        def on_train_epoch_end(self) -> None:  # after the callbacks'
-            (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
+    class LogsLate(LeNet):
+        def on_train_epoch_start(self) -> None:  # called after the callbacks' hooks, as all here
+            super().on_train_epoch_start()
+            if self.current_epoch:
+                (tmp_path / "curve.png").rename(tmp_path / f"{self.current_epoch}.png")
+
+        def on_train_epoch_end(self) -> None:
+            self.log("train_late", float(self.current_epoch))
 
     curve = LearningCurve()
-    make_trainer(max_epochs=3, callbacks=[curve], **every).fit(Seen(), make_data())
+    trainer = make_trainer(max_epochs=3, callbacks=[SavesFirst(), curve], **every)
+    trainer.fit(LogsLate(), make_data())
     assert all(
-        (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        for name in (0, 1, 2, "curve")
+        (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in (1, 2, "curve")
     )
-    names = ("train_loss", "train_acc", "val_loss", "val_acc")
-    found = {name: [epoch for epoch, _ in points] for name, points in curve.points.items()}
+    names = ("train_loss", "train_acc", "train_late", "val_loss", "val_acc")
     # values of their own epochs
-    assert found == {name: [1, 2, 3] if "train" in name else [2] for name in names}
+    expected = {name: [1, 2, 3] if "train" in name else [2] for name in names}
+    assert epochs_of(curve.points) == expected
+    assert [value for _, value in curve.points["train_late"]] == [0, 1, 2]
+    expected = {name: [1, 2] if "train" in name else [2] for name in names}
+    saved = torch.load(tmp_path / "a.ckpt")["callbacks"]["LearningCurve"]["points"]
+    assert epochs_of(saved) == expected  # all of the epochs that were over
     both = ["training", "other"]
-    assert panels(curve) == {"loss": both, "accuracy": both}
+    assert panels(curve) == {"loss": both, "accuracy": both, "late": ["training"]}
 
 
 def test_curve_draws_metrics_of_any_name(make_trainer: Callable) -> None:
