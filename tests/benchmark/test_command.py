@@ -39,9 +39,8 @@ SMALL = ("--models=LeNet", "--devices=2", "--batch_size=16", "--num_steps=2")
     ],
 )
 def test_a_measurement(engine: str, devices: int, replicas: int | None) -> None:
-    configuration = Configuration(
-        engine, devices=devices, batch_size=8, replicas=replicas, num_steps=2
-    )
+    options: Any = {"devices": devices, "batch_size": 8, "replicas": replicas, "num_steps": 2}
+    configuration = Configuration(engine, **options)
     data = FashionMNIST(batch_size=8, source="synthetic")
     measure = steps.measure_loop if engine in ("loop", "book") else steps.measure_strategy
     found: Any = measure(configuration, data)
@@ -112,9 +111,8 @@ def test_only_that_is_measured(
 @pytest.mark.slow
 def test_report(command: Callable, tmp_path: Path) -> None:
     """Of the steps, the allreduce alone, and the engine; an algorithm of one's own works, too."""
-    (tmp_path / "mine.py").write_text(
-        "from lightning_mgpu.allreduce import ring_allreduce as ring\n"
-    )
+    code = "from lightning_mgpu.allreduce import ring_allreduce as ring\n"
+    (tmp_path / "mine.py").write_text(code)
     sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--algorithms", "mine.ring")
     options = ("--repeats=1", "--run_dir=bench", "--strategies", "ddp")
     code, out, err = command("benchmark", *SMALL, *sizes, *options, timeout=280)
@@ -122,35 +120,28 @@ def test_report(command: Callable, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
-    assert [result["configuration"]["algorithm"] for result in report["exchange"]] == [
-        "mine.ring",
-        LIMIT,
-    ]
+    algorithms = [result["configuration"]["algorithm"] for result in report["exchange"]]
+    assert algorithms == ["mine.ring", LIMIT]
     for result in report["exchange"]:
         [found] = result["repeats"]
         assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
         assert all(0 < case["2"] < 10 for case in found.values())
-    rows = [
-        line[2:-2].split(" | ") for line in cost.cost_table(report["cost"]) if " layers" in line
-    ]
+    lines = [line for line in cost.cost_table(report["cost"]) if " layers" in line]
+    rows = [line[2:-2].split(" | ") for line in lines]
     assert len(rows) == 2 * 2 * 2 and all(float(cell) > 0 for row in rows for cell in row[1:])
     assert f"| {' | '.join(rows[-1])} |" in out
-    assert (
-        tmp_path / "bench" / "benchmark.md"
-    ).read_text() in out and "**The allreduce alone: LeNet, flat**" in out
-    assert {path.name for path in (tmp_path / "bench").glob("*.png")} == {
-        "parts_LeNet.png",
-        "exchange.png",
-    }
+    assert (tmp_path / "bench" / "benchmark.md").read_text() in out
+    assert "**The allreduce alone: LeNet, flat**" in out
+    pictures = {path.name for path in (tmp_path / "bench").glob("*.png")}
+    assert pictures == {"parts_LeNet.png", "exchange.png"}
 
 
 def test_ctrl_c_keeps_what_is_done(
     main: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(worker: str, plan: Any, repeats: int, results: list[Any]) -> None:
-        results.append(
-            {"configuration": next(iter(plan.values())), "repeats": [None], "error": "not yet"}
-        )
+        [configuration, *_] = plan.values()
+        results.append({"configuration": configuration, "repeats": [None], "error": "not yet"})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "measure", interrupted)
@@ -172,12 +163,11 @@ def test_commands_of_the_pages_are_taken(
 ) -> None:
     monkeypatch.setattr(cli, "benchmark", wraps(cli.benchmark)(lambda **options: None))
     root = Path(__file__).parents[2]
-    text = "\n".join(
-        path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))
-    )
-    for line in dict.fromkeys(
-        re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)
-    ):
+    pages = (root / "README.md", *(root / "docs").glob("*.md"))
+    text = "\n".join(page.read_text() for page in pages)
+    lines = re.findall("^python -m lightning_mgpu benchmark (.*)$", text, flags=re.MULTILINE)
+    assert len(lines) > 5
+    for line in dict.fromkeys(lines):
         if line.startswith("time_to_accuracy "):
             _, fit_args = time_to_accuracy.parse(shlex.split(line)[1:])
             assert main("fit", *fit_args, "--print_config") == 0, line
@@ -225,14 +215,9 @@ def test_summary_over_seeds() -> None:
         for t, last in ((1.0, 0.9), (2.0, 0.94))
     ]
     end = "accuracy at the end 0.9200 +- 0.0283"
-    assert (
-        time_to_accuracy.summary(runs, 0.9)
-        == f"test accuracy 0.9: 3.0 +- 1.4 s of training over 2 seeds; {end}"
-    )
-    assert (
-        time_to_accuracy.summary(runs, 0.92)
-        == f"test accuracy 0.92: reached by 1 of 2 seeds; {end}"
-    )
+    both, one = (time_to_accuracy.summary(runs, target) for target in (0.9, 0.92))
+    assert both == f"test accuracy 0.9: 3.0 +- 1.4 s of training over 2 seeds; {end}"
+    assert one == f"test accuracy 0.92: reached by 1 of 2 seeds; {end}"
 
 
 def test_a_run_for_every_seed_until_a_fit_fails(
@@ -241,48 +226,25 @@ def test_a_run_for_every_seed_until_a_fit_fails(
     given: list[dict[str, str]] = []
 
     def run(command: list[str]) -> int:
-        given.append(
-            dict(
-                argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument
-            )
-        )
+        options = [argument.removeprefix("--") for argument in command if "=" in argument]
+        given.append(dict(option.split("=", 1) for option in options))
         return 3 if len(given) == 3 else main(*command[3:])
 
     monkeypatch.setattr(time_to_accuracy, "run_in_group", run)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    args = (
-        "--target=0.01",
-        "--seeds",
-        "5",
-        "6",
-        "7",
-        "--run_dir=tta",
-        f"--data.root={root}",
-        "--trainer.devices=1",
-    )
-    short = (
-        "--trainer.accelerator=cpu",
-        "--trainer.max_epochs=3",
-        "--trainer.check_val_every_n_epoch=2",
-    )
-    assert main("benchmark", "time_to_accuracy", *args, *short) == 3
-    assert [(run["seed_everything"], run["data.val_size"]) for run in given] == [
-        ("5", "0"),
-        ("6", "0"),
-        ("7", "0"),
-    ]
+    args = ("--target=0.01", "--seeds", "5", "6", "7", "--run_dir=tta", f"--data.root={root}")
+    short = "--trainer.accelerator=cpu --trainer.max_epochs=3 --trainer.check_val_every_n_epoch=2"
+    fit_args = (*short.split(), "--trainer.devices=1")
+    assert main("benchmark", "time_to_accuracy", *args, *fit_args) == 3
+    seeds = [(options["seed_everything"], options["data.val_size"]) for options in given]
+    assert seeds == [("5", "0"), ("6", "0"), ("7", "0")]
     assert re.search(r"test accuracy 0\.01: .* s of training over 2 seeds", capsys.readouterr().out)
     report = json.loads(Path("tta/time_to_accuracy.json").read_text())
-    assert "--trainer.max_epochs=3" in report["command"] and [
-        run["seed"] for run in report["runs"]
-    ] == [5, 6]
+    assert "--trainer.max_epochs=3" in report["command"]
+    assert [run["seed"] for run in report["runs"]] == [5, 6]
     [tested] = report["runs"][0]["epochs"]  # of three
     with open("tta/seed_5/metrics.csv") as file:
-        seconds = [
-            float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]
-        ]
-    assert (
-        tested["epoch"] == 2
-        and tested["seconds"] == pytest.approx(sum(seconds[:2]))
-        and len(seconds) == 3
-    )
+        rows = list(csv.DictReader(file))
+    seconds = [float(row["epoch_seconds"]) for row in rows if row["epoch_seconds"]]
+    assert len(seconds) == 3 and tested["epoch"] == 2
+    assert tested["seconds"] == pytest.approx(sum(seconds[:2]))

@@ -17,13 +17,8 @@ from lightning_mgpu.benchmark.report import HEAD, part_seconds, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
-    own = {
-        **dict.fromkeys(PARTS, 0.0),
-        "forward": 0.25 * step,
-        "strategy": 0.05 * step,
-        "framework": 0.7 * step,
-    }
-    return {"step": step, "parts": own}
+    parts = {"forward": 0.25 * step, "strategy": 0.05 * step, "framework": 0.7 * step}
+    return {"step": step, "parts": {**dict.fromkeys(PARTS, 0.0), **parts}}
 
 
 def result(engine: str, steps: list[float | None], devices: int = 2, **more: Any) -> Any:
@@ -45,10 +40,8 @@ def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:
     def step() -> None:
         nonlocal now
         now += 0.5  # of the framework
-        with (
-            watch.profile("run_training_batch"),
-            watch.profile("[LightningModule]LeNet.optimizer_step"),
-        ):
+        update = watch.profile("[LightningModule]LeNet.optimizer_step")
+        with watch.profile("run_training_batch"), update:
             now += 1
             with watch.profile("[Strategy]DDPStrategy.training_step"):
                 now += 2
@@ -84,13 +77,11 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert row["/ `ddp`"] == "2.00" and row["/ one device"] == "1.50" and row["/ loop"] == ""
     assert row["of it the strategy's own, ms"] == "5.00"
     assert row["ms per step (lowest to highest)"] == "100.0 (100.0 to 300.0)"
-    replicas = cells(
-        [*results, result("dp", [0.4, 0.4], 1, replicas=8)], "dp (8 replicas on one device)"
-    )
+    on_one = result("dp", [0.4, 0.4], 1, replicas=8)
+    replicas = cells([*results, on_one], "dp (8 replicas on one device)")
     assert replicas["/ one device"] == "0.75" and replicas["/ `ddp`"] == ""
-    assert sum(part_seconds(fast).values()) == pytest.approx(0.1) and part_seconds(fast)[
-        "forward"
-    ] == pytest.approx(0.025)
+    parts = part_seconds(fast)
+    assert sum(parts.values()) == pytest.approx(0.1) and parts["forward"] == pytest.approx(0.025)
 
 
 def test_a_report_of_before_makes_the_same_table() -> None:

@@ -29,17 +29,13 @@ def test_validation_is_split_off_by_the_seed_and_the_test_set_never_mixed_in(
 ) -> None:
     data, again, other = make_data(seed=3), make_data(seed=3), make_data(seed=4)
     assert len(data.val_indices) == 101 and len(data.train_indices) == 402
-    assert torch.equal(
-        torch.cat([data.val_indices, data.train_indices]).sort().values, torch.arange(503)
-    )
-    assert torch.equal(data.val_indices, again.val_indices) and not torch.equal(
-        data.val_indices, other.val_indices
-    )
+    all_indices = torch.cat([data.val_indices, data.train_indices])
+    assert torch.equal(all_indices.sort().values, torch.arange(503))
+    assert torch.equal(data.val_indices, again.val_indices)
+    assert not torch.equal(data.val_indices, other.val_indices)
     test_images = {image.numpy().tobytes() for image in FashionMNISTFiles(root, train=False).data}
-    for dataset, indices in (
-        (data.train_set, data.train_indices),
-        (data.val_set, data.val_indices),
-    ):
+    splits = ((data.train_set, data.train_indices), (data.val_set, data.val_indices))
+    for dataset, indices in splits:
         assert not test_images & {dataset.images[i].numpy().tobytes() for i in indices}
 
 
@@ -59,19 +55,18 @@ def test_synthetic_data_are_loud() -> None:
 
 @pytest.fixture
 def images() -> Tensor:
-    return torch.randint(
-        0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8, generator=generator)
 
 
-def crop_and_flip(image: Tensor, draw: Tensor, padding: int) -> Tensor:
+def crop_and_flip(image: Tensor, uniforms: Tensor, padding: int) -> Tensor:
     """The naive version: one image (C, H, W), one step after the other."""
     C, H, W = image.shape
     padded = torch.zeros(C, H + 2 * padding, W + 2 * padding, dtype=image.dtype)
     padded[:, padding : padding + H, padding : padding + W] = image
-    top, left = (int(d * (2 * padding + 1)) for d in draw[:2])
+    top, left = (int(number * (2 * padding + 1)) for number in uniforms[:2])
     window = padded[:, top : top + H, left : left + W]
-    return window.flip(2) if draw[2] < 0.5 else window
+    return window.flip(2) if uniforms[2] < 0.5 else window
 
 
 def test_images_are_normalised_as_by_torchvision(images: Tensor) -> None:
@@ -81,10 +76,10 @@ def test_images_are_normalised_as_by_torchvision(images: Tensor) -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_augmenting_a_batch_equals_sample_by_sample(images: Tensor, channels: int) -> None:
-    X, draws = images.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
+    X, uniforms = images.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
     X[:, -1] //= 2  # channels differ
-    found = augment(X, draws, padding=2, flip=True)
-    assert torch.equal(found, torch.stack([crop_and_flip(x, draw, 2) for x, draw in zip(X, draws)]))
+    one_by_one = [crop_and_flip(x, numbers, 2) for x, numbers in zip(X, uniforms)]
+    assert torch.equal(augment(X, uniforms, padding=2, flip=True), torch.stack(one_by_one))
 
 
 def test_a_square_is_cut_out_around_its_centre() -> None:
@@ -96,24 +91,15 @@ def test_a_square_is_cut_out_around_its_centre() -> None:
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(images: Tensor) -> None:
     def batch(seed: int = 1, epoch: int = 5, samples: slice = slice(40), cutout: int = 8) -> Tensor:
-        options = {
-            "mean": MEAN,
-            "std": STD,
-            "crop_padding": 2,
-            "flip": True,
-            "cutout": cutout,
-            "seed": seed,
-        }
-        return InMemoryImages(images, torch.zeros(40), **options)[epoch, torch.arange(40)[samples]][
-            0
-        ]
+        dataset = InMemoryImages(
+            images, torch.zeros(40), MEAN, STD, 2, flip=True, cutout=cutout, seed=seed
+        )
+        X, _ = dataset[epoch, torch.arange(40)[samples]]
+        return X
 
     whole = batch()
     assert torch.equal(batch(samples=slice(3, 40, 4)), whole[3::4])  # whatever the batch
     assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
     hole = whole != batch(cutout=0)  # what is cut out is the mean
-    assert (
-        (whole[hole] == 0).all()
-        and hole.any((1, 2, 3)).all()
-        and int(hole.sum((1, 2, 3)).max()) == 8 * 8
-    )
+    assert (whole[hole] == 0).all() and hole.any((1, 2, 3)).all()
+    assert int(hole.sum((1, 2, 3)).max()) == 8 * 8

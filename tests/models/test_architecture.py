@@ -24,18 +24,8 @@ def test_lenet_is_the_books() -> None:
     model = LeNet()
     assert num_parameters(model) == 129_068
     conv1, pool1, conv2, pool2 = (20, 26, 26), (20, 13, 13), (50, 9, 9), (50, 4, 4)
-    assert shapes(model) == [
-        conv1,
-        conv1,
-        pool1,
-        conv2,
-        conv2,
-        pool2,
-        (800,),
-        (128,),
-        (128,),
-        (10,),
-    ]
+    flat = [(800,), (128,), (128,), (10,)]
+    assert shapes(model) == [conv1, conv1, pool1, conv2, conv2, pool2, *flat]
     assert [type(layer).__name__ for layer in model.net] == (
         ["Conv2d", "ReLU", "AvgPool2d"] * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
     )

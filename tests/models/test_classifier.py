@@ -24,9 +24,8 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
     X, y = getattr(data, f"{stage}_set")[0, indices]
     with torch.no_grad():
         logits = model(X)
-    return F.cross_entropy(logits.double(), y).item(), (
-        logits.argmax(1) == y
-    ).double().mean().item()
+    accuracy = (logits.argmax(1) == y).double().mean().item()
+    return F.cross_entropy(logits.double(), y).item(), accuracy
 
 
 @pytest.fixture
@@ -35,13 +34,9 @@ def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
 
     def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)
-        data, model = (
-            make_data(batch_size=150),
-            LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options),
-        )
-        for (
-            parameter
-        ) in model.parameters():  # so large that samples, and so batches, differ in loss
+        data = make_data(batch_size=150)
+        model = LeNet(optimizer=lambda params: SGD(params, lr=0.0), **options)
+        for parameter in model.parameters():  # so large that batches differ in loss
             torch.nn.init.normal_(parameter, std=0.3)
         trainer = make_trainer(**settings)
         trainer.fit(model, data)  # 402 samples in batches of 150, 150, 102
@@ -58,9 +53,8 @@ def test_epoch_values_are_means_over_samples(measured: Callable) -> None:
     smoothed = F.cross_entropy(model(X), y, label_smoothing=0.3).item()
     for stage in ("train", "val", "test"):
         loss, acc = by_hand(model, data, stage)
-        assert logged[f"{stage}_loss"] == pytest.approx(
-            smoothed if stage == "train" else loss, rel=1e-5
-        )
+        expected = smoothed if stage == "train" else loss
+        assert logged[f"{stage}_loss"] == pytest.approx(expected, rel=1e-5)
         assert logged[f"{stage}_acc"] == pytest.approx(acc, abs=1e-6)
 
 
@@ -77,9 +71,8 @@ def test_mirror_images_are_used_only_in_evaluation(measured: Callable) -> None:
     for stage in ("val", "test"):
         loss, acc = by_hand(both, data, stage)
         assert abs(loss - by_hand(net, data, stage)[0]) > 0.1
-        assert (logged[f"{stage}_loss"], logged[f"{stage}_acc"]) == pytest.approx(
-            (loss, acc), rel=1e-5
-        )
+        logged_values = (logged[f"{stage}_loss"], logged[f"{stage}_acc"])
+        assert logged_values == pytest.approx((loss, acc), rel=1e-5)
     predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
     X, _ = data.test_set[0, data.test_indices]
     torch.testing.assert_close(predictions, both(X).softmax(1))
@@ -117,10 +110,9 @@ def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[flo
 def test_schedulers_step_every_epoch(rates: Callable) -> None:
     assert rates() == [0.1] * 8
     assert rates(lr_scheduler=partial(StepLR, step_size=1, gamma=0.5)) == [0.1] * 4 + [0.05] * 4
-    plateau = partial(
-        ReduceLROnPlateau, factor=0.1, patience=0, threshold=1e6, threshold_mode="abs"
-    )  # of val_loss
-    # the first epoch is the best yet, the second no better
+    # By val_loss: with this threshold no epoch is better than the first.
+    threshold = {"threshold": 1e6, "threshold_mode": "abs"}
+    plateau = partial(ReduceLROnPlateau, factor=0.1, patience=0, **threshold)
     found = rates(3, 1, lr_scheduler=plateau)
     assert found == pytest.approx([0.1, 0.1, 0.01])
 
@@ -150,28 +142,20 @@ def test_one_cycle_reaches_the_optimizers_rate(
     assert checkpoint["optimizer_states"][0]["param_groups"][0]["max_lr"] == 0.03
 
 
-def test_mistakes_are_told(make_data: Callable, make_trainer: Callable) -> None:
+def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callable) -> None:
     model = LeNet(lr_scheduler=partial(OneCycleLR, max_lr=0.4))
-    with pytest.raises(
-        ValueError, match=r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"
-    ):
+    message = r"OneCycleLR needs to know when the run ends: set trainer\.max_epochs"
+    with pytest.raises(ValueError, match=message):
         make_trainer(max_epochs=-1).fit(model, make_data())
     with pytest.raises(ValueError, match=r"model\.optimizer .*Invalid learning rate: -1"):
         make_trainer().fit(LeNet(optimizer=lambda p: SGD(p, lr=-1)), make_data())
 
 
 def test_a_checkpoint_reloads_in_python(root: Path, main: Callable, tmp_path: Path) -> None:
-    args = (
-        "--trainer.max_epochs=1",
-        "--data.val_size=101",
-        "--model.optimizer=AdamW",
-        "--model.num_classes=12",
-    )
-    assert (
-        main("fit", f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu", *args) == 0
-    )
-    model = LeNet.load_from_checkpoint(
-        tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True
-    )
+    run = (f"--data.root={root}", "--run_dir=run", "--trainer.accelerator=cpu")
+    args = ("--trainer.max_epochs=1", "--data.val_size=101", "--model.optimizer=AdamW")
+    assert main("fit", *run, *args, "--model.num_classes=12") == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    model = LeNet.load_from_checkpoint(checkpoint, weights_only=True)
     assert model.net[-1].out_features == 12
     assert isinstance(model.configure_optimizers(), AdamW)

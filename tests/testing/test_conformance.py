@@ -43,9 +43,8 @@ WEEKLY = [
 )
 def test_all_promises(strategy: str, devices: int) -> None:
     for result in check_strategy(strategy, devices):
-        assert result.is_kept != bool(result.reason), (
-            f"{result.name}: {result.wrong or 'kept: take the reason away'}"
-        )
+        message = result.wrong or "kept: take the reason away"
+        assert result.is_kept != bool(result.reason), f"{result.name}: {message}"
 
 
 @pytest.mark.gpu
@@ -53,9 +52,8 @@ def test_all_promises(strategy: str, devices: int) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])  # manual_allreduce: tests/test_gpu.py
 def test_promises_on_gpus(strategy: str) -> None:
     results = check_strategy(strategy, torch.cuda.device_count(), "gpu")
-    assert not {
-        result.name: result.wrong for result in results if result.wrong and not result.reason
-    }
+    broken = [result for result in results if result.wrong and not result.reason]
+    assert not {result.name: result.wrong for result in broken}
 
 
 STRATEGIES = """
@@ -153,9 +151,8 @@ def test_what_is_compared_is_not_empty(tmp_path: Path) -> None:
         for name in ("gradients", "logging", "metrics", "bf16")
     }
     assert len(seen["gradients"]) == 8 * 4  # steps, parameters
-    assert [len(row) for row in seen["logging"]] == [1] * 4 + [
-        2
-    ] * 6  # of a step; of the last epoch, too
+    # a step's loss; from the second epoch on, that of the last epoch, too
+    assert [len(row) for row in seen["logging"]] == [1] * 4 + [2] * 6
     assert len(seen["metrics"]) == 6 and seen["bf16"]["in_bf16"] == [1.0] * 10
     states = [{"weight": torch.ones(2)}, {"weight": torch.ones(2) + 1e-7}]
     assert _same_bits(states[:1] * 2) == "" and _same_bits(states) == "the runs differ"
@@ -181,38 +178,32 @@ def test_a_third_partys_strategy(run: Callable) -> None:
         r"^python -m lightning_mgpu\.testing (--strategy=my_strategy.*)$", page, flags=re.MULTILINE
     )
     status, output = run(*shlex.split(line))
-    assert (
-        status == 0 and "BROKEN" not in output and output.count("kept") >= 2 * (len(PROMISES) - 2)
-    )
+    assert status == 0 and "BROKEN" not in output
+    assert output.count("kept") >= 2 * (len(PROMISES) - 2)
 
 
-def test_mistake_is_told_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, output = run("--strategy=my_strategies.Missing")
-    assert status == 2 and "error: strategy my_strategies.Missing: no such strategy." in output
+def test_mistakes_end_the_command_at_once(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "error: strategy my_strategies.Missing: no such strategy."
+    mistakes = [(["--strategy=my_strategies.Missing"], missing)]
+    mistakes += [(["--table=my_strategies.py"], "has no lines <!-- promises: begin -->")]
+    mistakes += [(["--table=nowhere.md"], "error: [Errno 2] No such file or directory: 'nowhere")]
+    mistakes += [(["--devices", "two"], "error: lightning_mgpu.testing: --devices: Expected a ")]
     if not torch.cuda.is_available():
-        status, output = run("--strategy=dp", "--accelerator=gpu")
-        assert (
-            status == 2
-            and "error: No supported gpu backend found!" in output
-            and "BROKEN" not in output
-        )
+        no_gpu = "error: No supported gpu backend found!"
+        mistakes += [(["--strategy=dp", "--accelerator=gpu"], no_gpu)]
+    for args, message in mistakes:
+        status, output = run(*args)
+        assert status == 2 and message in output and "BROKEN" not in output
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     status, output = run("--strategy=dp", "--accelerator=gpu")
-    assert (
-        status == 2
-        and "error: You requested gpu: [0, 1, 2]" in output
-        and "only has: [0]" in output
-    )
-    status, output = run("--table=my_strategies.py")
-    assert status == 2 and "my_strategies.py has no lines <!-- promises: begin -->" in output
+    assert status == 2 and "error: You requested gpu: [0, 1, 2]" in output
+    assert "only has: [0]" in output
 
 
 def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A promise broken on one number of devices is broken; the reason is shown before the error."""
-    wrong = {
-        ("ddp", 3, "uneven"): ("off by 1", "by nature"),
-        ("dp", 2, "metrics"): ("off by 2", ""),
-    }
+    wrong = {("ddp", 3, "uneven"): ("off by 1", "by nature")}
+    wrong |= {("dp", 2, "metrics"): ("off by 2", "")}
 
     def check(strategy: str, devices: int, accelerator: str) -> list[PromiseResult]:
         return [
@@ -224,18 +215,11 @@ def test_table(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("page.md").write_text(f"before {suite.BEGIN}\n| all columns |\n{suite.END} after")
     status, output = run("--table=page.md")
     lines = Path("page.md").read_text().splitlines()
-    assert (
-        status == 1
-        and "BROKEN torchmetrics objects have the value of one device: off by 2" in output
-    )
+    metrics = "torchmetrics objects have the value of one device"
+    assert status == 1 and f"BROKEN {metrics}: off by 2" in output
     assert lines[0] == f"before {suite.BEGIN}" and lines[-1] == f"{suite.END} after"
     kept = " | ".join(["yes"] * 4)
     assert f"| ... with batches that do not divide evenly | yes | no (1) | yes | {kept} |" in lines
-    assert (
-        f"| torchmetrics objects have the value of one device | yes | yes | no (2) | {kept} |"
-        in lines
-    )
-    assert [line for line in lines if line.startswith("(")] == [
-        "(1) By nature.  ",
-        "(2) Off by 2.  ",
-    ]
+    assert f"| {metrics} | yes | yes | no (2) | {kept} |" in lines
+    notes = [line for line in lines if line.startswith("(")]
+    assert notes == ["(1) By nature.  ", "(2) Off by 2.  "]
