@@ -130,6 +130,7 @@ class TrainingCLI(LightningCLI):
         resolve_options(self.config, self.options.given)
         dumped = yaml.safe_load(parser.dump(self.config, skip_unset=False, format="yaml"))
         self.saved_config: dict[str, Any] = restorable(dumped, self.config, self.options.given)
+        self.config_dump = self.saved_config  # LightningCLI takes the hyperparameters from it
 
     @override
     def instantiate_classes(self) -> None:

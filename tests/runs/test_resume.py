@@ -67,6 +67,27 @@ def test_texts_and_functions_as_values_are_resumed(
     assert list((own / "run" / "checkpoints").glob("epoch=[01]-val_loss=*.ckpt"))
 
 
+HYPERPARAMETERS = """
+from collections.abc import Callable
+from own_run import Net
+
+class Saves(Net):
+    def __init__(self, activation: Callable | str = "tanh") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        print("saved", self.hparams["activation"])
+"""
+
+
+def test_a_text_is_saved_as_a_hyperparameter(
+    fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    (own / "own_hyperparameters.py").write_text(HYPERPARAMETERS)
+    model = ("--model=own_hyperparameters.Saves", "--model.activation=gelu")
+    assert fit(*model, "--trainer.devices=1", "--trainer.fast_dev_run=true") == 0
+    assert "saved gelu\n" in capfd.readouterr().out
+
+
 def kill_after(command: Any, line: str, *args: str) -> None:
     """Start a run, and `kill -9` it with all its processes when it prints a line that begins so."""
     process = command.start("fit", *args)
