@@ -32,8 +32,8 @@ def test_what_is_missing_has_a_default() -> None:
 
 
 def test_nothing_else_is_asked_for() -> None:
-    with pytest.raises(AttributeError, match="num_classes"):
-        facts_of(FashionMNIST()).num_classes  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError, match="batch_size"):
+        facts_of(FashionMNIST()).batch_size  # type: ignore[attr-defined] # noqa: B018
 
 
 @pytest.mark.parametrize("protocol", [DataFacts, StrategyFacts])

@@ -47,7 +47,6 @@ class FashionMNIST(LightningDataModule):
         ValueError: For sizes that do not fit, and batches that processes cannot share.
     """
 
-    num_classes = 10
     classes = FashionMNISTFiles.classes
 
     def __init__(
