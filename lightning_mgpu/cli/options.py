@@ -88,7 +88,7 @@ def one_string_per_option(args: Sequence[str]) -> list[str]:
 def resolve_config_path(arg: str) -> str:
     name, _, value = arg.partition("=")
     if name in ("--model", "--data") and value.endswith((".yaml", ".yml")):
-        return f"{name}={to_yaml(read_config(value), in_a_line=True)}"
+        return f"{name}={to_yaml(read_config(value, name), in_a_line=True)}"
     if name not in ("-c", "--config") or value.startswith("{"):
         return arg
     return f"--config={find_config(value)}"

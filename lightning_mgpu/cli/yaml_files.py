@@ -11,7 +11,7 @@ from lightning_mgpu.cli.project import config_dirs
 from lightning_mgpu.errors import UsageError
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str, option: str = "--config") -> Path:
     """The path of a YAML file here, or in the `configs/` of the project or of this package."""
     dirs = config_dirs()
     for path in (Path(name), *(each / name for each in dirs)):
@@ -21,7 +21,7 @@ def find_config(name: str) -> Path:
     near = get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     places = " or ".join(map(str, dirs))
-    raise UsageError(f"--config={name}: no such file, here or in {places}{hint}")
+    raise UsageError(f"{option}={name}: no such file, here or in {places}{hint}")
 
 
 def read_default_config() -> dict[str, Any]:
@@ -32,16 +32,20 @@ def read_default_config() -> dict[str, Any]:
     return config
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """The options in a file, or in a mapping on the command line."""
+def read_config(name: str, option: str = "--config") -> dict[str, Any]:
+    """The options in a file, or in a mapping on the command line.
+
+    Raises:
+        UsageError: If there is no such file, or it has no options; names the `option` given.
+    """
+    is_file = not name.startswith("{")
     try:
-        content = get_loader("yaml")(
-            name if name.startswith("{") else find_config(name).read_text(encoding="utf-8")
-        )
+        text = find_config(name, option).read_text(encoding="utf-8") if is_file else name
+        content = get_loader("yaml")(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config={name} cannot be read as YAML: {error}") from error
+        raise UsageError(f"{option}={name} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(
-            f"--config={name}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'"
+            f"{option}={name}: it needs options by name, such as 'trainer: {{max_epochs: 3}}'"
         )
     return content

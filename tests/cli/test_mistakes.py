@@ -59,6 +59,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
         "data.val_size=60000 leaves none of the 60000",
     ),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
+    "fit --model=nowhere.yaml": ("--model=nowhere.yaml: no such file",),
+    "fit --data broken.yaml": ("--data=broken.yaml cannot be read as YAML: ",),
     "fit --config broken.yaml": ("--config=broken.yaml cannot be read as YAML: ",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
