@@ -182,13 +182,13 @@ def test_no_picture_ends_a_run(
         assert callback._confusion is None or callback._confusion.confmat.sum() == 4
     assert not [each for each in recwarn if "is not right" in str(each.message)]
 
-    class Untold(LeNet):
+    class OnlyLogits(LeNet):
         def test_step(self, batch: Any, batch_idx: int) -> Any:
             return {"logits": self(batch[0])}
 
     trainer = make_trainer(callbacks=[TestPictures()])
     with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
-        trainer.test(Untold(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
+        trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
