@@ -147,8 +147,10 @@ def expand_strategy_name(args: list[str], given: dict[str, Any]) -> list[str]:
     """
     name = given.get(STRATEGY.removeprefix("--"))
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.")]
+    values = [arg.partition("=")[2] for arg in args if arg.startswith(f"{STRATEGY}=")]
+    has_class = values and values[-1].startswith("{")  # and arguments, which stay
     registered = ["auto", *StrategyRegistry.available_strategies()]
-    if not isinstance(name, str) or (name in registered and not options):
+    if not isinstance(name, str) or has_class or (name in registered and not options):
         return args
     if name not in registered and not isinstance(pydoc.locate(name), type):
         raise UsageError(

@@ -112,6 +112,10 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
             and found["init_args"]["replicas"] == 3
         )
         assert found["init_args"]["allreduce"].endswith("ring_allreduce")
+    ddp = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {static_graph: true}}"
+    found = config("fit", f"--trainer.strategy={ddp}", "--trainer.strategy.init_sync=false")
+    assert found["trainer"]["strategy"]["init_args"]["static_graph"]
+    assert not found["trainer"]["strategy"]["init_args"]["init_sync"]
     assert config("fit", "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
     name = "lightning.pytorch.strategies.SingleDeviceStrategy"
     assert config("fit", f"--trainer.strategy={name}")["trainer"]["strategy"]["class_path"] == name
