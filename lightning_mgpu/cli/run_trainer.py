@@ -40,7 +40,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         run_dir = name_run_dir(config)
     else:
         # the processes that `ddp` starts get these arguments, and must not choose another run
-        sys.argv[1:] = [subcommand, *options.args, f"{RESUME_FLAG}={run_dir}"]
+        sys.argv[1:] = [subcommand, *args, f"{RESUME_FLAG}={run_dir}"]
         config.ckpt_path = choose_checkpoint(run_dir, config.trainer.max_epochs) or config.ckpt_path
         if config.ckpt_path is None:
             notes["ckpt"] = "none: no epoch was over, training starts again"

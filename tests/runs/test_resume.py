@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.cli import run_trainer
 from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.directory import lock_run_dir
@@ -169,6 +171,16 @@ def test_the_newest_run_is_resumed_wherever_it_is(
     shutil.rmtree(elsewhere)
     assert fit("--resume=last") == 2
     assert "elsewhere: no run directory" in capfd.readouterr().err
+
+
+def test_processes_that_are_started_get_what_was_typed(
+    run: Path, fit: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("--trainer.strategy", "manual_allreduce_ring", "--trainer.strategy.replicas=2")
+    seen: list[list[str]] = []
+    monkeypatch.setattr(run_trainer, "train", lambda *_: sys.exit(seen.append(sys.argv[1:])))
+    assert fit("--resume=last", *args, "--trainer.devices=2") == 0
+    assert seen == [["fit", "--resume=last", *args, "--trainer.devices=2", "--resume=run"]]
 
 
 def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], capfd: Any) -> None:
