@@ -34,11 +34,11 @@ def name_run_dir(config: Namespace) -> Path:
 def run_name(config: Namespace) -> str:
     """When, what and how: `2026-11-21_09-30-00-123_LeNet_ddp_2`; milliseconds tell runs apart."""
     model = config.model.class_path.rpartition(".")[2]
-    strategy, num_devices = find_strategy(config.trainer)
+    strategy, num_devices = resolve_auto(config.trainer)
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3] + f"_{model}_{strategy}_{num_devices}"
 
 
-def find_strategy(options: Namespace) -> tuple[str, object]:
+def resolve_auto(options: Namespace) -> tuple[str, object]:
     """The strategy that a Trainer with these options uses, and on how many devices.
 
     The directory is named first, as the Trainer and its loggers are made with the name.

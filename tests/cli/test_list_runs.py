@@ -1,7 +1,6 @@
 """`runs`: one table of the runs under a directory, from `run.json` and without it."""
 
 import csv
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from lightning_mgpu.cli.list_runs import find_differences
 from lightning_mgpu.files import to_yaml
+from lightning_mgpu.runs.directory import lock_run_dir
 from lightning_mgpu.runs.run_json import RunJson, to_json
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
@@ -39,8 +39,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     finished.write_end(None, results)
     RunJson(make_run(runs / "killed", SGD, max_epochs=3), {})
     RunJson(make_run(runs / "running", SGD, max_epochs=3), {})
-    lock = os.open(runs / "running", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = lock_run_dir(runs / "running")
     yield runs
     os.close(lock)
 

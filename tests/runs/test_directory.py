@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_mgpu.devices import devices
-from lightning_mgpu.runs.directory import find_strategy, run_name
+from lightning_mgpu.runs.directory import resolve_auto, run_name
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 CLASSES = {
@@ -41,14 +41,14 @@ def test_the_strategy_is_the_trainers(
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus > 0)
     options = {**AUTO, "num_nodes": 1, **options}
-    name, num = find_strategy(Namespace(options))
+    name, num = resolve_auto(Namespace(options))
     trainer = Trainer(**options, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is CLASSES[name]
     assert num == len(devices(trainer))
 
 
 def test_what_the_trainer_refuses_has_a_name() -> None:
-    assert find_strategy(Namespace({**AUTO, "num_nodes": 1, "devices": 0})) == ("auto", 0)
+    assert resolve_auto(Namespace({**AUTO, "num_nodes": 1, "devices": 0})) == ("auto", 0)
 
 
 def test_devices_of_the_strategys_own() -> None:

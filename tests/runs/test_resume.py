@@ -16,6 +16,7 @@ from lightning_mgpu.cli import run_trainer
 from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 from lightning_mgpu.runs.directory import lock_run_dir
+from lightning_mgpu.runs.run_json import find_state, read_run_json
 from tests.conftest import run_devices
 from tests.runs.conftest import DATA, OWN, RUN, STRATEGIES, assert_same, equal, last, metrics
 
@@ -113,10 +114,15 @@ def test_kill_9(strategy: str, command: Any, tmp_path: Path) -> None:
     code, _, err = command("fit", *args, "--run_dir=whole")
     assert code == 0, err
     kill_after(command, "epoch 2/4", *args, "--run_dir=killed")
+    assert find_state(tmp_path / "killed") == "interrupted"
     code, out, err = command("fit", "--resume=killed")
     assert code == 0 and "epoch 1/4" not in out and "batch:    64 global" in out, err
     assert "batches of its own" not in err  # the processes of `ddp` share them
     assert_same(tmp_path / "whole", tmp_path / "killed")
+    whole, killed = (read_run_json(tmp_path / name) for name in ("whole", "killed"))
+    assert (whole["num_resumes"], killed["num_resumes"]) == (0, 1)  # the first process counts
+    for key in ("best", "validation", "test", "fingerprint", "epochs", "state"):
+        assert whole["end"][key] == killed["end"][key], key
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -96,22 +95,6 @@ def test_a_run_that_stops_early_without_loggers(fit: Callable[..., int], own: Pa
 def test_fast_dev_run_leaves_none(fit: Callable[..., int], own: Path) -> None:
     assert fit(*ONE, "--trainer.fast_dev_run=true") == 0
     assert not [*own.rglob("run.json")]
-
-
-def test_a_killed_run(command: Any, tmp_path: Path) -> None:
-    """Of two processes the first one writes."""
-    options = "--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.devices=2"
-    process = command.start("fit", *options)
-    for _ in range(600):
-        time.sleep(0.1)
-        if found := [*tmp_path.glob("runs/*/run.json")]:
-            break
-    (run_dir,) = {path.parent for path in found}
-    assert run_dir.name.endswith("_LeNet_ddp_2") and find_state(run_dir) == "running"
-    assert read(run_dir)["devices"] == "2 x cpu" and read(run_dir)["num_resumes"] == 0
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert read(run_dir)["end"] is None and find_state(run_dir) == "interrupted"
 
 
 def test_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
