@@ -53,6 +53,7 @@ NOISE = (
     *(
         "Expected a <class 'NoneType'>",
         "Expected a <class 'str'>",
+        "Expected a typing.Literal[False]",
         "Expected a path but",
         "Not a valid subclass of ",
     ),

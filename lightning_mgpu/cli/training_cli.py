@@ -154,6 +154,8 @@ class TrainingCLI(LightningCLI):
         ours = [objects.fast, callbacks.IgnoredWeight(), *self._callbacks_in_use(objects, users)]
         if objects.trainer.enable_checkpointing is not False:  # Lightning refuses it otherwise
             ours.append(objects.checkpoint)
+        if not self.callbacks["lines"] and not has_progress_bar(users):
+            objects.trainer.enable_progress_bar = False  # else Lightning adds one of its own
         loggers = [each for each in as_list(objects.trainer.logger) if isinstance(each, Logger)]
         with constructor_errors(TypeError):
             self.trainer = Trainer(
@@ -173,10 +175,13 @@ class TrainingCLI(LightningCLI):
             del used["learning_rates"]  # Lightning's monitor refuses a Trainer without logger
         if self.method != "predict":
             del used["predictions"]  # which would make Lightning keep every prediction
-        has_bar = any(isinstance(callback, ProgressBar) for callback in users)
-        if has_bar or options.enable_progress_bar is False:
+        if has_progress_bar(users) or options.enable_progress_bar is False:
             del used["lines"]
         return [callback for callback in used.values() if callback]
+
+
+def has_progress_bar(users: list[Callback]) -> bool:
+    return any(isinstance(callback, ProgressBar) for callback in users)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -53,6 +53,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     ),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
     "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
+    "fit --curve.max_panels=0": ("--curve.max_panels=0:", "v>0"),
+    "fit --pictures.num_imges=3": ("Option 'num_imges' is not accepted",),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --data.batch_size=0": ("data.batch_size=0: it must be at least 1",),
     "fit --data.val_size=60000 --data.source=synthetic": (

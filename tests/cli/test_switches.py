@@ -43,7 +43,7 @@ def test_each_callback_goes_by_one_flag(
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files >= {"config.yaml", "metrics.csv", "checkpoints"}
     assert not files & {"curve.png", "confusion.png", "predictions.png"}
-    assert not any(line.startswith(("model:", "epoch 1/1 ")) for line in out.splitlines())
+    assert not any(line.lower().startswith(("model:", "epoch ")) for line in out.splitlines())
     assert out.splitlines()[-1].startswith("test acc: ") and "trained on [" in out
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert "train_loss" in header and not {"epoch_seconds", "lr-SGD"} & {*header}
