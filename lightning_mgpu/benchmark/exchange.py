@@ -23,8 +23,13 @@ from lightning_mgpu.devices import gpus
 from lightning_mgpu.errors import UsageError
 
 ALGORITHMS: dict[str, Allreduce] = {
-    name: getattr(allreduce, f"{name}_allreduce")
-    for name in ("textbook", "tree", "sharded", "ring", "blocked", "foreach", "compiled")
+    "textbook": allreduce.textbook_allreduce,
+    "tree": allreduce.tree_allreduce,
+    "sharded": allreduce.sharded_allreduce,
+    "ring": allreduce.ring_allreduce,
+    "blocked": allreduce.blocked_allreduce,
+    "foreach": allreduce.foreach_allreduce,
+    "compiled": allreduce.compiled_allreduce,
 }
 LIMIT = "read-modify-write"
 """Not an allreduce, but what memory can do with the same bytes: `t.add_` on each of k tensors."""
