@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from typing_extensions import override
 
-from lightning_mgpu.cli.project import in_own_name
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import in_own_name
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.processes import run_in_group
+from lightning_mgpu.project import find_configs
 from tests.runs.conftest import OWN
 
 

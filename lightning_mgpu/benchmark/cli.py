@@ -20,10 +20,10 @@ from lightning_mgpu.benchmark import cost, exchange, time_to_accuracy
 from lightning_mgpu.benchmark.plan import configurations
 from lightning_mgpu.benchmark.processes import command_line, machine, measure, new_directory
 from lightning_mgpu.benchmark.report import describe, headline, plot_parts, tables
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.commands import run_command
 from lightning_mgpu.devices import gpus
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import command
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes per device
 QUICK: dict[str, Any] = {"models": ["LeNet"], "repeats": 2, "num_steps": 10}

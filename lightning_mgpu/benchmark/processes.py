@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.devices import gpus
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.processes import process_group
+from lightning_mgpu.project import command
 
 Measurement = dict[str, Any]
 """`configuration`, a worker's arguments; `repeats`, what each process printed, or None; `error`."""

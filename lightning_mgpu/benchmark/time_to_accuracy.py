@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.benchmark.processes import command_line, machine, new_directory
-from lightning_mgpu.cli.project import command, program
 from lightning_mgpu.commands import ToolParser
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.processes import run_in_group
+from lightning_mgpu.project import command, program
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -17,6 +17,6 @@
 
 `run_trainer.py` says the same as a function; 8 and 9 are callbacks in `runs/`. Off this path stand
 `help.py` (the subcommands, `--help`), `yaml_files.py` (`--config`), `parser.py` (a class that is
-named has its own defaults), `error_messages.py` (a mistake ends in a few lines), `project.py` (the
-program that was started), and the commands `export.py` and `list_runs.py`.
+named has its own defaults), `error_messages.py` (a mistake ends in a few lines), and the commands
+`export.py` and `list_runs.py`.
 """

@@ -15,9 +15,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.commands import run_command
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import command
 from lightning_mgpu.runs.checkpoint_file import read_checkpoint, saved_config
 
 

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning_mgpu import __version__
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_default_config
+from lightning_mgpu.project import command
 
 TRAINER_SUBCOMMANDS = ("fit", "validate", "test", "predict")  # the LightningCLI's
 TOOLS = {  # the functions that the others call with their arguments

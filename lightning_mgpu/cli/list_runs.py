@@ -15,10 +15,10 @@ from csv import writer
 from pathlib import Path
 from typing import Any
 
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.commands import run_command
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import command
 from lightning_mgpu.runs.checkpoint_file import flatten
 from lightning_mgpu.runs.run_json import find_state, read_metrics, read_run_json
 

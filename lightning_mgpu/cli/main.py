@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
-from lightning_mgpu.cli.project import PACKAGE, PACKAGE_ENV
 from lightning_mgpu.cli.run_trainer import run_trainer
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import PACKAGE, PACKAGE_ENV
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from lightning_mgpu.cli.error_messages import last_part
-from lightning_mgpu.cli.project import PACKAGE, command, program
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import PACKAGE, command, program
 
 NO_TEXT = "Unable to serialize instance "  # jsonargparse writes it for a value without a text
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"

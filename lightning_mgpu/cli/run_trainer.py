@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_mgpu.callbacks import EpochTimer, is_search
 from lightning_mgpu.cli.checks import check_options
 from lightning_mgpu.cli.options import read_options
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.training_cli import TrainingCLI
 from lightning_mgpu.devices import devices, is_sharded
 from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.processes import leave_group
+from lightning_mgpu.project import command
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.directory import RUN_DIR_ENV, name_run_dir
 from lightning_mgpu.runs.last_checkpoint import LastCheckpoint

@@ -25,9 +25,9 @@ from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, constructor_errors
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import Options
 from lightning_mgpu.cli.parser import Parser, restorable
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import to_yaml
+from lightning_mgpu.project import command
 from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import draw_seed

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightning_mgpu.cli.project import config_dirs
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import config_dirs
 
 
 def find_config(name: str, option: str = "--config") -> Path:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.commands import ToolParser
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import command
 
 TEMPLATE = Path(__file__).parent / "template"
 CLONE = Path(__file__).parents[2]

@@ -16,13 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import PACKAGE, program
 
 LAST = "last.ckpt"
 CHECKPOINT_KEY = (
     "lightning_mgpu"  # under which a checkpoint has what this package adds to Lightning's
 )
 SECTIONS = ("seed_everything", "model", "data")  # of the configuration, in every checkpoint
-TRUSTED = (__package__.partition(".")[0], "torch", "lightning")  # packages of classes
+TRUSTED = (PACKAGE, "torch", "lightning")  # packages of classes, beside the project's own
 DOTTED = re.compile(r"\b[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
@@ -99,7 +100,7 @@ def print_foreign(config: dict[str, Any], path: str | Path) -> None:
     names = [
         name
         for name in dict.fromkeys(DOTTED.findall(str(config)))
-        if (package := name.partition(".")[0]) not in TRUSTED
+        if (package := name.partition(".")[0]) not in (*TRUSTED, program())
         and (package in sys.modules or find_spec(package))
     ]
     if names:  # stdout may be the configuration, of --print_config

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_mgpu.files import replace_text
+from lightning_mgpu.project import project_name
 from lightning_mgpu.runs.checkpoint_file import flatten
 
-PROJECT = "lightning-mgpu"
 REACH_SECONDS = 3.0  # how long the server may take to answer anything before a run goes offline
 # a server that answered may still take that long to make a run; then the run goes offline
 INIT_SECONDS = 8.0
@@ -36,7 +36,7 @@ class WandbOptions:
 
     Args:
         mode: `auto` goes online with a login and an answering server; `WANDB_MODE` goes before it.
-        project: The project; `WANDB_PROJECT` or `lightning-mgpu` if left out.
+        project: The project; `WANDB_PROJECT` or the program's name, `lightning-mgpu`, if left out.
         name: Shown name of the run; the run directory's if left out.
         log_model: Upload the best and the last epoch's checkpoints as artifacts after training.
     """
@@ -101,7 +101,7 @@ def _init(mode: str, tracking: WandbOptions, run_dir: Path, config: dict[str, An
     saved = run_dir / RUN_ID
     # with resume="allow": the first process with this id creates the run, later ones go on
     logger = WandbLogger(
-        project=tracking.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        project=tracking.project or os.environ.get("WANDB_PROJECT") or project_name(),
         name=tracking.name or os.environ.get("WANDB_NAME") or run_dir.name,
         id=saved.read_text() if saved.exists() else None,
         save_dir=run_dir,

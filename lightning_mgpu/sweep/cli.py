@@ -23,10 +23,10 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from lightning_mgpu.cli.project import command
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.commands import ToolParser
 from lightning_mgpu.errors import UsageError
+from lightning_mgpu.project import command
 from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
 
 # keys of the YAML; `program` and `command` are for W&B's agent

@@ -26,10 +26,10 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import create_trial
 from optuna.visualization.matplotlib import plot_slice
 
-from lightning_mgpu.cli.project import program
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import replace_text, replacing
 from lightning_mgpu.processes import run_in_group
+from lightning_mgpu.project import program
 
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
 NO_CURVE = "--curve=false"  # the sweep has a picture of all trials

@@ -9,7 +9,7 @@ import yaml
 
 from lightning_mgpu.cli import help as cli_help
 from lightning_mgpu.cli.help import OPTIONS, short_help, subcommands
-from lightning_mgpu.cli.project import find_configs
+from lightning_mgpu.project import find_configs
 
 CONFIGS = find_configs("lightning_mgpu")
 Config = Callable[..., dict[str, Any]]

@@ -13,9 +13,9 @@ import yaml
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.models.classifier import MeanLoss
+from lightning_mgpu.project import find_configs
 
 
 def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:

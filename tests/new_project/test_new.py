@@ -76,7 +76,6 @@ SAYS = {
     "fit --help.all": "usage: python -m stars fit",
     "fit --model.help": "--model.width",
     "fit --print_config": "class_path: stars.MyModel",
-    "fit --print_config ": "project: stars",
     "fit --model=LeNet --print_config": "class_path: lightning_mgpu.models.LeNet",
     "fit --model=MyModle": "did you mean MyModel?",
     "fit --trainer.max_epoch=3": "did you mean --trainer.max_epochs?",
@@ -112,6 +111,7 @@ def test_it_trains_resumes_and_exports(
     assert status == 0 and "epoch 3/3" in out and "epoch 1/3" not in out
     status, out = stars("export", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--output=a.pt2")
     assert status == 0 and "MyModel, batches of any size" in out
+    assert "names classes of other files" not in out  # they are its own
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
-from lightning_mgpu.cli.project import find_configs
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.project import find_configs
 from lightning_mgpu.sweep import Trial, trials
 from lightning_mgpu.sweep.cli import read_sweep, sweep_parser
 from lightning_mgpu.sweep.trials import TRIAL

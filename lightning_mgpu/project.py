@@ -22,6 +22,11 @@ def command() -> str:
     return f"python -m {program()}"
 
 
+def project_name() -> str:
+    """The program's name in `pyproject.toml` and at W&B: `my-project`."""
+    return program().replace("_", "-")
+
+
 def in_own_name(text: str) -> str:
     """The examples in a text with the program's name: `python -m my_project sweep`."""
     return text.replace(f"python -m {PACKAGE} ", f"{command()} ")
