@@ -21,6 +21,7 @@ os.environ.pop("WANDB_SERVICE", None)
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import lightning_mgpu.data.fashion_mnist
@@ -119,9 +120,20 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     return lambda **kwargs: Trainer(**{**usual, **kwargs})
 
 
+save_figure = Figure.savefig
+
+
+def save_empty_figure(figure: Figure, *args: Any, **kwargs: Any) -> None:
+    save_figure(Figure(figsize=(1, 1)), *args, **kwargs)
+
+
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Run a command line in this process and an empty directory; returns the exit status."""
+    """Run a command line in this process and an empty directory; returns the exit status.
+
+    Pictures are made, but saved empty: else half of a short run is text that matplotlib draws.
+    """
+    monkeypatch.setattr(Figure, "savefig", save_empty_figure)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
 

@@ -1,5 +1,6 @@
 """`python -m lightning_mgpu sweep`: interrupted, killed, in two terminals, failing, mistaken."""
 
+import contextlib
 import csv
 import fcntl
 import json
@@ -16,6 +17,7 @@ from typing import IO, Any
 import pytest
 import wandb
 import yaml
+from matplotlib.figure import Figure
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 
@@ -25,6 +27,7 @@ from lightning_mgpu.project import find_configs
 from lightning_mgpu.sweep import Trial, trials
 from lightning_mgpu.sweep.cli import read_sweep, sweep_parser
 from lightning_mgpu.sweep.trials import TRIAL
+from tests.conftest import save_figure
 
 LR = "model.optimizer.lr"
 
@@ -47,55 +50,66 @@ def table(sweep_dir: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_under_ddp_goes_on_and_failures_end_nothing(
-    command: Any, tmp_path: Path
+def test_a_killed_sweep_under_ddp_goes_on(
+    command: Any, main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "rates.yaml")
-    short = (
-        "--data.source=synthetic",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=2",
-        "--trainer.max_epochs=3",
-    )
-    args = (
-        "sweep",
-        "--config=rates.yaml",
-        *short,
-        "--trainer.limit_train_batches=40",
-        "--trainer.limit_val_batches=1",
-    )
+    """With kill -9, then in this process."""
+    write(tmp_path / "rates.yaml", parameters={LR: {"values": [0.1]}})
+    devices = ("--trainer.accelerator=cpu", "--trainer.devices=2")
+    short = ("--data.batch_size=64", "--trainer.limit_train_batches=40", "--trainer.max_epochs=3")
+    data = ("--data.source=synthetic", "--trainer.limit_val_batches=1")
+    args = ("sweep", "--config=rates.yaml", *devices, *short, *data)
     sweep_dir = tmp_path / "sweeps" / "rates"
     first = command.start(*args)
     while not (sweep_dir / "trial_000/checkpoints/last.ckpt").exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.05)
+    trial = int(os.popen(f"ps -o pid= --ppid {first.pid}").read())
     first.kill()  # with kill -9, which does not reach the trial's process
     first.wait()
     with (sweep_dir / "trial_000.log").open() as log:
         with pytest.raises(BlockingIOError):  # so that no other process takes the trial over
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for line in os.popen("ps -wweo pid=,args=").read().splitlines():
-            if "--run_dir=sweeps/rates/trial_000" in line:
-                os.kill(int(line.split()[0]), signal.SIGKILL)
+        os.killpg(trial, signal.SIGKILL)
         fcntl.flock(log, fcntl.LOCK_EX)
-    code, out, err = command(*args, timeout=200)
-    assert code == 0, err
+    monkeypatch.setenv("PYTHONPATH", command.env["PYTHONPATH"])
+    assert main(*args) == 0
     log_text = (sweep_dir / "trial_000.log").read_text()
-    assert (
-        log_text.count("run:      sweeps/rates/trial_000") == 2 and log_text.count("epoch 3/3") == 1
-    )  # resumed
-    assert "trial_001: failed: diverged: val_loss is nan" in out
-    assert f"trial_002: failed: status 2: error: --{LR}=oops" in out
-    rows = table(sweep_dir)
-    assert [bool(row["val_loss"]) for row in rows] == [True, False, False] and rows[0][
-        "trial"
-    ] == "trial_000"
-    assert (sweep_dir / "sweep.md").read_text() in out and (sweep_dir / "sweep.png").exists()
+    assert log_text.count("run:      sweeps/rates/trial_000") == 2
+    assert log_text.count("epoch 1/3") == log_text.count("epoch 3/3") == 1  # resumed
     with (sweep_dir / "trial_000/metrics.csv").open() as file:
         values = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert len(values) == 3 and json.loads((sweep_dir / "trial_000.json").read_text())[
-        "value"
-    ] == min(values)
+    record = json.loads((sweep_dir / "trial_000.json").read_text())
+    assert len(values) == 3 and record["value"] == min(values)
+
+
+def test_failures_end_nothing(
+    main: Callable[..., int],
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
+) -> None:
+    """The trials run in this process."""
+
+    def run(command: list[str], log: IO[str]) -> int:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            status = main(*command[3:])
+        log.flush()  # it is read for an error
+        return status
+
+    monkeypatch.setattr(trials, "run_in_group", run)
+    monkeypatch.setattr(Figure, "savefig", save_figure)  # the sweep's picture is drawn
+    write(tmp_path / "rates.yaml")
+    data = (f"--data.root={root}", "--data.val_size=101")
+    one = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=1")
+    assert main("sweep", "--config=rates.yaml", *data, *one) == 0
+    out, sweep_dir = capfd.readouterr().out, tmp_path / "sweeps" / "rates"
+    assert "trial_001: failed: diverged: val_loss is nan" in out
+    assert f"trial_002: failed: status 2: error: --{LR}=oops" in out
+    rows = [(row["trial"], bool(row["val_loss"])) for row in table(sweep_dir)]
+    assert rows == [("trial_000", True), ("trial_001", False), ("trial_002", False)]
+    assert (sweep_dir / "sweep.md").read_text() in out and (sweep_dir / "sweep.png").exists()
 
 
 class Fits:
