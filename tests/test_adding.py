@@ -79,12 +79,14 @@ def test_their_tests_pass(project: Path, shell: Callable) -> None:
 
 
 def test_a_model_trains_and_is_found_by_its_checkpoint(
-    project: Path, shell: Callable, main: Callable
+    project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
+    """Under a strategy of one process; under ddp it trains below."""
     [line] = [line for line in RUNS if "my_data" not in line and "my_model" in line]
-    out = shell(" ".join([line, *SHORT, *LIMITS]))
-    assert "epoch 1/1" in out and "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
-    assert "model:    MLP, 50,890 parameters" in out
+    options = (*SHORT, *LIMITS, "--trainer.strategy=manual_allreduce")
+    assert main(*shlex.split(line)[3:], *options) == 0
+    out = capfd.readouterr().out
+    assert "epoch 1/1" in out and f"sec/epoch on {run_devices(2)}" in out
     # the checkpoint alone says which model it is
     (path,) = project.glob("runs/*/checkpoints/last.ckpt")
     assert main("test", f"--ckpt_path={path}", CPU, "--data.source=synthetic", *LIMITS) == 0
@@ -103,7 +105,9 @@ def test_its_command_trains(
 def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main: Callable) -> None:
     """Its command, ddp on two devices, learns what one device and the book's algorithm do."""
     [line] = [line for line in RUNS if "my_data" in line]
-    assert "batch:    100 global, 50 per device" in shell(f"{line} {CPU} --run_dir=ddp")
+    out = shell(f"{line} {CPU} --run_dir=ddp")
+    assert "batch:    100 global, 50 per device" in out and "MLP, 50,890 parameters" in out
+    assert "sec/epoch on [device(type='cpu'), device(type='cpu')]" in out
     args = [arg for arg in shlex.split(line)[3:] if "devices" not in arg]
     assert main(*args, CPU, "--trainer.devices=1", "--run_dir=one") == 0
     strategy = ("--trainer.devices=3", "--trainer.strategy=manual_allreduce")

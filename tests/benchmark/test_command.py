@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mgpu.benchmark import cli, cost, steps, time_to_accuracy
-from lightning_mgpu.benchmark.exchange import LIMIT
+from lightning_mgpu.benchmark import cli, cost, exchange, processes, steps, time_to_accuracy
 from lightning_mgpu.benchmark.parts import PARTS, Parts
 from lightning_mgpu.benchmark.plan import Configuration
 from lightning_mgpu.data import FashionMNIST
@@ -109,19 +108,39 @@ def test_only_that_is_measured(
 
 
 @pytest.mark.slow
-def test_report(command: Callable, tmp_path: Path) -> None:
-    """Of the steps, the allreduce alone, and the engine; an algorithm of one's own works, too."""
+def test_report(
+    command: Any, main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    """Of the steps, the allreduce alone, and the engine; an algorithm of one's own works, too.
+
+    Only ddp and the algorithm are measured in processes here. tests/simulated/test_commands.py has
+    all measurements in processes, as they are.
+    """
+    run_worker = processes.run_worker
+    functions: dict[str, Any] = {"steps": steps.measure_steps, "cost": cost.measure_cost}
+    functions["exchange"] = exchange.measure_exchange
+
+    def run(worker: str, arguments: dict[str, Any]) -> Any:
+        if arguments.get("engine") == "ddp" or arguments.get("algorithm") == "mine.ring":
+            return run_worker(worker, arguments)
+        return json.loads(json.dumps(functions[worker](**arguments))), None
+
+    monkeypatch.setattr(processes, "run_worker", run)
+    monkeypatch.setattr(steps, "num_cores", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker takes it away
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{command.env['PYTHONPATH']}")
+    monkeypatch.syspath_prepend(tmp_path)
     code = "from lightning_mgpu.allreduce import ring_allreduce as ring\n"
     (tmp_path / "mine.py").write_text(code)
     sizes = ("--quick", "--sizes", "4096", "1048576", "--seconds=0.01", "--algorithms", "mine.ring")
     options = ("--repeats=1", "--run_dir=bench", "--strategies", "ddp")
-    code, out, err = command("benchmark", *SMALL, *sizes, *options, timeout=280)
-    assert code == 0, err
+    assert main("benchmark", *SMALL, *sizes, *options) == 0
+    out = capfd.readouterr().out
     report = json.loads((tmp_path / "bench" / "benchmark.json").read_text())
     assert [result["error"] for result in report["results"]] == [None] * 4
     assert all(result["repeats"][0]["step"] > 0 for result in report["results"])
     algorithms = [result["configuration"]["algorithm"] for result in report["exchange"]]
-    assert algorithms == ["mine.ring", LIMIT]
+    assert algorithms == ["mine.ring", exchange.LIMIT]
     for result in report["exchange"]:
         [found] = result["repeats"]
         assert list(found) == ["4 kB", "1 MB", "LeNet", "LeNet, flat"]
