@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,8 +13,9 @@ SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on: those of this machine, times the number of machines."""
-    local = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-    return list(local) * trainer.num_nodes
+    strategy: Any = trainer.strategy
+    local = getattr(strategy, "node_devices", None) or getattr(strategy, "parallel_devices", None)
+    return list(local or [strategy.root_device]) * trainer.num_nodes
 
 
 def is_sharded(trainer: Trainer) -> bool:

@@ -138,8 +138,9 @@ def check_processes(trainer: Trainer) -> None:
     if strategy.launcher is None:
         joins = num == 1
     else:
-        joins = num == trainer.num_devices * trainer.num_nodes
-        joins &= num_here in (0, trainer.num_devices)
+        num_processes = getattr(strategy, "num_processes", trainer.num_devices)
+        joins = num == num_processes * trainer.num_nodes
+        joins &= num_here in (0, num_processes)
         joins &= isinstance(strategy.launcher, _SubprocessScriptLauncher)
         joins &= strategy.cluster_environment.creates_processes_externally
     if num and not joins:

@@ -229,6 +229,7 @@ def batch_loader(
         kwargs.setdefault("pin_memory", copies_faster_from_pinned(trainer.strategy.root_device))
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
     world_size, rank = (trainer.world_size, trainer.global_rank) if trainer is not None else (1, 0)
+    rank = rank if world_size > 1 else 0  # every process of `manual_allreduce` reads whole batches
     shuffle = shuffle and not (trainer is not None and trainer.overfit_batches)  # type: ignore[attr-defined]
     sampler_class = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = sampler_class(indices, batch_size, shuffle, seed, world_size, rank, drop_last)

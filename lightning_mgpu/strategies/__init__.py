@@ -3,7 +3,7 @@
 The way of a batch, from the loader to the update. The Trainer calls the functions that are not
 indented; these call the others. Read the files in the order of the stops.
 
- 1. optimizer_step             the Trainer's update; its closure makes stops 3 to 27  train_batch.py
+ 1. optimizer_step             the Trainer's update; its closure makes stops 3 to 30  train_batch.py
  2.   Window.closing           warns if an update's losses count nothing              loss_weight.py
  3. training_step              the whole batch comes, on the first device             train_batch.py
  4.   Window.begin_batch       perhaps the first of an accumulation window            loss_weight.py
@@ -18,26 +18,29 @@ indented; these call the others. Read the files in the order of the stops.
 13.   turn                     the user's training_step runs on shard i ...           train_batch.py
 14.     Replicas.enter         ... while the module is replica i                         replicas.py
 15.     Updates.use_state_of   ... and the optimizers have its parameters                 updates.py
-16.   Replicas.statistics      BatchNorm's are written into the record                   replicas.py
-17.   Merger.changes           ... and changes of Python objects                          merging.py
-18.   Recorder.combine_calls   logs and metrics are replayed, once       records.py, metric_calls.py
-19.   average_statistics       k BatchNorm statistics become one                        combining.py
-20.   Merger.combine           k changes of Python objects become one                     merging.py
-21.   Replicas.compare_edited  warns of weights that differ                              replicas.py
-22.   gather                   k outputs become one                                     combining.py
-23.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
-24.   Window.weigh             its weight in the window                               loss_weight.py
-25. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
-26.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
-27. hooks, clipping            the Trainer's, on the first replica's gradients
-28. the optimizer              updates the first replica
-29. update_replicas            the others follow                          manual_allreduce.py, dp.py
-30.   Updates.repeat           ... by an update of their own, if they can                 updates.py
+16.   Replicas.edits           edits of weights and buffers go into the record           replicas.py
+17.   Replicas.statistics      ... BatchNorm's statistics                                replicas.py
+18.   Merger.changes           ... and changes of Python objects                          merging.py
+19.   Processes.share          every process gets the records of all replicas           processes.py
+20.   Recorder.combine_calls   logs and metrics are replayed, once       records.py, metric_calls.py
+21.   average_statistics       k BatchNorm statistics become one                        combining.py
+22.   Merger.combine           k changes of Python objects become one                     merging.py
+23.   Replicas.compare_edited  warns of weights that differ                              replicas.py
+24.   gather                   k outputs become one                                     combining.py
+25.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
+26.   Window.weigh             its weight in the window                               loss_weight.py
+27. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
+28.   Processes.exchange       gradients go to the process that adds them up            processes.py
+29.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
+30. hooks, clipping            the Trainer's, on the first replica's gradients
+31. the optimizer              updates the first replica
+32. update_replicas            the others follow                          manual_allreduce.py, dp.py
+33.   Updates.repeat           ... by an update of their own, if they can                 updates.py
 
 Not on the way: `hooks.py` knows which user code may edit weights between two steps. `equality.py`
 compares replicas. `lockstep.py` runs replicas that wait for each other within a step; then
-`manual_optimization.py`, `sync_batchnorm.py` and `collectives.py` say for what. `one_process.py`
-refuses launchers. `streams.py` has random numbers, `auto_split.py` uneven shares, and
+`manual_optimization.py`, `sync_batchnorm.py` and `collectives.py` say for what. `launching.py`
+finds out which process this is. `streams.py` has random numbers, `auto_split.py` uneven shares, and
 `devices_and_attributes.py` what all files need. `names.py` finds a strategy by its name.
 """
 
@@ -76,7 +79,7 @@ for _name, _allreduce in {
     StrategyRegistry.register(
         _name,
         ManualAllreduceStrategy,
-        description=f"replicas on several devices of one process, {_allreduce.__name__}",
+        description=f"replicas on several devices, {_allreduce.__name__}",
         override=True,
         allreduce=_allreduce,
     )

@@ -1,7 +1,8 @@
 """`all_gather`, `reduce` and `broadcast` in a step, between replicas that wait for each other.
 
 In such a step `self.global_rank` is the replica's number and `trainer.world_size` is how many there
-are, as under `ddp`. Elsewhere this is one process.
+are, as under `ddp`. Elsewhere all processes have the same, and the world size is 1: only decisions
+and what is broadcast travel, as for example one process alone looks at the clock.
 """
 
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mgpu.strategies.launching import SETUP_SECONDS, Launching
 from lightning_mgpu.strategies.split_batch import send
 
 
-class Collectives:
+class Collectives(Launching):
     """The collectives of a strategy."""
 
     lockstep: Any = None  # a Lockstep, while the strategy is set up
@@ -24,9 +26,11 @@ class Collectives:
 
     @property
     def global_rank(self) -> int:
-        return self._running.index if self._running else 0
+        return self._running.index if self._running else self.process_rank
 
-    local_rank = global_rank
+    @property
+    def local_rank(self) -> int:
+        return self._running.index if self._running else self._ask_rank("local_rank")
 
     @property
     def world_size(self) -> int:
@@ -70,20 +74,23 @@ class Collectives:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all replicas, or any, have decided so."""
         if (lockstep := self._lockstep("reduce_boolean_decision")) is None:
-            return decision
-        given = [each for (each,) in lockstep.exchange("reduce_boolean_decision", [], decision)]
+            given = self.processes.share("reduce_boolean_decision", decision)
+        else:
+            given = [each for (each,) in lockstep.exchange("reduce_boolean_decision", [], decision)]
         return min(given) if all else max(given)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What replica `src` has."""
+        """What replica `src` has; outside of steps, what process `src` has."""
         if (lockstep := self._lockstep("broadcast")) is None:
-            return obj
+            shared = self.processes.share("broadcast", obj if self.process_rank == src else None)
+            return shared[src] if src < self.processes.num > 1 else obj
         source = lockstep.devices[src]
         given = lockstep.exchange("broadcast", [], obj)[src][0]
         return send(given, source, lockstep.devices[self._running.index])
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to wait for: replicas run in one process."""
+        """Wait for the other processes, as one may prepare data."""
+        self.processes.share("barrier", None, SETUP_SECONDS)
 
     def _lockstep(self, name: str) -> Any:
         """The lockstep by which a replica exchanges. None outside of steps."""

@@ -138,18 +138,22 @@ def _are_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 @torch.no_grad()
 def average_statistics(
-    statistics: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, int]
+    targets: Sequence[Tensor], statistics: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, int]
 ) -> None:
-    """Average what BatchNorm has tracked into the first replica's, weighted by samples.
+    """Average what BatchNorm has tracked into the user's tensors, weighted by samples.
 
     A moving average is linear. It is written by `.data`, because the backward pass may have saved
-    the tensor, and refuses one that was edited.
+    the tensor, and refuses one that was edited. Counts of batches are replica 0's.
     """
-    means = [torch.zeros_like(each) for each in statistics[0]]
-    for i, size in sizes.items() if means else ():
-        add_all(means, statistics[i], alpha=size / sum(sizes.values()))
-    if means:
-        torch._foreach_copy_([each.data for each in statistics[0]], means)
+    places = [n for n, target in enumerate(targets) if target.is_floating_point()]
+    values = [*statistics[0]]
+    for n in places:
+        values[n] = torch.zeros_like(values[n])
+    for i, size in sizes.items() if places else ():
+        means, parts = ([each[n] for n in places] for each in (values, statistics[i]))
+        add_all(means, parts, alpha=size / sum(sizes.values()))
+    if targets:
+        torch._foreach_copy_([target.data for target in targets], values)
 
 
 def reduce_logged(values: Sequence[Tensor], weights: Sequence[float], reduce_fx: Any) -> Tensor:

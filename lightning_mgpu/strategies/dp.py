@@ -18,13 +18,14 @@ from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 class DataParallelStrategy(TrainBatchStrategy):
     """One set of parameters, copied to the other devices of one process after every update.
 
-    The options are those of `ManualAllreduceStrategy`, without `allreduce`.
+    The options are those of `ManualAllreduceStrategy`, without `allreduce` and `processes`.
 
     Raises:
         MisconfigurationException: If an option does not fit the devices, or under torchrun, SLURM.
     """
 
     name = "dp"
+    takes_processes = False
     sums_everywhere = False
 
     @override

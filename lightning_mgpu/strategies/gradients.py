@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
-from lightning_mgpu.strategies.equality import EqualityCheck, differences
+from lightning_mgpu.strategies.equality import EqualityCheck, differences, digest_of_all
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
+from lightning_mgpu.strategies.processes import Processes
 from lightning_mgpu.strategies.replicas import Replicas
 
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
@@ -27,7 +28,9 @@ Graph = Sequence[tuple[Tensor, Tensor]]  # tensors of a batch that have one, and
 class Gradients:
     """The gradients of k replicas.
 
-    `reduce_gradients` leaves sums in each of them if `sums_everywhere`, else in the first.
+    `reduce_gradients` leaves sums in each of them if `sums_everywhere`, else in the first. With
+    several processes each calls it for its part of the parameters, with the gradients of all
+    replicas, and the others get the sums.
     """
 
     def __init__(
@@ -36,9 +39,12 @@ class Gradients:
         turn: Callable[[int], AbstractContextManager],
         reduce_gradients: Callable[[dict[str, list[Tensor]]], None],
         sums_everywhere: bool,
+        processes: Processes,
+        reduces_all: bool = False,
     ) -> None:
-        self.replicas, self.turn = replicas, turn
+        self.replicas, self.turn, self.processes = replicas, turn, processes
         self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
+        self.reduces_all = reduces_all  # whether every process reduces every gradient
         self.check = EqualityCheck()  # of the sums
         self.is_check_due = True
         self.is_manual_check_due = True  # before an update in manual optimization
@@ -73,6 +79,8 @@ class Gradients:
         connected = {i: (losses[i], sizes[i] / total) for i in counted if losses[i].requires_grad}
         if counted and not connected:
             return value
+        numbers = self.replicas.numbers
+        connected = {i: loss for i, loss in connected.items() if i in numbers}
         anchor = torch.zeros_like(value, requires_grad=True)
         anchor.register_hook(
             lambda grad: self._backward_and_reduce(grad, connected, is_one_graph, batch_graph)
@@ -121,9 +129,11 @@ class Gradients:
                 every = [loss for loss, _ in losses.values()]
                 torch.autograd.backward(every, list(parts.values()), keep_graph)
         else:
-            for i in gpus_first(losses, self.replicas.devices):
-                with self.turn(i):
-                    torch.autograd.backward(losses[i][0], parts[i], keep_graph)
+            first, devices = self.replicas.first, self.replicas.devices
+            for i in gpus_first([i - first for i in losses], devices):
+                loss, part = losses[first + i][0], parts[first + i]
+                with self.turn(first + i):
+                    torch.autograd.backward(loss, part, keep_graph)
         used = [(tensor, leaf) for tensor, leaf in batch_graph if leaf.grad is not None]
         if used:
             tensors, leaves = zip(*used)
@@ -132,26 +142,72 @@ class Gradients:
                 leaf.grad = None
 
     def _reduce(self) -> None:
-        """Reduce the gradients. A missing gradient counts as zero. torch adds up sparse ones."""
-        gradients: dict[str, list[Tensor]] = {}
+        """Reduce the gradients, each in one process, and leave the sums in all replicas."""
+        rank, sets = self.processes.rank, self.replicas.parameter_sets
         places: set[int] = set()
-        for name, params in self.replicas.parameter_sets.items():
-            grads = [param.grad for param in params]
+        for param in (param for params in sets.values() for param in params):
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = _unshared(param.grad, places)
+        owner_of = self._deal_out()
+        messages = [
+            {
+                name: [param.grad for param in params]
+                for name, params in sets.items()
+                if self.reduces_all or owner_of[name] == owner
+            }
+            for owner in range(self.processes.num)
+        ]
+        received = self.processes.exchange("gradients", messages)
+        grads_by_name = {
+            name: [grad for part in received for grad in part[name]] for name in messages[rank]
+        }
+        sums = self._add_up(grads_by_name)
+        if self.reduces_all:
+            return
+        for owner, part in enumerate(self.processes.share("sums of gradients", sums)):
+            for name, total in part.items() if owner != rank else ():
+                for param in sets[name]:
+                    param.grad = total.to(param.device, copy=True).view_as(param)
+
+    def _add_up(self, grads_by_name: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
+        """Reduce gradients of all replicas. Returns the sums, which replicas here have, too.
+
+        A missing gradient counts as zero. torch adds up sparse ones.
+        """
+        sums: dict[str, Tensor] = {}
+        gradients: dict[str, list[Tensor]] = {}
+        for name, grads in grads_by_name.items():
+            params = self.replicas.parameter_sets[name]
+            param_of = dict(zip(self.replicas.numbers, params))
             parts = [grad for grad in grads if grad is not None]
             if any(part.is_sparse for part in parts):
-                params[0].grad = reduce(torch.add, [part.to(params[0].device) for part in parts])
+                home = params[0].device
+                params[0].grad = sums[name] = reduce(torch.add, [part.to(home) for part in parts])
                 self._push([params])
             elif parts:
                 gradients[name] = []
-                for param, grad in zip(params, grads):
-                    dense = torch.zeros_like(param) if grad is None else _unshared(grad, places)
-                    if dense is not grad:
+                for i, grad in enumerate(grads):
+                    param = param_of.get(i, params[0])  # another process has replica i's
+                    dense = torch.zeros_like(param) if grad is None else grad
+                    if i in param_of:
                         param.grad = dense
                     # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
                     gradients[name].append(dense if dense.ndim else dense.view(1))
         self.reduce_gradients(gradients)
         if self.sums_everywhere and self.is_check_due:
             self._check_sums(gradients)
+        return sums | {name: grads[0] for name, grads in gradients.items()}
+
+    def _deal_out(self) -> dict[str, int]:
+        """Which process reduces the gradient of each parameter: even shares of the bytes."""
+        num_bytes = [0] * self.processes.num
+        owner_of: dict[str, int] = {}
+        firsts = {name: params[0] for name, params in self.replicas.parameter_sets.items()}
+        sizes = {name: each.nbytes if each.requires_grad else 0 for name, each in firsts.items()}
+        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            owner_of[name] = num_bytes.index(min(num_bytes))
+            num_bytes[owner_of[name]] += sizes[name]
+        return owner_of
 
     def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
         """Raise a ValueError if replicas have other sums than the first: they would drift apart."""
@@ -231,15 +287,21 @@ class Gradients:
         They are compared in an epoch's first step, and where torch has counted an edit. The host
         waits once.
         """
-        if not self.is_manual_check_due and self._are_equal():
+        is_due = self.is_manual_check_due or not self._are_equal()
+        if not any(self.processes.share("an update", is_due)):
             return
         self.is_manual_check_due = False
-        sets = self.replicas.parameter_sets.values()
-        by_set = [[params[i].grad for i in active] for params in sets]
+        first, sets = self.replicas.first, self.replicas.parameter_sets.values()
+        here = [i - first for i in active if i in self.replicas.numbers]
+        by_set = [[params[i].grad for i in here] for params in sets]
         present = [[grad for grad in grads if grad is not None] for grads in by_set]
         dense = [grads for grads in present if grads and not grads[0].is_sparse]
-        is_missing = any(0 < len(grads) < len(active) for grads in present)
-        if is_missing or (dense and bool(differences(dense).any())):
+        is_missing = any(0 < len(grads) < len(here) for grads in present)
+        are_different = bool(dense and differences(dense).any())
+        if self.processes.num > 1:
+            digest = digest_of_all(grads[0] for grads in dense)
+            are_different |= len({*self.processes.share("gradients of an update", digest)}) > 1
+        if is_missing or are_different:
             raise RuntimeError(
                 "training_step must call self.manual_backward(loss), not loss.backward(), and edit "
                 "gradients in the same way for every shard: the replicas' gradients differ before "

@@ -3,6 +3,7 @@
 The caller's thread lets one replica after the other run until it meets or has finished. When all
 replicas have come to the same meeting, the thread runs the meeting's action, once, and lets them
 go on. So replicas never run at the same time, and an action for all runs in the caller's thread.
+With several processes each runs the action, with what the replicas of all have brought.
 """
 
 import contextvars
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.strategies.devices_and_attributes import current_device
+from lightning_mgpu.strategies.processes import Processes
 
 
 class Stop(NamedTuple):
@@ -31,28 +33,37 @@ class Lockstep:
     """Runs steps whose replicas meet. `turn(i)` enters replica i's turn."""
 
     def __init__(
-        self, devices: Sequence[torch.device], turn: Callable[[int], AbstractContextManager]
+        self,
+        devices: Sequence[torch.device],
+        turn: Callable[[int], AbstractContextManager],
+        processes: Processes,
     ) -> None:
-        self.devices, self.turn = devices, turn
-        self.active: Sequence[int] = ()  # the replicas of the step
+        self.devices, self.turn, self.processes = devices, turn, processes
+        self.active: Sequence[int] = ()  # the replicas of the step, in all processes
         self.is_one_graph = False  # tensors with graphs have been exchanged in this step
         self.running: _Replica | None = None  # whose thread it is
 
-    def run(self, function: Callable[[int], Any], active: Sequence[int]) -> list[Any]:
-        """Call `function(i)` for every active replica, and return the results.
+    def run(
+        self, function: Callable[[int], Any], here: Sequence[int], active: Sequence[int]
+    ) -> list[Any]:
+        """Call `function(i)` for every replica that is here, and return the results.
 
-        An error in one of them ends all.
+        `active` are those of all processes. An error in one of them ends all.
         """
         self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
-        replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in active}
+        replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in here}
         answer = None
         try:
             while True:
                 stops = {i: self._go_on(replica, answer) for i, replica in replicas.items()}
-                values = {i: stop.value for i, stop in stops.items()}
-                if (action := _agreed(stops)) is None:
-                    return list(values.values())
-                answer = action(values)
+                action = stops[here[0]].action
+                places = {i: stop.where for i, stop in stops.items()}
+                values = {i: stop.value for i, stop in stops.items() if action}
+                shared = self.processes.share("a meeting of replicas", (places, values))
+                _check_agreement({i: place for part, _ in shared for i, place in part.items()})
+                if action is None:
+                    return [stop.value for stop in stops.values()]
+                answer = action({i: value for _, part in shared for i, value in part.items()})
         finally:
             for replica in replicas.values():
                 replica.end()
@@ -87,27 +98,35 @@ class Lockstep:
         are one.
         """
         assert self.running is not None
-        mine = list(self.active).index(self.running.index)
-        shares = [Share.apply(tensor, len(self.active)) for tensor in tensors]
+        mine, k = list(self.active).index(self.running.index), len(self.active)
         self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)
+        if self.is_one_graph and self.processes.num > 1:
+            raise RuntimeError(
+                f"{name} with gradients does not reach other processes: give one process all "
+                "devices."
+            )
+        shares = [Share.apply(t, k) if t.requires_grad else (t.clone(),) * k for t in tensors]
         given = self.meet((name, len(tensors)), (shares, others), dict)
         device = self.devices[self.running.index]
+
+        def take(share: Tensor) -> Tensor:
+            return share.to(device, copy=not share.requires_grad)  # of one that is for all
+
         return [
-            (*(share[mine].to(device) for share in shares), *others)
-            for shares, others in given.values()
+            (*(take(each[mine]) for each in shares), *others) for shares, others in given.values()
         ]
 
 
-def _agreed(stops: dict[int, Stop]) -> Callable[[dict[int, Any]], Any] | None:
-    (first, (where, _, action)), *others = stops.items()
-    for i, (other, *_) in others:
+def _check_agreement(places: dict[int, tuple[str, Any]]) -> None:
+    """Refuse replicas that wait at different places."""
+    (first, where), *others = places.items()
+    for i, other in others:
         if other != where:
             raise RuntimeError(
                 f"replica {first} is at {where[0]}, replica {i} at {other[0]}: every replica must "
                 "call manual_backward and step as often, and for the same optimizer, whatever is "
                 "in its shard."
             )
-    return action
 
 
 class _Replica:

@@ -22,7 +22,7 @@ from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 
 class ManualAllreduceStrategy(TrainBatchStrategy):
-    """k replicas of the module on devices of one process, kept equal by a hand-written allreduce.
+    """k replicas of the module, in one process or in several, equal by a hand-written allreduce.
 
     Args:
         allreduce: Leaves the sum of k tensors, one per replica, in each of them (see
@@ -37,10 +37,13 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
             kind. Left out: one per device.
         lockstep: Let replicas wait for each other wherever a step calls `compute()` of a metric,
             `all_gather`, `reduce` or `broadcast`.
+        processes: How many processes per node share the devices; Lightning starts them. Left out:
+            one, or those that torchrun or SLURM has started.
+        seconds: How long a process waits for another one before it gives up.
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place, with what each device got.
-        MisconfigurationException: If an option does not fit the devices, or under torchrun, SLURM.
+        MisconfigurationException: If an option does not fit the devices or the processes.
     """
 
     name = "manual_allreduce"
@@ -53,6 +56,8 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
         split: list[float] | Literal["auto"] | None = None,
         replicas: int | None = None,
         lockstep: bool = False,
+        processes: int | None = None,
+        seconds: float = 60.0,
         **kwargs: Any,
     ) -> None:
         if not callable(allreduce):
@@ -60,7 +65,14 @@ class ManualAllreduceStrategy(TrainBatchStrategy):
                 f"allreduce={allreduce}: give a function of a list of tensors, or leave it out."
             )
         super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
-        self.allreduce = allreduce
+        self.allreduce, self.processes_asked_for, self.seconds = allreduce, processes, seconds
+
+    @property
+    @override
+    def reduces_all(self) -> bool:
+        """A subclass with a reduction of its own may keep a state: all processes have it whole."""
+        own = ManualAllreduceStrategy.reduce_gradients
+        return type(self).reduce_gradients is not own
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -35,12 +35,17 @@ class Meetings:
             step_by_optimizer: Called once, when all have met at an optimizer or a wrapper.
             schedulers: They step once, by themselves.
         """
-        met = [(each, "step", self._met_step(each, f)) for each, f in step_by_optimizer.items()]
-        met += [(each, "step", self._met_schedule(each)) for each in schedulers]
+        met = [
+            (each, "step", self._met_step(each, number, f))
+            for number, (each, f) in enumerate(step_by_optimizer.items())
+        ]
+        met += [(each, "step", self._met_schedule(each, n)) for n, each in enumerate(schedulers)]
         with replace_attributes(met):
             yield
 
-    def _met_step(self, optimizer: Any, step_and_follow: Callable[..., Any]) -> Callable[..., Any]:
+    def _met_step(
+        self, optimizer: Any, number: int, step_and_follow: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """The `step` of an optimizer for replicas, which returns the whole batch's loss."""
         step = optimizer.step
 
@@ -51,7 +56,7 @@ class Meetings:
             loss = (
                 None if closure is None else apply_to_collection(closure(), Tensor, Tensor.detach)
             )
-            return self.lockstep.meet(("step", id(optimizer)), loss, partial(step_once, **kwargs))
+            return self.lockstep.meet(("step", number), loss, partial(step_once, **kwargs))
 
         def step_once(losses: dict[int, Any], **kwargs: Any) -> Any:
             self.gradients.check_manual(list(losses))
@@ -70,7 +75,7 @@ class Meetings:
 
         return met_step
 
-    def _met_schedule(self, scheduler: Any) -> Callable[..., Any]:
+    def _met_schedule(self, scheduler: Any, number: int) -> Callable[..., Any]:
         """The `step` of a scheduler for replicas. A loss that it is given is the whole batch's."""
         step = getattr(scheduler, "step", None)
 
@@ -84,7 +89,7 @@ class Meetings:
             *args, kwargs = (whole(given, parts) for parts in zip(*given.values()))
             return step(*args, **kwargs)  # type: ignore[misc]
 
-        where = "a scheduler", id(scheduler)
+        where = "a scheduler", number
         return lambda *args, **kwargs: self.lockstep.meet(where, (*args, kwargs), step_once)
 
     def _gather(self, active: Mapping[int, Any], parts: Sequence[Any]) -> Any:

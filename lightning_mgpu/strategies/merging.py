@@ -33,12 +33,20 @@ from lightning_mgpu.strategies.state import (
 )
 
 NUMBERS = (int, float, complex)
+# attributes of modules that are no state of the user's: tensors, and what Lightning has by ids
+LEFT_OUT = {*TENSORS, "_metric_attributes", "_param_requires_grad_state"}
+
+
+class Longer(NamedTuple):
+    """What a list has more than the one that it has replaced."""
+
+    items: list[Any]
 
 
 class Changes(NamedTuple):
     """A replica's changes, in one step, of a namespace or a container."""
 
-    assigned: dict[Any, Any]  # by key, or by index
+    assigned: dict[Any, Any]  # by key, or by index; a `Longer` for a list that has grown
     removed: set[Any]  # keys
     added: list[Any]  # items
     dropped: int  # how many items at the front
@@ -58,13 +66,21 @@ class Merger:
         for n, key, value, versions in state.versions_at_start[i]:
             if get(state.stores[i][n], key) is value and versions_of(value) != versions:
                 changes.setdefault(n, Changes({}, set(), [], 0)).assigned[key] = value
+        for n in changes.keys() & range(len(state.owners)):
+            for key in LEFT_OUT:
+                changes[n].assigned.pop(key, None)
         return changes
 
     def combine(self, changes: Mapping[int, Mapping[int, Changes]], sizes: dict[int, int]) -> None:
-        """Put together what the active replicas have changed, in the first one's."""
+        """Put together what replicas have changed, in the user's objects.
+
+        Those have replica 0's changes already, if it is here.
+        """
         for n in sorted({n for each in changes.values() for n in each}):
             store = self.state.holders[n].store
             by_replica = {i: each[n] for i, each in changes.items() if n in each}
+            if self.state.first and 0 in by_replica:
+                self._apply(n, by_replica[0])
             if isinstance(store, set):
                 store.update(*(change.added for change in by_replica.values()))
                 store.difference_update(*(change.removed for change in by_replica.values()))
@@ -80,14 +96,27 @@ class Merger:
                 for key, value in change.assigned.items():
                     assigned.setdefault(key, {})[i] = value
             for key, values in assigned.items():
-                if not (n < len(self.state.owners) and key in TENSORS):
-                    self._combine_values(n, key, values, sizes)
+                self._combine_values(n, key, values, sizes)
+
+    def _apply(self, n: int, change: Changes) -> None:
+        """Make the changes of the first of all replicas, which is in another process."""
+        store, before = self.state.holders[n].store, self.state.home_at_start[n]
+        if isinstance(store, (list, deque)):
+            self._edit_items(store, change)
+        for key, value in change.assigned.items():
+            if isinstance(store, Counter):
+                store[key] += value
+            else:
+                store[key] = _whole(value, get(before, key))
 
     def _combine_values(
         self, n: int, key: Any, values: dict[int, Any], sizes: dict[int, int]
     ) -> None:
         """Put together what replicas have assigned to an attribute, a key or an index."""
-        store, before = self.state.holders[n].store, get(self.state.stores_at_start[0][n], key)
+        store, before = self.state.holders[n].store, get(self.state.home_at_start[n], key)
+        are_longer = all(isinstance(value, Longer) for value in values.values())
+        if not are_longer:
+            values = {i: _whole(value, before) for i, value in values.items()}
         given, sized, home = [*values.values()], [sizes[i] for i in values], self.state.devices[0]
         is_attribute, is_partial = n < len(self.state.owners), len(values) < len(sizes)
         if isinstance(store, Counter):
@@ -97,10 +126,9 @@ class Merger:
             for value in given[1:]:
                 (whole.extend if hasattr(whole, "extend") else whole.update)(value)
             store[key] = bring_home(whole, home)
-        elif isinstance(before, list) and all(_begins_with(value, before) for value in given):
-            store[key] = before + [
-                item for each in given for item in bring_home(each[len(before) :], home)
-            ]
+        elif are_longer:
+            items = [item for each in given for item in bring_home(each.items, home)]
+            store[key] = before + items
         elif is_partial:
             is_first = is_attribute and all(map(_is_number, given))
             if get(store, key) is MISSING or not is_first:
@@ -116,8 +144,8 @@ class Merger:
                 store[key] = bring_home(given[0], home)
             self._note_values(self._first_stays(n, key), before, given, sized)
             for i, value in values.items():
-                if i:
-                    self.state.keep_hidden_state(i, store, key, value)
+                if i and (number := i - self.state.first) in range(len(self.state.devices)):
+                    self.state.keep_hidden_state(number, store, key, value)
 
     def _note_values(self, message: str, before: Any, given: list[Any], sizes: list[int]) -> None:
         """Warn of values that look like results of a shard, not like hidden states of samples."""
@@ -149,17 +177,19 @@ class Merger:
     def _combine_items(self, n: int, changes: dict[int, Changes]) -> None:
         """Drop from and add to the first replica's list as the others did to theirs."""
         store = self.state.holders[n].store
-        is_limited = isinstance(store, deque) and store.maxlen is not None
-        if not is_limited and any(change.dropped for change in changes.values()):
+        if not _is_limited(store) and any(change.dropped for change in changes.values()):
             self.notes.warn(
                 f"A step drops items from {self.state.name_of(n)}: which stay may depend on the "
                 "number of devices. Collect them in a hook."
             )
         for i, change in changes.items():
             if i:
-                for _ in range(0 if is_limited else min(change.dropped, len(store))):
-                    del store[0]
-                store.extend(bring_home(change.added, self.state.devices[0]))
+                self._edit_items(store, change)
+
+    def _edit_items(self, store: Any, change: Changes) -> None:
+        for _ in range(0 if _is_limited(store) else min(change.dropped, len(store))):
+            del store[0]
+        store.extend(bring_home(change.added, self.state.devices[0]))
 
 
 def _is_changed(before: Any, now: Any) -> bool:
@@ -173,6 +203,9 @@ def _find_changes(before: Any, now: Any) -> Changes:
         new = {key: each for key, each in now.items() if before.get(key, MISSING) is not each}
         if isinstance(now, Counter):
             new = {key: count - before[key] for key, count in new.items()}
+        for key, value in new.items():
+            if _begins_with(value, old := before.get(key)):
+                new[key] = Longer(value[len(old) :])
         return Changes(new, before.keys() - now.keys(), [], 0)
     if isinstance(now, Queue) and now.added and now.maxlen is not None:
         return Changes({}, set(), now.added, 0)
@@ -186,10 +219,19 @@ def _find_changes(before: Any, now: Any) -> Changes:
     return Changes({}, set(), now[len(before) - dropped :], dropped)
 
 
-def _begins_with(value: Any, before: list[Any]) -> bool:
+def _begins_with(value: Any, before: Any) -> bool:
     """Whether a new list has all items of the old one, and some more."""
-    is_longer = isinstance(value, list) and value is not before and len(value) >= len(before)
-    return is_longer and bool(before) and all(map(is_, value, before))
+    if not (isinstance(value, list) and isinstance(before, list)) or value is before:
+        return False
+    return len(value) >= len(before) > 0 and all(map(is_, value, before))
+
+
+def _whole(value: Any, before: Any) -> Any:
+    return before + value.items if isinstance(value, Longer) else value
+
+
+def _is_limited(store: Any) -> bool:
+    return isinstance(store, deque) and store.maxlen is not None
 
 
 def _is_plain(value: Any) -> bool:

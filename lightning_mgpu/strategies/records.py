@@ -38,7 +38,7 @@ Path = tuple[Any, ...]  # to a tensor in what a metric has returned
 class Key(NamedTuple):
     """Which call this is of a replica's step. The same call has the same key in all replicas."""
 
-    caller: Any  # the id of a metric, or the name of the hook that calls `self.log`
+    caller: Any  # the number of a metric, or the name of the hook that calls `self.log`
     name: str  # of the metric's method, or of what is logged
     num_before: int  # calls of the same caller and name
 
@@ -52,6 +52,7 @@ class Record:
     calls: dict[Key, Call] = field(default_factory=dict)  # of metrics and `self.log`, in order
     statistics: Sequence[Tensor] = ()  # that BatchNorm layers have tracked
     changes: Mapping[int, Changes] = field(default_factory=dict)  # of attributes and containers
+    edits: Mapping[str, Any] = field(default_factory=dict)  # of weights and buffers, by path
 
 
 class Recorder:
@@ -69,7 +70,9 @@ class Recorder:
         # `self.log("f1", self.f1(Z, y))`: by the id of a tensor that `forward` has returned
         self._sources: dict[int, tuple[Key, Path, Tensor]] = {}
         self._values: dict[Key, Any] = {}  # what calls return for the whole batch
-        self._names: dict[int, str] = {}  # of metrics, by id
+        self.metrics: list[Any] = []  # in the module's order
+        self._numbers: dict[int, int] = {}  # theirs, by id
+        self._names: list[str] = []
 
     @contextmanager
     def recording(self, records: Mapping[int, Record]) -> Iterator[None]:
@@ -77,11 +80,12 @@ class Recorder:
         model = self.replicas.module
         results: Any = model.trainer._results  # private: where `self.log` puts values, if anywhere
         patches: list[tuple[Any, str, Any]] = [(model, TO_TENSOR, self._to_tensor)]
-        self._names = {}
         for name, module in self.replicas.modules():
             for metric in module.modules():
-                if isinstance(metric, METRICS) and id(metric) not in self._names:
-                    self._names[id(metric)] = name
+                if isinstance(metric, METRICS) and id(metric) not in self._numbers:
+                    self._numbers[id(metric)] = len(self.metrics)
+                    self.metrics.append(metric)
+                    self._names.append(name)
                     if id(metric) not in self._blanks:
                         self._blanks[id(metric)] = metric, _blank_copy(metric)
                     patches += [(metric, each, self._recorded(metric, each)) for each in METHODS]
@@ -98,7 +102,7 @@ class Recorder:
     # While replicas run
 
     def _write(self, caller: Any, name: str, call: Call) -> Key:
-        i = self.replicas.current
+        i = self.replicas.first + self.replicas.current
         key = Key(caller, name, self._counts[i, caller, name])
         self._counts[i, caller, name] += 1
         self.records[i].calls[key] = call
@@ -128,7 +132,7 @@ class Recorder:
             tensors = [each for each in leaves([*args, kwargs]) if isinstance(each, Tensor)]
             has_weights = any(map(self.replicas.holds, tensors))
             call = Call(metric, method, given, named, has_weights)
-            key = self._write(id(metric), method, call)
+            key = self._write(self._numbers[id(metric)], method, call)
             return self._for_the_shard(metric, key, args, kwargs) if method == "forward" else None
 
         return record
@@ -162,12 +166,14 @@ class Recorder:
                 "epoch ends."
             )
 
-        def compute(_: Any) -> Any:
-            self.combine_calls()
+        def compute(records: Mapping[int, Record]) -> Any:
+            self.combine_calls(records)
             with self._doing():
                 return metric.compute()
 
-        value = self.lockstep.meet(("compute()", id(metric)), None, compute)
+        where = "compute()", self._numbers[id(metric)]
+        record = self.records[self.lockstep.running.index]
+        value = self.lockstep.meet(where, record, compute)
         return move_data_to_device(value, self.replicas.module.device)
 
     # Afterwards
@@ -180,12 +186,12 @@ class Recorder:
         finally:
             self.is_recording = True
 
-    def combine_calls(self) -> None:
+    def combine_calls(self, records: Mapping[int, Record]) -> None:
         """Make the calls of all records, each once.
 
         Metrics go first: their values are needed by the calls of `self.log`.
         """
-        records, notes = self.records, self.replicas.notes
+        notes = self.replicas.notes
         keys = dict.fromkeys(key for record in records.values() for key in record.calls)
         with self._doing():
             for key in sorted(keys, key=lambda key: isinstance(key.caller, str)):
@@ -201,7 +207,7 @@ class Recorder:
                 if is_log:
                     self._log_once(key.caller, key.name, calls, sizes)
                 else:
-                    devices = self.replicas.devices
+                    devices = self.lockstep.devices
                     self._values[key] = call_once(calls, sizes, devices, self._blank)
         for record in records.values():
             record.calls.clear()

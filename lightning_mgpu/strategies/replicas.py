@@ -5,7 +5,7 @@ A module keeps everything it has, its parameters and buffers too, in its `__dict
 a list of such dicts, one per layer, with tensors of its own in them. `enter` exchanges the dicts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_
@@ -28,6 +28,7 @@ from lightning_mgpu.strategies.streams import Streams
 
 # one for all replicas, states included
 SHARED = (Metric, MetricCollection, MetricTracker, torch.jit.ScriptModule)
+TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 TensorSet = tuple[Tensor, ...]  # a parameter or a buffer, one per replica; the first is the user's
 
 
@@ -56,16 +57,26 @@ def get_params(params: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Replicas:
-    """k replicas of the user's module, which is the first one."""
+    """The replicas of this process. The first one's tensors are those of the user's module.
+
+    `first` is its number among the replicas of all processes. In the package `i` counts all of
+    them, except in the methods of replicas.py, state.py, updates.py and streams.py.
+    """
 
     def __init__(
-        self, module: LightningModule, devices: Sequence[torch.device], all_seeded: bool
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        all_seeded: bool,
+        first: int = 0,
     ) -> None:
-        self.module, self.devices = module, list(devices)
-        self.streams, self.notes = Streams(devices, all_seeded), Notes()
-        self.state = State(devices, self._localize)
+        self.module, self.devices, self.first = module, list(devices), first
+        self.streams, self.notes = Streams(devices, first, all_seeded), Notes()
+        self.state = State(devices, self._localize, first)
         self.merger = Merger(self.state, self.notes)
+        self.numbers = range(first, first + len(devices))
         self.current = 0  # whose turn it is
+        self._inside: list[Any] = []  # the namespaces and containers that the module has
         self.unknown_code: set[str] = set()  # names of what may edit weights unseen in every step
         self.parameter_sets: dict[str, TensorSet] = {}
         self.buffer_sets: dict[str, TensorSet] = {}
@@ -165,6 +176,7 @@ class Replicas:
         copy_tensors(self.buffer_sets.values())
         self._buffer_marks, self.data_was_read = _marks(self.buffer_sets.values()), False
         self.state.begin(step, meets)
+        self._inside = self.state.home
 
     def _localize(self, namespace: dict[str, Any], i: int) -> None:
         """Put replica i's tensors into the copy of a layer's `__dict__`."""
@@ -186,17 +198,24 @@ class Replicas:
     @contextmanager
     def enter(self, i: int) -> Iterator[None]:
         """Let the module be replica i inside the block, in a step and in its backward pass."""
-        self._exchange(i)
+        self.current = i
+        self._put_in(self.state.stores[i])
         try:
             with current_device(self.devices[i]), self.streams.of(i):
                 yield
         finally:
-            self._exchange(0)
+            self.current = 0
+            self._put_in(self.state.home)
 
-    def _exchange(self, i: int) -> None:
-        if i != self.current:
-            self.current = i
-            for owner, namespace in zip(self.state.owners, self.state.stores[i]):
+    @property
+    def is_away(self) -> bool:
+        """Whether it is the turn of a replica other than replica 0."""
+        return self._inside is not self.state.home
+
+    def _put_in(self, stores: list[Any]) -> None:
+        if stores is not self._inside:
+            self._inside = stores
+            for owner, namespace in zip(self.state.owners, stores):
                 object.__setattr__(owner, "__dict__", namespace)
 
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -204,39 +223,64 @@ class Replicas:
         return [each for each in self._named if isinstance(each[1], SHARED)] + self.state.modules
 
     def statistics(self, i: int) -> list[Tensor]:
-        """What BatchNorm layers have tracked in replica i."""
-        tracked = (
-            (each, self.set_of[key])
+        """What BatchNorm layers have tracked in replica i, and how often."""
+        return [
+            self.set_of[key][i]
             for key, each in self._place_of.items()
-            if each.name in ("running_mean", "running_var")
-        )
-        is_tracking = lambda layer: isinstance(layer, _NormBase) and layer.training  # noqa: E731
-        return [tensors[i] for each, tensors in tracked if is_tracking(each.layer)]
+            if isinstance(each.layer, _NormBase) and each.layer.training and each.name in TRACKED
+        ]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a replica's parameter or buffer."""
         sets = self.buffer_sets.values()
         return isinstance(tensor, nn.Parameter) or any(tensor is b for each in sets for b in each)
 
-    def compare_edited(self, active: Sequence[int]) -> None:
-        """Warn of weights and buffers to which the step has given different values by shard.
-
-        All replicas get the first one's values from now on.
-        """
-        parameters, buffers = self.parameter_sets.values(), self.buffer_sets.values()
-        now = _marks(parameters)
-        for tensors, is_edited in zip(parameters, self._are_edited(self._marks, now)):
+    def edits(self, active: Sequence[int]) -> list[dict[str, Any]]:
+        """By replica of the step: the weights and buffers that the step may have edited."""
+        parameters, buffers = self.parameter_sets, self.buffer_sets
+        edits: dict[str, dict[int, Any]] = {}  # by path and replica
+        are_edited = self._are_edited(self._marks, _marks(parameters.values()))
+        for (path, tensors), is_edited in zip(parameters.items(), are_edited):
             if is_edited:
-                self._note_edit(tensors[0], [tensors[i] for i in active])
-        now = _marks(buffers)
+                edits[path] = {i: tensors[i] for i in active}
         number = {id(owner): n for n, owner in enumerate(self.state.owners)} if buffers else {}
-        for tensors, is_edited in zip(buffers, self._are_edited(self._buffer_marks, now)):
+        are_edited = self._are_edited(self._buffer_marks, _marks(buffers.values()))
+        for (path, tensors), is_edited in zip(buffers.items(), are_edited):
             layer, name = self._place_of[id(tensors[0])][1:3]
             if not isinstance(layer, _NormBase):  # whose statistics are averaged
-                namespaces = [self.state.stores[i][number[id(layer)]] for i in active]
-                held = [namespace["_buffers"].get(name) for namespace in namespaces]
-                if is_edited or any(tensors[i] is not other for i, other in zip(active, held)):
-                    self._note_edit(tensors[0], held)
+                namespaces = {i: self.state.stores[i][number[id(layer)]] for i in active}
+                held = {i: namespace["_buffers"].get(name) for i, namespace in namespaces.items()}
+                if is_edited or any(tensors[i] is not other for i, other in held.items()):
+                    edits[path] = held
+        return [{path: held[i] for path, held in edits.items()} for i in active]
+
+    def compare_edited(self, edits: Mapping[int, Mapping[str, Any]]) -> None:
+        """Warn of weights and buffers to which the step has given different values by shard.
+
+        All replicas get replica 0's values from now on.
+        """
+        for path in dict.fromkeys(path for each in edits.values() for path in each):
+            original = (self.parameter_sets.get(path) or self.buffer_sets[path])[0]
+            held = {i: each[path] for i, each in edits.items() if path in each}
+            self._note_edit(original, [*held.values()])
+            if self.first and 0 not in held:
+                raise RuntimeError(
+                    f"A step edits {path} by what is in its shard, and only in some processes: "
+                    "edit it in a hook, for example `on_train_batch_start`."
+                )
+            if self.first:
+                self._assign(original, held[0])
+
+    @torch.no_grad()
+    def _assign(self, original: Tensor, value: Tensor | None) -> None:
+        """Give a weight or a buffer the value that replica 0 has in its process."""
+        if value is None:
+            place = self._place_of[id(original)]
+            place.layer._buffers[place.name] = None
+        elif (value.shape, value.dtype) == (original.shape, original.dtype):
+            data_of(original).copy_(value)
+        else:
+            original.data = value.detach()
 
     def _are_edited(self, before: list[Any], now: list[Any]) -> Iterable[bool]:
         """Whether tensors may have been edited, for each set."""

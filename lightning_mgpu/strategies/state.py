@@ -71,12 +71,18 @@ class Queue(deque):
 
 
 class State:
-    """The namespaces and containers of k replicas. Those of the first are the user's."""
+    """The namespaces and containers of replicas, of which `first` is the number of the first.
+
+    Those of replica 0 are the user's. In a process without it, every replica has copies.
+    """
 
     def __init__(
-        self, devices: Sequence[torch.device], localize: Callable[[dict[str, Any], int], None]
+        self,
+        devices: Sequence[torch.device],
+        localize: Callable[[dict[str, Any], int], None],
+        first: int = 0,
     ) -> None:
-        self.devices = devices
+        self.devices, self.first = devices, first
         self.localize = localize  # puts replica i's tensors into the namespace of a layer
         # see `keep_hidden_state`
         self.hidden_states: dict[Any, tuple[Any, dict[Any, tuple[Any, ...]]]] = {}
@@ -89,8 +95,10 @@ class State:
         self._arrays: list[tuple[int, Any]] = []  # a store, and a key of tensors or arrays in it
         self.modules: list[tuple[str, nn.Module]] = []  # that no layer holds as such
         self.owners: list[Any] = []  # layers, then objects: the first namespaces are theirs
-        self.stores: list[list[Any]] = []  # by replica: its namespaces, then its containers
+        self.home: list[Any] = []  # the user's: namespaces, then containers
+        self.stores: list[list[Any]] = []  # the same, by replica
         self.stores_at_start: list[list[Any]] = []  # the same, when the step began
+        self.home_at_start: list[Any] = []
         self._stores_at_find: list[Any] = []  # the first replica's, as `find` has found them
         self._large: list[Any] = []  # dicts and sets that are one for all replicas
 
@@ -151,9 +159,14 @@ class State:
             for key, hidden in self.hidden_states.items()
             if key[0] != step or key[2] in self._number
         }
-        first = [each.store for each in self.holders]
-        self.stores = [first, *(self._copy_for(i) for i in range(1, len(self.devices)))]
+        self.home = [each.store for each in self.holders]
+        self.stores = [
+            self._copy_for(i) if self.first + i else self.home for i in range(len(self.devices))
+        ]
         self.stores_at_start = [[shallow_copy(each) for each in stores] for stores in self.stores]
+        self.home_at_start = self.stores_at_start[0]
+        if self.first:
+            self.home_at_start = [shallow_copy(each) for each in self.home]
         self.versions_at_start = [
             [(n, key, stores[n][key], versions_of(stores[n][key])) for n, key in self._arrays]
             for stores in self.stores

@@ -11,13 +11,14 @@ from lightning_mgpu.strategies.devices_and_attributes import device_module
 
 
 class Streams:
-    """A stream of random numbers for each of k replicas, seeded by the run's seed and the step.
+    """A stream of random numbers for each replica, seeded by the run's seed, the step, its number.
 
-    The first replica draws from the global generators, as one device does, unless `all_seeded`.
+    `first` is the number of the first replica here. It draws from the global generators, as one
+    device does, unless `all_seeded`.
     """
 
-    def __init__(self, devices: Sequence[torch.device], all_seeded: bool) -> None:
-        self.devices, self.all_seeded = devices, all_seeded
+    def __init__(self, devices: Sequence[torch.device], first: int, all_seeded: bool) -> None:
+        self.devices, self.first, self.all_seeded = devices, first, all_seeded
         self.begin()
 
     def begin(self, *number: int) -> None:
@@ -35,7 +36,7 @@ class Streams:
         sources = [torch] if module is None else [torch, module]  # a step draws on the CPU, too
         if i not in self._states:
             # of integers: the same in every process
-            seed = hash((torch.initial_seed(), *self._number, i)) % 2**63
+            seed = hash((torch.initial_seed(), *self._number, self.first + i)) % 2**63
             places = [torch.device("cpu"), device][: len(sources)]
             self._states[i] = [
                 torch.Generator(place).manual_seed(seed).get_state() for place in places

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
@@ -29,15 +30,15 @@ from lightning_mgpu.strategies.devices_and_attributes import (
     on_read,
     replace_attributes,
 )
+from lightning_mgpu.strategies.equality import digest_of_all
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, may_edit_before_checks, unknown_code
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
-from lightning_mgpu.strategies.one_process import OneProcess
 from lightning_mgpu.strategies.records import Record, Recorder
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
-from lightning_mgpu.strategies.split_batch import cut_graph, send, share_out, split_batch
+from lightning_mgpu.strategies.split_batch import cut_graph, leaves, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates, refuse_other_optimizers
 
@@ -45,7 +46,7 @@ CHECK_EVERY = 50  # updates, between comparisons of replicas that make their own
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
+class TrainBatchStrategy(Collectives, ParallelStrategy):
     """Trains k replicas of a module, each on its shard of the batch.
 
     For the options see `ManualAllreduceStrategy`. Subclasses say in `reduce_gradients` how
@@ -78,27 +79,41 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     @property
     def given_devices(self) -> list[torch.device]:
+        """Those of all processes."""
+        return (self.node_devices or self._own_devices) * self.num_nodes
+
+    @property
+    def _own_devices(self) -> list[torch.device]:
         return self.parallel_devices or [torch.device("cpu")]
 
     @property
+    def devices_here(self) -> list[torch.device]:
+        """One per replica of this process."""
+        num_devices = len(self.given_devices)
+        count = (self.num_replicas or num_devices) // num_devices
+        return [device for device in self._own_devices for _ in range(count)]
+
+    @property
     def devices(self) -> list[torch.device]:
-        """One per replica."""
+        """One per replica. What other processes' replicas have comes to this one's first device."""
         if self._is_set_up:
-            return self.replicas.devices
-        given = self.given_devices
-        count = (self.num_replicas or len(given)) // len(given)
-        return [device for device in given for _ in range(count)]
+            return self.lockstep.devices
+        here, rank, num = self.devices_here, self.process_rank, self.num_all_processes
+        there = [self._own_devices[0]] * len(here)
+        return [device for i in range(num) for device in (here if i == rank else there)]
 
     @property
     @override
     def root_device(self) -> torch.device:
         """The first; in a step, that of the replica which asks."""
-        return self.devices[self.replicas.current if self._is_set_up else 0]
+        if self._is_set_up:
+            return self.replicas.devices[self.replicas.current]
+        return self._own_devices[0]
 
     @property
     def is_split(self) -> bool:
         """Whether there are replicas to split a step over. With one, Lightning does it all."""
-        return self._is_set_up and len(self.replicas.devices) > 1
+        return self._is_set_up and len(self.devices) > 1
 
     @override
     def setup_environment(self) -> None:
@@ -116,7 +131,21 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
             raise MisconfigurationException(
                 f"split={split!r}: give 'auto', or one positive share per device ({num_devices})."
             )
+        if self.num_all_processes > 1:
+            self._refuse_over_processes()
         super().setup_environment()
+        self.join_processes(self.root_device)
+
+    def _refuse_over_processes(self) -> None:
+        options = {
+            "split": self.split,
+            "sync_batchnorm": self._layer_sync,
+        }
+        if refused := [name for name, value in options.items() if value]:
+            raise MisconfigurationException(
+                f"{self.name} has no {refused[0]} over {self.num_all_processes} processes: leave "
+                "it out, or give one process all devices."
+            )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -124,13 +153,20 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         devices = self.devices
         self.shares = self.split if isinstance(self.split, list) else [1.0] * len(devices)
         self.auto_split = AutoSplit(self.split == "auto")
-        all_seeded = self.num_replicas is not None
-        self.replicas = Replicas(self.lightning_module, devices, all_seeded)
+        here, num_processes = self.devices_here, self.num_all_processes
+        all_seeded = self.num_replicas is not None or num_processes > 1
+        first = self.process_rank * len(here)
+        self.replicas = Replicas(self.lightning_module, here, all_seeded, first)
         self.gradients = Gradients(
-            self.replicas, self.turn, self.reduce_gradients, self.sums_everywhere
+            self.replicas,
+            self.turn,
+            self.reduce_gradients,
+            self.sums_everywhere,
+            self.processes,
+            self.reduces_all,
         )
         self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
-        self.lockstep = Lockstep(devices, self.turn)
+        self.lockstep = Lockstep(devices, self.turn, self.processes)
         self.recorder = Recorder(self.replicas, self.lockstep)
         self.window = Window(self.replicas.module)
         self._is_set_up = True
@@ -154,6 +190,11 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
 
     # What subclasses differ in
 
+    @property
+    def reduces_all(self) -> bool:
+        """Whether every process reduces the gradients of all parameters, not of its part."""
+        return False
+
     def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
         """For every parameter, by its name: leave the sum of k gradients in all, or the first."""
         raise NotImplementedError
@@ -168,6 +209,9 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
         self.loader_batch_sizes |= {size} if isinstance(size, int) else set()
+        if self.num_all_processes > 1 and getattr(dataloader, "worker_init_fn", ...) is None:
+            # workers draw the same in every process, whatever its rank
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore
         return dataloader
 
     @override
@@ -218,11 +262,17 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
         shards = self._split(batch)
-        records = {i: Record(size) for i, size in self.sizes.items()}
+        records = {i: Record(self.sizes[i]) for i in shards}
         self._prepare(name)
         with self.recorder.recording(records) if self._are_several else nullcontext():
             self._begin(name, *args, *kwargs.values())  # after attributes were put on the module
+            if self.processes.num > 1:
+                layers = [layer for _, layer in self.replicas.modules()]
+                known = [*self.replicas.module.modules(), *layers, *self.recorder.metrics, self]
+                self.processes.known = known
+            digests = self._digests(batch, *args, *kwargs.values())
             self._run_replicas(name, shards, records, *args, **kwargs)
+            records = self._share(name, records, digests)
             self._combine(records)
         return [record.output for record in records.values()]
 
@@ -231,14 +281,21 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         home = self.devices[0]
         all_sizes = share_out(batch, self.shares, home, self.loader_batch_sizes)
         self.sizes = {i: size for i, size in enumerate(all_sizes) if size}
-        self._are_several = len(self.sizes) > 1
+        self._are_several = len(self.sizes) > 1 or self.processes.num > 1
         self.batch_graph = []
-        if not self._are_several:
-            return {i: send(batch, home, self.devices[i]) for i in self.sizes}
-        batch, self.batch_graph = cut_graph(batch)
-        shards = split_batch(batch, all_sizes)
+        if len(self.sizes) == 1:
+            shards = [batch]
+        else:
+            batch, self.batch_graph = cut_graph(batch)
+            shards = split_batch(batch, all_sizes)
+        if self.batch_graph and self.processes.num > 1:
+            raise RuntimeError(
+                "A batch that a hook has computed with weights, and its gradients, needs all "
+                "replicas in one process: compute it in the step."
+            )
         # before the first replica runs: a copy from a GPU waits for its earlier work
-        return {i: send(shards[i], home, self.devices[i]) for i in self.sizes}
+        here = [i for i in self.sizes if i in self.replicas.numbers]
+        return {i: send(shards[i], home, self.devices[i]) for i in here}
 
     def _prepare(self, name: str) -> None:
         """Find out how to run a step, and what the module holds."""
@@ -247,6 +304,11 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         self._meet = self._are_several and (
             self.is_locked or self._is_manual or self._layer_sync is not None
         )
+        if self._meet and len(self.sizes) <= len(self.devices) - len(self.replicas.devices):
+            raise RuntimeError(
+                f"A batch of {sum(self.sizes.values())} sample(s) leaves a process without any, "
+                "which must meet the others in this step: use drop_last=True, or fewer replicas."
+            )
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.replicas.find(*((schedulers, []) if self._meet else ([], schedulers)))
         optimizers = self.optimizers if self._trains else []
@@ -276,6 +338,7 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
                 return getattr(self.replicas.module, name)(shards.pop(i), *args, **kwargs)
 
         self.lockstep.is_one_graph = False
+        active = list(shards)
         with ExitStack() as stack:
             stack.enter_context(refuse_other_optimizers(self.replicas))
             stack.enter_context(on_read("data", self._note_data_read))
@@ -285,13 +348,41 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
                 stack.enter_context(self._meetings())
                 if self._layer_sync is not None:
                     stack.enter_context(synchronized_batch_norm(self.lockstep))
-                outputs = self.lockstep.run(step, list(shards))
+                outputs = self.lockstep.run(step, active, list(self.sizes))
             else:
-                outputs = self._take_turns(step)
-        for (i, record), output in zip(records.items(), outputs):
-            record.output = output
-            record.statistics = self.replicas.statistics(i)
-            record.changes = self.replicas.merger.changes(i)
+                outputs = self._take_turns(step, active)
+        first = self.replicas.first
+        edits = self.replicas.edits([i - first for i in active])
+        for i, output, edit in zip(active, outputs, edits):
+            record = records[i]
+            record.output, record.edits = output, edit
+            record.statistics = self.replicas.statistics(i - first)
+            record.changes = self.replicas.merger.changes(i - first)
+
+    def _digests(self, batch: Any, *args: Any) -> dict[str, int]:
+        """What must be the same in all processes, where it is compared: as replicas are."""
+        numbers = [arg for arg in args if isinstance(arg, int)]
+        is_due = self.is_check_due if self._trains else numbers[:1] == [0]
+        if self.processes.num == 1 or not is_due:
+            return {}
+        parameters = [first for first, *_ in self.replicas.parameter_sets.values()]
+        compared = {"batch": batch, "weights": parameters, "random state": torch.get_rng_state()}
+        return {what: digest_of_all(leaves(value)) for what, value in compared.items()}
+
+    def _share(
+        self, name: str, records: dict[int, Record], digests: dict[str, int]
+    ) -> dict[int, Record]:
+        """The records of all processes' replicas, in order."""
+        module = self.replicas.module
+        where = f"{name} at step {module.global_step}"
+        shared = self.processes.share(where, (records, digests))
+        for i, (_, others) in enumerate(shared):
+            if wrong := [what for what, digest in others.items() if digest != digests[what]]:
+                raise RuntimeError(
+                    f"process {i} differs from process {self.process_rank} in its {wrong[0]}, in "
+                    f"{where}: all must run the same program, with the same seed and batches."
+                )
+        return {i: record for part, _ in shared for i, record in part.items()}
 
     def _note_data_read(self, tensor: Tensor) -> None:
         """A step has read `.data`, and may edit it without being counted."""
@@ -310,28 +401,29 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         return Meetings(self.lockstep, self.gradients, self.sizes).at_steps(steps, schedulers)
 
-    def _take_turns(self, step: Callable[[int], Any]) -> list[Any]:
+    def _take_turns(self, step: Callable[[int], Any], active: list[int]) -> list[Any]:
         outputs: dict[int, Any] = {}
         self.in_plain_step = self._are_several
         try:
-            for i in gpus_first(self.sizes, self.devices):
+            for i in gpus_first(active, self.devices):
                 with self.turn(i):
                     outputs[i] = step(i)
         finally:
             self.in_plain_step = False
-        return [outputs[i] for i in self.sizes]
+        return [outputs[i] for i in active]
 
     def _combine(self, records: dict[int, Record]) -> None:
         """k records become one step's. The rules: combining.py, metric_calls.py, merging.py."""
         if self._are_several:
-            self.recorder.combine_calls()
-        if self._layer_sync is None:
-            average_statistics({i: each.statistics for i, each in records.items()}, self.sizes)
+            self.recorder.combine_calls(records)
         replicas = self.replicas
+        if self._layer_sync is None:
+            statistics = {i: each.statistics for i, each in records.items()}
+            average_statistics(replicas.statistics(0), statistics, self.sizes)
         replicas.merger.combine({i: each.changes for i, each in records.items()}, self.sizes)
-        replicas.compare_edited(list(self.sizes))
+        replicas.compare_edited({i: each.edits for i, each in records.items()})
         if self._trains:  # the step may have edited the parameters of the replicas that ran
-            if not self._is_automatic or len(self.sizes) < len(replicas.devices):
+            if not self._is_automatic or len(self.sizes) < len(self.devices):
                 replicas.distrust()
             if replicas.is_distrusted:
                 replicas.push_weights()
@@ -341,9 +433,10 @@ class TrainBatchStrategy(Collectives, OneProcess, ParallelStrategy):
     def turn(self, i: int) -> Iterator[None]:
         """Replica i's turn. An error is given a note that names it."""
         timed = self.auto_split.timed(i, self.devices[i])
-        optimizers = self.updates.use_state_of(i, self.updates.optimizers)
+        here = i - self.replicas.first
+        optimizers = self.updates.use_state_of(here, self.updates.optimizers)
         try:
-            with timed, self.replicas.enter(i), optimizers:
+            with timed, self.replicas.enter(here), optimizers:
                 yield
         except Exception as error:
             error.add_note(f"raised in replica {i} on {self.devices[i]}")

@@ -224,7 +224,7 @@ def refuse_other_optimizers(replicas: Replicas) -> Iterator[None]:
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if replicas.current and any(id(param) in replicas.set_of for param in params):
+        if replicas.is_away and any(id(param) in replicas.set_of for param in params):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps in training_step, but configure_optimizers has "
                 "not returned it: let it."

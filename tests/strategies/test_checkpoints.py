@@ -18,7 +18,7 @@ from torch import optim
 
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from lightning_mgpu.strategies.one_process import KEY
+from lightning_mgpu.strategies.launching import KEY
 
 
 def shuffled():

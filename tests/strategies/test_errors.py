@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from tiny_runs import Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tiny_runs import DP, Manual, Regression, a_loader, is_second_shard, ordered_loader, refused
 from torch import nn, optim
 from torchmetrics import MeanMetric
 
@@ -58,12 +59,14 @@ LAUNCHERS = [({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE"), (SLUR
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")
 @pytest.mark.parametrize(("variables", "world_size"), LAUNCHERS, ids=["torchrun", "slurm"])
-def test_launchers(trainer_on, variables, world_size, monkeypatch):
-    """Several processes are refused. A single one is rank 0 of 1."""
+def test_launchers(trainer_on, engine, variables, world_size, monkeypatch):
+    """dp refuses several processes. A single one is rank 0 of 1."""
     for name, value in {**variables, world_size: "2"}.items():
         monkeypatch.setenv(name, value)
-    with refused("2 were launched (torchrun, SLURM): use --trainer.strategy=ddp"):
-        trainer_on().fit(Regression(), a_loader())
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    if engine == DP:
+        with refused("but there are 2: use --trainer.strategy=manual_allreduce, or ddp"):
+            trainer_on().fit(Regression(), a_loader())
     monkeypatch.setenv(world_size, "1")
     trainer = trainer_on(3)
     trainer.fit(Regression(), a_loader())

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies.launchers import subprocess_script
 from tiny_runs import Regression
 from torch import nn
 from torch.optim import optimizer
@@ -43,6 +44,9 @@ NAMES = {  # who has it, outside of a run
     "_optimizer_step_pre_hooks": SGD,
     "_optimizer_step_post_hooks": SGD,
     "_device": LightningModule(),
+    "_metric_attributes": LightningModule(),
+    "_param_requires_grad_state": LightningModule(),
+    "_SubprocessScriptLauncher": subprocess_script,
     "_LightningModule__to_tensor": LightningModule,
     "_forward_cache": F1,
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),
