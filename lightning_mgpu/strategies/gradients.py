@@ -79,6 +79,11 @@ class Gradients:
         connected = {i: (losses[i], sizes[i] / total) for i in counted if losses[i].requires_grad}
         if counted and not connected:
             return value
+        if is_one_graph and self.processes.num > 1 and len(connected) < len(losses):
+            raise RuntimeError(
+                "Replicas have exchanged tensors with gradients between processes, but not all of "
+                "them have a loss that counts: no backward pass comes to what they gave."
+            )
         numbers = self.replicas.numbers
         connected = {i: loss for i, loss in connected.items() if i in numbers}
         anchor = torch.zeros_like(value, requires_grad=True)

@@ -50,6 +50,7 @@ class Lockstep:
 
         `active` are those of all processes. An error in one of them ends all.
         """
+        self._here, self._num_exchanges = here, 0
         self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
         replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in here}
         answer = None
@@ -101,10 +102,7 @@ class Lockstep:
         mine, k = list(self.active).index(self.running.index), len(self.active)
         self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)
         if self.is_one_graph and self.processes.num > 1:
-            raise RuntimeError(
-                f"{name} with gradients does not reach other processes: give one process all "
-                "devices."
-            )
+            return self._exchange_over_processes(name, tensors, others)
         shares = [Share.apply(t, k) if t.requires_grad else (t.clone(),) * k for t in tensors]
         given = self.meet((name, len(tensors)), (shares, others), dict)
         device = self.devices[self.running.index]
@@ -114,6 +112,34 @@ class Lockstep:
 
         return [
             (*(take(each[mine]) for each in shares), *others) for shares, others in given.values()
+        ]
+
+    def _exchange_over_processes(
+        self, name: str, tensors: Sequence[Tensor], others: Any
+    ) -> list[tuple[Any, ...]]:
+        """The same, if the gradients come back from other processes, too."""
+        assert self.running is not None
+        device, home = self.devices[self.running.index], self.processes.home
+
+        def join(given: dict[int, Any]) -> dict[int, list[tuple[Any, ...]]]:
+            """By replica that is here: what all have given."""
+            self._num_exchanges += 1
+            here = [i for i in given if i in self._here]
+            own = [tensor for i in here for tensor in given[i][0]]
+            meeting = f"gradients of {name} {self._num_exchanges}"
+            exchange = Exchange(self.processes, meeting, list(given), here, len(tensors))
+            values = [tensor.detach() for tensors, _ in given.values() for tensor in tensors]
+            copies = iter(ShareOverProcesses.apply(exchange, values, *own))
+            return {
+                i: [(*(next(copies) for _ in tensors), *rest) for tensors, rest in given.values()]
+                for i in here
+            }
+
+        value = [tensor.to(home) for tensor in tensors], others
+        answer = self.meet((name, len(tensors)), value, join)
+        return [
+            tuple(each.to(device) if isinstance(each, Tensor) else each for each in parts)
+            for parts in answer[self.running.index]
         ]
 
 
@@ -177,6 +203,45 @@ class Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return torch.stack(grads).sum(0), None
+
+
+class Exchange(NamedTuple):
+    """A meeting whose gradients meet, too, in the backward pass."""
+
+    processes: Processes
+    name: str
+    active: list[int]  # the replicas of all processes
+    here: list[int]
+    num_tensors: int  # that each has given
+
+
+class ShareOverProcesses(torch.autograd.Function):
+    """Copies of what all replicas have given, for each one that is here, as one node of the graph.
+
+    The backward passes of all processes come to it. Each gradient is the sum over the replicas that
+    got a copy, in their order, as in `Share`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, values: list[Tensor], *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(value.clone() for _ in exchange.here for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        processes, name, active, here, n = ctx.exchange
+        num = n * len(active)
+        mine = {i: grads[num * place : num * (place + 1)] for place, i in enumerate(here)}
+        shared = processes.share(name, mine)
+        by_receiver = {i: each for part in shared for i, each in part.items()}
+        places = [n * active.index(i) + tensor for i in here for tensor in range(n)]
+        return (
+            None,
+            None,
+            *(torch.stack([by_receiver[i][place] for i in active]).sum(0) for place in places),
+        )
 
 
 class _End(BaseException):

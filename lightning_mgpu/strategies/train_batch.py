@@ -131,21 +131,12 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
             raise MisconfigurationException(
                 f"split={split!r}: give 'auto', or one positive share per device ({num_devices})."
             )
-        if self.num_all_processes > 1:
-            self._refuse_over_processes()
+        if split and self.num_all_processes > 1:
+            raise MisconfigurationException(
+                f"split={split!r}: over {self.num_all_processes} processes all shares are even."
+            )
         super().setup_environment()
         self.join_processes(self.root_device)
-
-    def _refuse_over_processes(self) -> None:
-        options = {
-            "split": self.split,
-            "sync_batchnorm": self._layer_sync,
-        }
-        if refused := [name for name, value in options.items() if value]:
-            raise MisconfigurationException(
-                f"{self.name} has no {refused[0]} over {self.num_all_processes} processes: leave "
-                "it out, or give one process all devices."
-            )
 
     @override
     def setup(self, trainer: Trainer) -> None:

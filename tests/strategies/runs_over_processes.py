@@ -206,6 +206,10 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "manual optimization": (Manual, {"is_whole": True}),
     "lockstep": (Gathers, {"is_whole": True, "lockstep": True}),
 }
+CASES["sync_batchnorm"] = (
+    partial(Net, batchnorm=True, momentum=0.9),
+    {"sync_batchnorm": True, "is_whole": True},
+)
 OPTIONS = ("allreduce", "lockstep")
 NOT_OF_TRAINER = (*OPTIONS, "is_whole")
 
