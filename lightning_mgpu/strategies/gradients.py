@@ -172,7 +172,8 @@ class Gradients:
         for owner, part in enumerate(self.processes.share("sums of gradients", sums)):
             for name, total in part.items() if owner != rank else ():
                 for param in sets[name]:
-                    param.grad = total.to(param.device, copy=True).view_as(param)
+                    grad = total.to(param.device, copy=True)
+                    param.grad = grad if grad.is_sparse else grad.view_as(param)
 
     def _add_up(self, grads_by_name: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         """Reduce gradients of all replicas. Returns the sums, which replicas here have, too.

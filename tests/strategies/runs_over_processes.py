@@ -140,6 +140,21 @@ class Stateful(Net):
         self.h = None
 
 
+class Sparse(Net):
+    """Sparse gradients, a scalar weight, and a shared gradient that autograd gives to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 144, sparse=True)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.a, self.b = (nn.Parameter(torch.zeros(5)) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        X, y = batch
+        Z = self.net[:4](X) + self.scale * self.embedding(y)
+        return F.cross_entropy(self.net[5](Z) + (self.a + self.b), y)
+
+
 class Manual(Net):
     """Two optimizers and a scheduler by hand."""
 
@@ -201,6 +216,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     ),
     "weights of losses": (Weighted, {"accumulate_grad_batches": 3}),
     "attributes": (Stateful, {}),
+    "sparse gradients": (Sparse, {}),
     "to be resumed": (partial(Net, optimizer="AdamW", lr=0.02), {"max_epochs": 1}),
     "resumed": (partial(Net, optimizer="AdamW", lr=0.02), {"max_epochs": 3}),
     "manual optimization": (Manual, {"is_whole": True}),
