@@ -180,18 +180,21 @@ class LastCheckpoint(Callback):
 #
 # | saved                         | epochs        | last batch | set to               | why        |
 # | ----------------------------- | ------------- | ---------- | -------------------- | ---------- |
-# | last.ckpt: as epoch N starts  | N+1/N/N/N     | yes        | ready = N, no loader | (a), (b)   |
+# | last.ckpt: as epoch N starts  | N+1/N/N/N     | yes        | N/N/N/N, no loader   | (a), (b)   |
 # | last.ckpt: after training     | N/N/N/N       | yes        | no loader            | (b)        |
+# | best: at an epoch's end       | N+1/N+1/N+1/N | yes        | all N+1, no loader   | (a), (b)   |
 # | best: after a validation      | N+1/N+1/N/N   | yes        | no loader            | (b), (c)   |
-# | best: at an epoch's end       | N+1/N+1/N+1/N | yes        | no loader            | (b), (c)   |
-# | after some steps, by a signal | N+1/N+1/N/N   | no         | batches of loader    | (d)        |
-# | the end by max_steps, time    | N/N/N/..      | no         | refused              | (e)        |
+# | after the last step           | N+1/N+1/N/N   | yes        | refused              | (d)        |
+# | after some steps, by a signal | N+1/N+1/N/N   | no         | batches of loader    | (e)        |
+# | the end by max_steps, time    | N/N/N/..      | no         | refused              | (f)        |
 #
-# (a) Else Lightning takes the old epoch's batches for those of the new one, and skips it.
+# (a) Else Lightning takes the old epoch's batches for those of the new one and skips it, or, with
+#     max_steps, counts the old epoch twice: the next one would have the batches of a later one.
 # (b) Else the loader resumes behind its last batch.
 # (c) Lightning itself completes the epoch, whose batches are all trained.
-# (d) Lightning prefetches one batch, which the loader's count has, but which was not trained.
-# (e) The epoch's end has run, but its batches were not all trained.
+# (d) Lightning skips the epoch's validation and all hooks up to the next epoch's second batch.
+# (e) Lightning prefetches one batch, which the loader's count has, but which was not trained.
+# (f) The epoch's end has run, but its batches were not all trained.
 def set_progress(loop: dict[str, Any], has_these_streams: bool) -> None:
     """Set the state of Lightning's `fit_loop` in a checkpoint, in place, as in the table above.
 
@@ -201,10 +204,15 @@ def set_progress(loop: dict[str, Any], has_these_streams: bool) -> None:
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     total = epochs["total"]
     if batches["is_last_batch"]:
+        if batches["total"]["completed"] < batches["total"]["processed"]:
+            raise UsageError(
+                "the checkpoint was saved after the last step of an epoch, but before its "
+                "validation and its end: take last.ckpt, or one from within an epoch"
+            )
         loop["state_dict"].pop("combined_loader", None)
-        if total["completed"] == total["started"]:
+        if total["processed"] == total["started"]:  # the epoch is over
             for counts in epochs.values():
-                counts["ready"] = counts["completed"]
+                counts["ready"] = counts["completed"] = counts["processed"]
     elif batches["total"]["ready"] and total["processed"] == total["ready"]:
         raise UsageError(
             "the run ended within an epoch, by max_steps or max_time: no run can go on from "

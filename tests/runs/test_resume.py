@@ -259,6 +259,28 @@ def test_after_lightnings_own_checkpoint_the_next_batch_comes(
         assert equal(other["state_dict"], whole["state_dict"]) and other["global_step"] == 14
 
 
+def test_after_the_best_checkpoint_the_next_epoch_comes(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """Also with `max_steps`, with which Lightning goes on within an epoch that is over."""
+    args = (*PLAIN, "--trainer.max_epochs=4", "--trainer.max_steps=14", KEEP_ALL)
+    assert fit(*args, "--run_dir=whole") == 0
+    (path,) = (tmp_path / "whole" / "checkpoints").glob("*step=7.ckpt")
+    assert fit(*args, f"--ckpt_path={path}", "--run_dir=on") == 0
+    whole, on = (last(tmp_path / run) for run in ("whole", "on"))
+    assert equal(on["state_dict"], whole["state_dict"])
+    assert equal(on["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"], 2)
+
+
+def test_a_checkpoint_after_the_last_step_of_an_epoch_is_refused(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    assert fit(*PLAIN, "--checkpoint.every_n_train_steps=7", KEEP_ALL, "--run_dir=a") == 0
+    (path,) = (tmp_path / "a" / "checkpoints").glob("*step=7.ckpt")
+    assert fit(*PLAIN, f"--ckpt_path={path}", "--run_dir=b") == 2
+    assert "after the last step of an epoch" in capfd.readouterr().err
+
+
 def test_a_loader_without_a_state_is_refused(
     fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
