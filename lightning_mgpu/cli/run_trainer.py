@@ -41,7 +41,8 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     else:
         # the processes that `ddp` starts get these arguments, and must not choose another run
         sys.argv[1:] = [subcommand, *args, f"{RESUME_FLAG}={run_dir}"]
-        config.ckpt_path = choose_checkpoint(run_dir, config.trainer.max_epochs) or config.ckpt_path
+        saved = choose_checkpoint(run_dir, options.base_config, config.trainer.max_epochs)
+        config.ckpt_path = saved or config.ckpt_path
         if config.ckpt_path is None:
             notes["ckpt"] = "none: no epoch was over, training starts again"
     os.environ[RUN_DIR_ENV] = str(run_dir.absolute())  # for the same processes
@@ -74,7 +75,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
             getattr(trainer, subcommand)(model, datamodule=data, **arguments)
         else:
             check_can_resume(trainer.strategy, config.ckpt_path)
-            train(trainer, model, data, arguments)
+            train(trainer, model, data, best, arguments)
             if not is_search(trainer.callbacks):  # type: ignore[attr-defined]
                 summary = summarize_training(trainer, model, last.why_stopped, record.results)
                 metrics = record.results["test"] = test_best(trainer, model, data, best)
@@ -83,14 +84,19 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
 
 
 def train(
-    trainer: Trainer, model: LightningModule, data: LightningDataModule, arguments: dict[str, Any]
+    trainer: Trainer,
+    model: LightningModule,
+    data: LightningDataModule,
+    best: RunCheckpoint,
+    arguments: dict[str, Any],
 ) -> None:
     """Fit; a run that is stopped prints the command that resumes it."""
     try:
         trainer.fit(model, datamodule=data, **arguments)
     except SystemExit:  # what Lightning makes of Ctrl-C, and of SIGTERM
         run_dir = shlex.quote(trainer.default_root_dir)
-        print_once(trainer, f"stopped; go on with: {command()} fit {RESUME_FLAG}={run_dir}")
+        way_on = f"go on with: {command()} fit {RESUME_FLAG}={run_dir}"
+        print_once(trainer, f"stopped; {way_on if best.saves_last else 'it saves no last.ckpt'}")
         raise
 
 

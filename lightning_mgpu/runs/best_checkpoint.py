@@ -72,6 +72,11 @@ class RunCheckpoint(ModelCheckpoint):
         return "RunCheckpoint"  # when a run is resumed, the mode is not known yet
 
     @property
+    def saves_last(self) -> bool:
+        """Whether there is a `last.ckpt` after every epoch, in a Trainer that has checkpoints."""
+        return self.keep_last and self.dirpath is not None
+
+    @property
     def best_path(self) -> str | None:
         """The best checkpoint, if any. A kill may have come before its file was replaced."""
         return self.best_model_path if Path(self.best_model_path).is_file() else None

@@ -164,10 +164,9 @@ class LastCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
-        directory = self.run_checkpoint.dirpath  # none with --trainer.enable_checkpointing=false
-        if not (self.run_checkpoint.keep_last and directory) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self.run_checkpoint.saves_last or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        last = Path(directory, LAST)
+        last = Path(str(self.run_checkpoint.dirpath), LAST)
         self.run_checkpoint.last_model_path = str(last)
         with replacing(last) if trainer.is_global_zero else nullcontext(last) as path:
             trainer.save_checkpoint(path, self.run_checkpoint.save_weights_only)

@@ -49,11 +49,27 @@ def options_that_must_match(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def choose_checkpoint(run_dir: Path, max_epochs: int | None) -> str | None:
-    """The newest checkpoint; none if the run was stopped before its first epoch was over."""
+def choose_checkpoint(run_dir: Path, config: dict[str, Any], max_epochs: int | None) -> str | None:
+    """The newest checkpoint; none if the run was stopped before its first epoch was over.
+
+    Args:
+        run_dir: The run directory.
+        config: What its `config.yaml` says.
+        max_epochs: How many epochs the run may train from now on, in all.
+
+    Raises:
+        UsageError: If no training can go on from the checkpoint, or none was to be saved.
+    """
     # Lightning's, of a SLURM job
     saved = [*run_dir.glob(f"checkpoints/{LAST}"), *run_dir.glob("hpc_ckpt_*.ckpt")]
     if not saved:
+        values = flatten(config)
+        for option in ("checkpoint.save_last", "trainer.enable_checkpointing"):
+            if values.get(option) is False:
+                raise UsageError(
+                    f"{RESUME_FLAG}={run_dir}: with --{option}=false it has saved no {LAST} to go "
+                    f"on from; train anew with --config={run_dir}/config.yaml"
+                )
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)
     checkpoint = read_checkpoint(path, to_train_on=True)

@@ -293,6 +293,18 @@ def test_a_loader_without_a_state_is_refused(
     assert "the data loader cannot tell which batches are left" in err and err.count("\n") <= 2
 
 
+@pytest.mark.parametrize("option", ["checkpoint.save_last", "trainer.enable_checkpointing"])
+def test_a_run_without_a_last_checkpoint_is_not_trained_again(
+    option: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    assert fit(*PLAIN, f"--{option}=false", "--run_dir=a", stop="1,1") == 1
+    assert "stopped; it saves no last.ckpt\n" in capfd.readouterr().out
+    before = metrics(tmp_path / "a")
+    assert fit("--resume=a") == 2
+    assert f"--resume=a: with --{option}=false" in capfd.readouterr().err
+    assert metrics(tmp_path / "a") == before
+
+
 def test_a_run_that_max_steps_ended_is_refused(fit: Callable[..., int], capfd: Any) -> None:
     assert fit("--trainer.devices=1", "--trainer.max_steps=3", "--run_dir=a") == 0
     assert fit("--resume=a", "--trainer.max_steps=20") == 2
