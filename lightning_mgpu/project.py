@@ -1,7 +1,7 @@
 """The program that was started: this package's own, or that of a project that uses it (`new`).
 
-A project calls `main(package="my_project")` (`cli/main.py`). Its name is kept in the
-environment, so that processes started from here know it.
+A project calls `main(package="my_project")` of `cli/main.py`. The name is kept in the environment,
+so that processes started from here know it.
 """
 
 import os
@@ -40,6 +40,6 @@ def config_dirs() -> list[Path]:
 def find_configs(package: str) -> Path:
     """The `configs/` of a package: inside it where it is a wheel, beside it in a checkout."""
     spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    inside = Path(spec.origin).parent / "configs"
+    assert spec is not None and spec.submodule_search_locations is not None
+    inside = Path(spec.submodule_search_locations[0]) / "configs"
     return inside if inside.is_dir() else inside.parents[1] / "configs"

@@ -22,10 +22,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_its_files_have_its_name(project: Path) -> None:
+def test_its_files_have_its_name(tmp_path: Path) -> None:
+    cli.new_command([str(target := tmp_path / "stars")])
     texts = {
-        str(path.relative_to(project)): path.read_text()
-        for path in project.rglob("*")
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
         if path.is_file()
     }
     parts = {f"stars/{name}.py" for name in ("__init__", "__main__", "model", "data")}
@@ -114,13 +115,31 @@ def test_it_trains_resumes_and_exports(
     assert "names classes of other files" not in out  # they are its own
 
 
+TEST_OF_ITS_OWN_SGD = """
+import pytest
+import torch
+from lightning_mgpu.cli.main import main
+
+class SGD(torch.optim.SGD):
+    __module__ = "stars"
+
+def test_own_class_goes_before_torchs(monkeypatch, capsys):
+    monkeypatch.setattr("stars.SGD", SGD, raising=False)
+    monkeypatch.setattr("sys.argv", ["", "fit", "--model.optimizer=SGD", "--print_config"])
+    with pytest.raises(SystemExit):
+        main(package="stars")
+    assert "class_path: stars.SGD" in capsys.readouterr().out
+"""
+
+
 @pytest.mark.slow
 def test_its_tests_pass_and_it_sweeps(
     project: Path, command: Any, stars: Callable[..., tuple[int, str]]
 ) -> None:
+    (project / "tests" / "test_sgd.py").write_text(TEST_OF_ITS_OWN_SGD)
     process = command.start("-q", launcher=("-m", "pytest"))
     status, out, err = command.finish(process, timeout=200)
-    assert status == 0 and "3 passed" in out, out + err
+    assert status == 0 and "4 passed" in out, out + err
     options = ("--count=1", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
     status, out = stars("sweep", "--config=sweep/learning_rate.yaml", *options)
     assert status == 0 and "trial_000: val_acc " in out, out
@@ -137,13 +156,17 @@ REFUSED = {
 }
 
 
-def test_refused(main: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+def test_refused(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
     for args, reason in REFUSED.items():
         assert main("new", *args.split()) == 2
         err = capfd.readouterr().err
         assert err.startswith("error: ") and reason in err and err.count("\n") == 1
+    monkeypatch.setattr(cli, "CLONE", tmp_path)  # as where pip has installed a copy
+    assert main("new", "mine") == 2 and "new --from=: give the URL" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
 
 
