@@ -61,9 +61,7 @@ class LastCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         record_newest(trainer)
-        if not SLURMEnvironment.detect():
-            # as Ctrl-C; Lightning's would end with status 0
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self._handle_sigterm(trainer, pl_module)
         loop = trainer.fit_loop
         # of an epoch that was interrupted, no on_train_epoch_start comes
         self._finished_an_epoch = loop.restarted_mid_epoch
@@ -75,6 +73,13 @@ class LastCheckpoint(Callback):
                     "which batches are left: make it with lightning_mgpu.data.batch_loader, or "
                     "take a checkpoint from the end of an epoch"
                 )
+
+    def _handle_sigterm(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End as by Ctrl-C: with Lightning's handler the process would end with status 0."""
+        if not SLURMEnvironment.detect():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    on_validation_start = on_test_start = on_predict_start = _handle_sigterm
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -82,6 +82,17 @@ def test_a_failed_run(fit: Callable[..., int], own: Path) -> None:
     assert end["epochs"] == 0 and end["seconds_per_epoch"] is None and "fingerprint" not in end
 
 
+def test_a_run_that_is_ended_in_its_test(fit: Callable[..., int], own: Path) -> None:
+    """SIGTERM ends every stage with a status that is not 0."""
+    (own / "ending.py").write_text(
+        "import os\nimport signal\n\nfrom own_run import Net\n\n\nclass Ending(Net):\n"
+        "    def on_test_batch_start(self, *args):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    assert fit(*ONE, "--model=ending.Ending", "--trainer.max_epochs=1") == 1
+    assert read(own / "run")["end"]["state"] == "interrupted"
+
+
 def test_a_run_that_stops_early_without_loggers(fit: Callable[..., int], own: Path) -> None:
     stop = "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_mine"
     assert fit(*ONE, *stop, "--trainer.callbacks.patience=1", "--trainer.logger=false") == 0
