@@ -218,8 +218,11 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         about = [n for n in about if str(given[n]).startswith(f"{missing[1]}.")] or about
     if not about:
         return "\n  ".join(lines)
+    is_unknown = "unrecognized" in message or "not accept" in message
+    if is_unknown:  # another option may end in the same word
+        about = [n for n in about if f"--{n}" not in options] or about
     name = max(about, key=lambda name: (name.count("."), len(name)))
-    if "unrecognized" in message or "not accept" in message:
+    if is_unknown:
         lines.append(did_you_mean(name, options))
     elif "import" in message:
         lines.append(did_you_mean(given[name], known_class_names()) or CLASS_PATH_HINT)

@@ -70,6 +70,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
     "fit --ckpt_path weights.ckpt": (
         "weights.ckpt holds weights alone: no training can go on from it",
     ),
+    "fit --config=validated.yaml": ("--verbose=True:\n  Option 'verbose' is not accepted",),
     "fit --config=renamed.yaml": (
         "--trainer.callbacks.0=lightning_mgpu.callbacks.Pictures: its name is now",
         "lightning_mgpu.callbacks.TestPictures",
@@ -98,6 +99,7 @@ FILES = {
     "key.yaml": "trainer:\n  max_epoch: 2\n",
     "used/a_file": "",
     "used/config.yaml": "",
+    "validated.yaml": "verbose: true\ncheckpoint: {verbose: false}\n",
     "renamed.yaml": "trainer: {callbacks: [{class_path: lightning_mgpu.callbacks.Pictures}]}\n",
     "old_code.py": "import pytorch_lightning as pl\n\nclass Old(pl.LightningModule): ...\n",
 }
