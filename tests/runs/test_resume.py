@@ -185,8 +185,8 @@ def test_processes_that_are_started_get_what_was_typed(
     args = ("--trainer.strategy", "manual_allreduce_ring", "--trainer.strategy.replicas=2")
     seen: list[list[str]] = []
     monkeypatch.setattr(run_trainer, "train", lambda *_: sys.exit(seen.append(sys.argv[1:])))
-    assert fit("--resume=last", *args, "--trainer.devices=2") == 0
-    assert seen == [["fit", "--resume=last", *args, "--trainer.devices=2", "--resume=run"]]
+    assert fit("--resume=run", *args, "--trainer.devices=2") == 0
+    assert seen == [["fit", "--resume=run", *args, "--trainer.devices=2", "--resume=run"]]
 
 
 def test_mistakes_leave_the_run_as_it_is(run: Path, fit: Callable[..., int], capfd: Any) -> None:
