@@ -146,7 +146,7 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 
 def last(run: Path) -> dict[str, Any]:
-    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
 
 
 def equal(a: Any, b: Any) -> bool:

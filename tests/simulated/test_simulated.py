@@ -55,7 +55,12 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
         *("../callbacks", "../models", "../data/test_batches.py", "../data/test_fashion_mnist.py"),
         *("../benchmark", "../test_book.py", "../test_modes.py"),
     ],
-    "tools": ["../cli/test_mistakes.py", "../sweep", "../test_adding.py"],
+    "tools": [
+        "../simulated/test_commands.py",
+        "../cli/test_mistakes.py",
+        "../sweep",
+        "../test_adding.py",
+    ],
 }
 
 
@@ -75,7 +80,7 @@ def test_on_simulated_devices(group: str) -> None:
         "ignore",
     ]
     paths = [str(TESTS / "strategies" / name) for name in GROUPS[group]]
-    # `new --drop` leaves some out
+    # directories that are not needed can be deleted
     paths = [path for path in paths if Path(path.partition("::")[0]).exists()]
     line = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=500)
