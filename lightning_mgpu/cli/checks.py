@@ -121,14 +121,16 @@ def launched() -> tuple[int, int]:
 def take_launchers_numbers(config: Namespace, given: Container[str]) -> None:
     """Under a launcher of several processes `auto` is `ddp` over all of them."""
     num, num_here = launched()
-    if num < 2 or not num_here:
+    if not num_here:
+        return
+    if "trainer.num_nodes" not in given:  # a run may resume on fewer machines
+        config.num_nodes = num // num_here or 1
+    if num < 2:
         return
     if config.strategy == "auto":
         config.strategy = "ddp"
     if config.devices == "auto":
         config.devices = num_here
-    if "trainer.num_nodes" not in given:
-        config.num_nodes = num // num_here
 
 
 def check_processes(trainer: Trainer) -> None:
