@@ -1,8 +1,8 @@
 """`all_gather`, `reduce` and `broadcast` in a step, between replicas that wait for each other.
 
 In such a step `self.global_rank` is the replica's number and `trainer.world_size` is how many there
-are, as under `ddp`. Elsewhere all processes have the same, and the world size is 1: only decisions
-and what is broadcast travel, as for example one process alone looks at the clock.
+are, as under `ddp`. Elsewhere all processes have the same values, and the world size is 1. Only
+decisions and broadcast objects travel: for example, clocks differ between processes.
 """
 
 from typing import Any

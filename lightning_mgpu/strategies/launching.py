@@ -94,6 +94,7 @@ class Launching:
 
     def _configure_launcher(self) -> None:
         if self.num_all_processes > 1 and self.takes_processes:
+            self.check_launch()  # before processes are started
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )

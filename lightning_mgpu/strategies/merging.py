@@ -33,7 +33,7 @@ from lightning_mgpu.strategies.state import (
 )
 
 NUMBERS = (int, float, complex)
-# attributes of modules that are no state of the user's: tensors, and what Lightning has by ids
+# attributes of modules that are not the user's state: tensors, and what Lightning keeps by ids
 LEFT_OUT = {*TENSORS, "_metric_attributes", "_param_requires_grad_state"}
 
 

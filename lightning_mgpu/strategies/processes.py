@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class Processes:
-    """All processes of a run, of which this is number `rank`. A single one has nobody to talk to.
+    """All processes of a run, of which this is number `rank`. A single one gets its own messages.
 
     Args:
         home: The device of this process where messages arrive.

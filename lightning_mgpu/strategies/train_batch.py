@@ -116,8 +116,8 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         return self._is_set_up and len(self.devices) > 1
 
     @override
-    def setup_environment(self) -> None:
-        self.check_launch()
+    def check_launch(self) -> None:
+        super().check_launch()
         devices, split, count = self.given_devices, self.split, self.num_replicas
         num_devices = len(devices)
         are_mixed = len({device.type for device in devices}) > 1
@@ -131,10 +131,15 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
             raise MisconfigurationException(
                 f"split={split!r}: give 'auto', or one positive share per device ({num_devices})."
             )
-        if split and self.num_all_processes > 1:
+        if (split or are_mixed) and self.num_all_processes > 1:
             raise MisconfigurationException(
-                f"split={split!r}: over {self.num_all_processes} processes all shares are even."
+                f"{self.num_all_processes} processes: leave `split` out, and give devices of one "
+                "kind."
             )
+
+    @override
+    def setup_environment(self) -> None:
+        self.check_launch()
         super().setup_environment()
         self.join_processes(self.root_device)
 

@@ -246,6 +246,11 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
+def in_two_processes(**options: Any) -> ManualAllreduceStrategy:
+    """For the conformance suite."""
+    return ManualAllreduceStrategy(processes=2, **options)
+
+
 def run(name: str, num_processes: int, directory: Path) -> str:
     """Train, validate and predict; the fingerprint of everything."""
     make, settings = CASES[name] if name in CASES else (partial(Fails, name), {})

@@ -24,6 +24,9 @@ WRONG_OPTIONS = [  # given for two devices; what the one line says
     ({"replicas": 4, "split": "auto"}, "leave `split` out"),
     ({"allreduce": "nonsense"}, "allreduce=nonsense: give a function"),
     ({"parallel_devices": ["cpu"] * 99}, "99 devices are too many"),
+    ({"processes": 3}, "2 device(s) cannot be shared out among the 3 processes"),
+    ({"processes": 2, "split": [0.7, 0.3]}, "2 processes: leave `split` out"),
+    ({"processes": 2, "replicas": 3}, "replicas=3: choose a multiple of the 2 device"),
     *(
         ({"parallel_devices": ["cpu", name]}, f"{name!r} is not a device; 'cpu'")
         for name in ("gpu:0", "cuda:x")
