@@ -8,6 +8,7 @@ from itertools import dropwhile
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
@@ -21,6 +22,8 @@ from lightning_mgpu.project import PACKAGE, command, program
 NO_TEXT = "Unable to serialize instance "  # jsonargparse writes it for a value without a text
 # StochasticWeightAveraging takes one; else config.yaml would say "Unable to serialize instance"
 register_type(torch.device, str, torch.device, fail_already_registered=False)
+# the default of Timer's `interval: str` is an Enum, of which jsonargparse writes no text
+yaml.SafeDumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(text[:]))
 
 
 AMBIGUOUS = r"Multiple subclasses with name (\w+)\..* "

@@ -64,6 +64,13 @@ def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], confi
     assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
 
 
+def test_a_default_that_is_a_kind_of_text(config: Config) -> None:
+    assert config("fit", "--trainer.callbacks=Timer")["trainer"]["callbacks"] == {
+        "class_path": "lightning.pytorch.callbacks.Timer",
+        "init_args": {"duration": None, "interval": "step", "verbose": True},
+    }
+
+
 OWN = """
 import pickle
 from collections.abc import Callable, Iterable
