@@ -64,7 +64,8 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         }
         record = RunRecord(run_dir, saved_config, notes, wandb_options, cleanup, facts)
         if not config.trainer.fast_dev_run:  # which leaves nothing behind
-            trainer.callbacks.append(record)  # type: ignore[attr-defined]
+            # before those that look for loggers when they are set up, as DeviceStatsMonitor
+            trainer.callbacks.insert(1, record)  # type: ignore[attr-defined]
         if header := cli.callbacks["header"]:
             header.notes = notes
 

@@ -33,6 +33,24 @@ def test_loggers_add_to_each_other_and_share_the_run_directory(
     )
 
 
+LOOKS = """
+from lightning.pytorch import Callback
+
+class Looks(Callback):
+    def setup(self, trainer, pl_module, stage):
+        if stage == "fit":
+            print("loggers", [type(logger).__name__ for logger in trainer.loggers])
+"""
+
+
+def test_callbacks_find_the_loggers_when_they_are_set_up(
+    fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    (own / "own_looks.py").write_text(LOOKS)
+    assert fit(*ONE, "--trainer.callbacks=own_looks.Looks") == 0
+    assert "loggers ['RunCSVLogger']\n" in capfd.readouterr().out
+
+
 def test_what_wandb_gets(
     fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
