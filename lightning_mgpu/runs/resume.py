@@ -21,7 +21,12 @@ from lightning_mgpu.seeds import VERSION
 RESUME_FLAG = "--resume"
 NEWEST = Path("runs", "newest")  # has the path of a run directory
 OF_A_MACHINE = ("data.root.", "data.num_workers.", "data.pin_memory.", "malloc.")
-MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE)
+# they print and draw (cli/training_cli.py): a broken one must not be the end of a run
+CALLBACKS = (
+    *("header.", "timer.", "lines.", "curve."),
+    *("learning_rates.", "pictures.", "predictions."),
+)
+MAY_CHANGE = ("trainer.", "wandb.", "no_wandb.", "traceback.", *OF_A_MACHINE, *CALLBACKS)
 
 
 def record_newest(trainer: Trainer) -> None:

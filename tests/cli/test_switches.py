@@ -55,6 +55,18 @@ def test_each_callback_goes_by_one_flag(
     assert not (tmp_path / "again" / "curve.png").exists()
 
 
+def test_a_run_is_resumed_without_a_callback_that_ended_it(
+    fit: Callable[..., int], main: Callable, tmp_path: Path, capfd: Any
+) -> None:
+    broken = "\n    def on_train_epoch_end(self, *args) -> None:\n        raise KeyError\n"
+    (tmp_path / "own_curve.py").write_text(OWN + broken)
+    with pytest.raises(KeyError):
+        fit("--curve=own_curve.Curve")
+    off = [f"--{name}=false" for name in CALLBACKS]
+    assert main("fit", "--resume=run", *off) == 0
+    assert "trained on [" in capfd.readouterr().out
+
+
 def test_another_class_takes_the_place_of_one(
     fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
