@@ -150,7 +150,7 @@ class TrainingCLI(LightningCLI):
         self.model, self.datamodule = objects.model, objects.data
         self.run_checkpoint = objects.checkpoint
         self.callbacks = {name: objects[name] for name in CALLBACKS}
-        users = [each for each in as_list(objects.trainer.callbacks) if each]
+        users = [each for each in as_list(objects.trainer.callbacks) if each is not None]
         ours = [objects.fast, callbacks.IgnoredWeight(), *self._callbacks_in_use(objects, users)]
         if objects.trainer.enable_checkpointing is not False:  # Lightning refuses it otherwise
             ours.append(objects.checkpoint)
