@@ -50,7 +50,6 @@ UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
     "-sparse embedding]": "no sparse tensors",
     "-lstm]": "no fused cells of recurrent layers",
     "test_a_compiled_model_trains_the_same": "Inductor generates no code for them",
-    "test_one_batch_is_learnt_by_heart": "half a minute; test_debug_is_short... shows the same",
     "test_what_wandbs_agent_starts": "W&B starts late on a busy machine, and knows no devices",
     "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
 }
