@@ -1,0 +1,103 @@
+"""Every block of docs/cookbook.md, in its order, in one process and on the tiny dataset.
+
+Only the limits of a short run are appended. Of torchrun, which would start processes, and of files
+in configs/, only the options are read.
+"""
+
+import csv
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.utils import save_image
+
+from tests.conftest import run_devices
+
+pytestmark = pytest.mark.slow
+
+PAGE = (Path(__file__).parents[1] / "docs" / "cookbook.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
+LINES = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for line in block.splitlines()
+]
+LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
+SHORT = ["--trainer.max_epochs=1", "--data.val_size=101", "--pictures=false", "--curve=false"]
+
+
+@pytest.fixture
+def kitchen(tmp_path: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the page's files, and with images to predict."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "images").mkdir()
+    for i in range(5):
+        save_image(torch.rand(1, 28, 28), tmp_path / "images" / f"{i}.png")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_every_block_runs(
+    kitchen: Path,
+    root: Path,
+    main: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    said: dict[str, str] = {}
+    for line in sorted(LINES, key=lambda line: line.startswith("python my_")):  # they need the runs
+        program, args = parse(line)
+        if "my_" in program:
+            monkeypatch.setattr(sys, "argv", [program, *args])
+            runpy.run_path(program, run_name="__main__")
+        elif program == "torchrun" or "callbacks/" in line:
+            assert main(*args, "--print_config") == 0
+        elif program == "lightning_mgpu" and args[0] == "runs":
+            assert main(*args) == 0
+        else:
+            options = [f"--data.root={root}", *SHORT, *LIMITS] if args[0] == "fit" else []
+            assert main(*args, "--trainer.accelerator=cpu", *options) == 0, line
+        said[line] = capfd.readouterr().out
+    outputs = list(said.values())
+
+    rows = list(csv.DictReader((kitchen / "runs" / "folder" / "predictions.csv").open()))
+    assert [row["index"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert any("model:    MobileNet" in out for out in outputs)
+    assert any("testing epoch 1: val_f1" in out for out in outputs)
+    assert (kitchen / "curves.png").stat().st_size > 10_000
+
+    [look] = [out for line, out in said.items() if "my_look" in line]
+    before = re.findall(r"before: gradient (\S+)", look)
+    after = re.findall(r"weight (\S+), gradient (\S+)", look)
+    assert len(before) == len(after) == 2 * 2, "two replicas, two steps"
+    assert before[0] != before[1] and after[0] == after[1]
+
+    run_notebook(FILES["my_notebook.py"], root)
+    classify = runpy.run_path("my_classify.py")["classify"]
+    torch.testing.assert_close(classify(torch.rand(7, 1, 28, 28)).sum(dim=1), torch.ones(7))
+
+
+def parse(line: str) -> tuple[str, list[str]]:
+    """The program of a printed command, and its arguments."""
+    words = [word for word in shlex.split(line) if not word.startswith("OMP_NUM_THREADS=")]
+    if words[0] == "torchrun":
+        return "torchrun", words[words.index("lightning_mgpu") + 1 :]
+    assert words[0] == "python"
+    is_script = words[1] != "-m"
+    return words[1 if is_script else 2], words[2 if is_script else 3 :]
+
+
+def run_notebook(code: str, root: Path) -> None:
+    """The cell, with a short epoch on the tiny dataset."""
+    code = code.replace("max_epochs=1", "max_epochs=1, limit_train_batches=2")
+    code = code.replace("batch_size=256", f"batch_size=256, root={str(root)!r}, val_size=101")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    assert namespace["trainer"].strategy.given_devices == run_devices(2)
