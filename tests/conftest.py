@@ -1,4 +1,4 @@
-"""A tiny dataset in the real file format, one thread a process, and two ways to run commands."""
+"""A tiny dataset in the real file format, one thread per process, two ways to run commands."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; handed on to subprocesses
-# of the pytest that started this one: `wandb.teardown()` waits only for a service of its own
+# set by the pytest that started this one: `wandb.teardown()` waits only for a service of its own
 os.environ.pop("WANDB_SERVICE", None)
 
 import pytest
@@ -32,7 +32,7 @@ from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
 from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
 
 torch.set_num_threads(1)
-# a shell's background job; the processes tested would, too
+# in a shell's background job, whose child processes would ignore Ctrl-C, too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
@@ -47,13 +47,13 @@ def write_idx(path: Path, values: Tensor) -> IdxFile:
 
 
 def run_devices(num: int) -> list[torch.device]:
-    """What a Trainer on so many CPU devices trains on; `-p tests.simulated.devices` has others."""
+    """The devices of a Trainer with `num` CPU devices; `-p tests.simulated.devices` has others."""
     is_simulated = torch._C._get_privateuse1_backend_name() == "sim"
     return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What `pytest -m gpu` has measured."""
+    """Prints the times that `pytest -m gpu` has measured."""
     passed = terminalreporter.stats.get("passed", [])
     if lines := [
         value for report in passed for name, value in report.user_properties if name == "gpu"
@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def run_files() -> set[str]:
-    """What a run of `fit` leaves in its directory without W&B."""
+    """The files that `fit` leaves in its run directory without W&B."""
     pictures = ("curve.png", "predictions.png", "confusion.png")
     texts = ("config.yaml", "run.json", "model.txt", "hparams.yaml", "metrics.csv")
     return {*texts, *pictures, "checkpoints"}
@@ -89,7 +89,7 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Id
 
 @pytest.fixture
 def root(tiny_files: tuple[Path, tuple[IdxFile, ...]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`FashionMNIST(root=...)` takes the tiny dataset for the real one, through the real checks."""
+    """Makes `FashionMNIST(root=...)` accept the tiny dataset, by the real checks."""
     root, files = tiny_files
     ensure = partial(ensure_fashion_mnist, files=files)
     monkeypatch.setattr(lightning_mgpu.data.fashion_mnist, "ensure_fashion_mnist", ensure)
@@ -152,7 +152,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 @pytest.fixture
 def without_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make a package one that is not installed."""
+    """Make a package look as if it was not installed."""
 
     def remove(package: str) -> None:
         for name in list(sys.modules):
@@ -222,7 +222,7 @@ class Command:
         return self.finish(self.start(*args), timeout)
 
     def end(self) -> None:
-        """End what a failed test has not waited for."""
+        """End the processes that a failed test has not waited for."""
         for process in self._started:
             end(process)
 

@@ -1,4 +1,4 @@
-"""The recipes for parts of one's own, to the letter, outside the package: files and commands.
+"""Every file and every command of docs/adding.md and of the README's own allreduce, as printed.
 
 Only the limits of a short run are appended. The commands of directories that can be deleted are
 tried by their own tests.
@@ -50,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def shell(command: Any) -> Callable[[str], str]:
-    """Run a printed command, `python` being this one; returns what it said."""
+    """Run a printed command with this Python; returns what it prints."""
 
     def shell(line: str) -> str:
         code, out, err = command.finish(command.start(launcher=shlex.split(line)[1:]), timeout=200)
@@ -61,14 +61,14 @@ def shell(command: Any) -> Callable[[str], str]:
 
 
 def epochs(run_dir: Path) -> list[tuple[float, ...]]:
-    """Loss and accuracy of training and validation, an epoch a row."""
+    """Loss and accuracy of training and validation, one row per epoch."""
     rows = list(csv.DictReader((run_dir / "metrics.csv").open()))
     names = ("train_loss", "train_acc", "val_loss", "val_acc")
     return list(zip(*([float(row[name]) for row in rows if row[name]] for name in names)))
 
 
 def test_their_tests_pass(project: Path, shell: Callable) -> None:
-    """Three commands in one, as a process takes seconds to start."""
+    """Three commands in one process, which takes seconds to start."""
     others = [line for line in COMMANDS if line not in (*TESTS, *RUNS)]
     assert all(
         re.match(r"python -m lightning_mgpu[. ](testing|benchmark) ", line) for line in others
@@ -103,7 +103,7 @@ def test_its_command_trains(
 
 
 def test_a_dataset_keeps_the_batch_contract(project: Path, shell: Callable, main: Callable) -> None:
-    """Its command, ddp on two devices, learns what one device and the book's algorithm do."""
+    """Under ddp on two devices it learns the same as on one device and by the book's algorithm."""
     [line] = [line for line in RUNS if "my_data" in line]
     out = shell(f"{line} {CPU} --run_dir=ddp")
     assert "batch:    100 global, 50 per device" in out and "MLP, 50,890 parameters" in out

@@ -22,7 +22,7 @@ CLOSING_LINE = r"test acc: 0\.\d\d, \d+\.\d sec/epoch on " + re.escape(str(run_d
 
 
 def params() -> list[Tensor]:
-    """In float64, and far enough from zero for every one to get a gradient that counts."""
+    """Parameters in float64, so far from zero that each gets a gradient that counts."""
     generator = torch.Generator().manual_seed(1)
     return [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 

@@ -1,4 +1,4 @@
-"""Waiting for devices that this machine need not have: what torch is asked for is looked at."""
+"""Waiting for devices that this machine may lack: the tests look at the calls of torch."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CUDA, XPU, MPS, CPU = (torch.device(name) for name in ("cuda:1", "xpu:0", "mps:0
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was waited for."""
+    """The devices that were waited for."""
     waits: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.xpu, "synchronize", waits.append)
@@ -21,6 +21,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_devices_of_every_kind_are_waited_for_once(waits: list[Any]) -> None:
-    """Else the seconds of an epoch are those of launching it."""
+    """Without it, an epoch's seconds would be those of launching its kernels."""
     synchronize([CUDA, CPU, XPU, MPS, CUDA])
     assert sorted(waits, key=str) == [CUDA, MPS, XPU]

@@ -38,7 +38,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands of one kind of device run."""
+    """The working directory of the commands for one kind of device."""
     return tmp_path_factory.mktemp(kind)
 
 
@@ -64,7 +64,7 @@ def options(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(run: Run, options: list[str]) -> str:
-    """What `fit` prints that trains two replicas on one device."""
+    """The output of a `fit` that trains two replicas on one device."""
     return run("fit", *options, *TWO, "--trainer.max_epochs=1", "--run_dir=run")
 
 
@@ -136,7 +136,7 @@ def test_testing(run: Run, kind: str) -> None:
 def test_seconds_per_epoch(
     model: str, kind: str, run: Run, directory: Path, record_property: Callable[[str, str], None]
 ) -> None:
-    """Of the second epoch of 60,000 images in batches of 256."""
+    """The second epoch is measured: 60,000 images in batches of 256."""
     if kind == "cpu":
         pytest.skip("takes minutes on a CPU")
     limits = [*(("--trainer.limit_train_batches=3",) if IS_SIMULATED else ()), *FEW[1:]]

@@ -53,7 +53,7 @@ def test_debug_is_short_and_finds_nans(
 
 @pytest.mark.slow
 def test_one_batch_is_learnt_by_heart(fit: Callable, tmp_path: Path) -> None:
-    """As it is: what augments the images is left out."""
+    """The batch is the same in every epoch: the images are not augmented."""
     faster = (
         "--trainer.max_epochs=40",
         "--data.batch_size=8",

@@ -90,7 +90,7 @@ def test_a_name_of_a_trainer_is_where_it_was(name: str, make_trainer: Any) -> No
 
 
 def test_all_of_them_are_named_here() -> None:
-    """And none that nobody uses."""
+    """The list has no name that no file uses."""
     files = {path for path in PACKAGE.rglob("*.py") if "template" not in path.parts}
     used = private_names(files - {*(PACKAGE / "strategies").rglob("*.py")}) - OTHERS
     named = {part for name in OF_A_TRAINER for part in name.split(".") if part.startswith("_")}

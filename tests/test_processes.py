@@ -65,7 +65,7 @@ def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
 
 
 def test_a_slurm_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
-    """The script says what to start; `srun` here says what it was given."""
+    """The script calls a stand-in for `srun`, which prints its arguments."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o755)
 
@@ -103,4 +103,4 @@ def test_ctrl_c_ends_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt), os.fdopen(writes, "w") as output:
         run_in_group(["sh", "-c", "sh -c 'echo up; exec sleep 999'; true"], output)
-    assert os.read(reads, 1) == b""  # nobody is left to write
+    assert os.read(reads, 1) == b""  # no process is left that could write

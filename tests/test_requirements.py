@@ -1,4 +1,4 @@
-"""Versions known to work together are as pyproject.toml takes them, hashed, with no index named."""
+"""The pinned versions fit pyproject.toml, have hashes, and name no index."""
 
 import gc
 import importlib
@@ -36,7 +36,7 @@ def test_pins_are_within_the_bounds_and_malicious_releases_are_not() -> None:
 
 
 def test_errors_name_the_extras_as_they_are() -> None:
-    """Which package an extra installs; `test` and `dev` are for the tests, which say so."""
+    """Errors name extras that exist. `test` and `dev`, which no error names, are for the tests."""
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
         assert package in [Requirement(line).name for line in extras[extra]]

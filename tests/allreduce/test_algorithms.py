@@ -96,7 +96,7 @@ def test_on_parameters_and_in_inference_mode(allreduce: Allreduce) -> None:
 @pytest.mark.parametrize("allreduce", IN_THE_TEXTBOOKS_ORDER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_all_gradients_at_once(allreduce: Allreduce, k: int) -> None:
-    """As the textbook to the bit: contiguous float32, everything, large ones, very many tensors."""
+    """The textbook's bits: contiguous float32, mixed layouts, large tensors, very many tensors."""
 
     def tensors(shape: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape) for _ in range(k)]

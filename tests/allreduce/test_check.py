@@ -21,7 +21,7 @@ def book_2021(data: list[Tensor]) -> None:
 
 
 def book_today(data: list[Tensor]) -> None:
-    """d2l.ai since: right, and not for 0-d tensors, which the strategies show it as one element."""
+    """d2l.ai since then: right but for 0-d tensors, which strategies reshape to one element."""
     for i in range(1, len(data)):
         data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):

@@ -30,7 +30,7 @@ FORMULAS: dict[Allreduce, Callable[[int, int], tuple[int, float]]] = {
 
 
 class Traffic(TorchDispatchMode):
-    """Records the messages between `tensors`, one a device, while it is entered.
+    """Records the messages between `tensors`, one per device, while it is entered.
 
     It sees each operation below autograd. An `add_` or `copy_` from the memory of device i to that
     of device j is a message. Anything else that moves data fails, so the counts are complete.
@@ -52,7 +52,7 @@ class Traffic(TorchDispatchMode):
                 self.sent[i] += src.nbytes
                 self.received[j] += src.nbytes
         elif func is not torch.ops.prim.device.default:  # which only asks
-            assert func.is_view, f"{func} moves data that nobody counted"
+            assert func.is_view, f"{func} moves data that is not counted"
         return result
 
 

@@ -1,4 +1,4 @@
-"""Tensors that travel together: which, and that each arrives where it belongs."""
+"""Which tensors travel together, and that each arrives where it belongs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`python -m lightning_mgpu benchmark`: what this process measures, what is left, what ends it."""
+"""`python -m lightning_mgpu benchmark`: its measurements, its files and its errors."""
 
 import csv
 import json

@@ -60,7 +60,7 @@ def test_parts_add_up_to_the_step_and_one_inside_another_counts_once() -> None:
 
 
 def test_a_clock_waits_for_its_devices_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with more GPUs, and when the clock is read, not when it is made."""
+    """Other GPUs are not waited for, and the wait is where the clock is read, not made."""
     waits: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

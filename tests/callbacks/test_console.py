@@ -1,4 +1,4 @@
-"""Header, epoch lines and progress bar of all kinds of runs; what counts as an epoch's time."""
+"""Header, epoch lines and progress bar of all kinds of runs; what is in an epoch's time."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Memory format, compile, resident data, fused optimizers, precision: any strategy, as without."""
+"""Memory format, compile, resident data, fused optimizers, precision, under any strategy."""
 
 import contextlib
 import shutil
@@ -70,7 +70,7 @@ def difference(first: nn.Module, second: nn.Module) -> float:
 
 
 class Activations(Callback):
-    """Sees whether what every convolution gets and holds is in channels_last, in every replica."""
+    """Looks in every replica whether inputs and weights of convolutions are in channels_last."""
 
     def __init__(self) -> None:
         self.found: list[bool] = []
@@ -199,7 +199,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_no_step_waits_for_the_device(train: Callable) -> None:
-    """Also not those that log the loss, or come after one."""
+    """Steps that log the loss do not wait either, nor do the steps after them."""
 
     def waits(num_steps: int) -> int:
         with Waits() as mode:
@@ -212,7 +212,7 @@ def test_no_step_waits_for_the_device(train: Callable) -> None:
 
 
 def test_resident_images_and_batches_are_on_the_device(make_trainer: Callable, root: Path) -> None:
-    """`meta` stands in for a GPU: what is there can be told apart from the CPU."""
+    """`meta` stands in for a GPU: its tensors can be told apart from the CPU's."""
     data = FashionMNIST(
         root=str(root), batch_size=64, val_size=101, augment=True, device_resident=True
     )

@@ -1,4 +1,4 @@
-"""Curve, confusion matrix, images, predictions.csv: of the usual run, and of other models."""
+"""Curve, confusion matrix, images and predictions.csv of the usual run and of other models."""
 
 import csv
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def epochs_of(points: dict[str, list[tuple[int, float]]]) -> dict[str, list[int]
 
 
 class SavesFirst(Callback):
-    """As `LastCheckpoint` does, which is in front of the other callbacks."""
+    """Saves where `LastCheckpoint` does, which is in front of the other callbacks."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         trainer.save_checkpoint(Path(trainer.default_root_dir, "a.ckpt"))
@@ -112,7 +112,7 @@ def test_matrix_and_grid_are_of_the_test_set(
 
 
 class VectorNet(Classifier):
-    """Of vectors (N, 4), in batches of any kind."""
+    """Predicts vectors (N, 4), in batches of any kind."""
 
     def __init__(self) -> None:
         super().__init__(num_classes=3)
@@ -196,7 +196,7 @@ def test_no_picture_ends_a_run(
 def test_images_without_labels(
     num_tensors: int, devices: int, lively: LeNet, make_trainer: Callable, tmp_path: Path
 ) -> None:
-    """In batches X, (X,) and (X, y); also of two images, which are not a pair."""
+    """Batches are X, (X,) or (X, y); two images are not taken for a pair."""
     X = torch.rand(6, 1, 28, 28)
     labels = [torch.arange(6)] * (num_tensors - 1)
     tables = []

@@ -1,4 +1,4 @@
-"""What is given becomes a configuration: files compose, classes have defaults, names are found."""
+"""Options become a configuration: files compose, classes have defaults, names are found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +93,7 @@ class Several(LeNet):
 
 
 def test_classes_get_plain_partials(main: Callable, tmp_path: Path) -> None:
-    """Of any class on the command line, so that models can be copied, and sent to processes."""
+    """Any class on the command line can be copied and pickled, to be sent to processes."""
     (tmp_path / "own_partials.py").write_text(OWN)
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}}
     init = {"one": sgd, "several": [sgd, sgd], "named": {"a": sgd}}

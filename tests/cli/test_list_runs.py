@@ -101,6 +101,6 @@ def test_settings_that_differ(case: str) -> None:
 
 
 def test_json_is_strict() -> None:
-    """No reader of JSON takes NaN."""
+    """Strict JSON has no NaN."""
     text = to_json({"a": float("nan"), "b": [float("inf"), 1.5, Path("x")], 3: (True, None)})
     assert "".join(text.split()) == '{"a":null,"b":[null,1.5,"x"],"3":[true,null]}'

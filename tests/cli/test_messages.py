@@ -32,7 +32,7 @@ warnings.warn("a warning")
 
 
 def test_what_lightning_says_of_a_gpu_is_filtered() -> None:
-    """Of a GPU with Tensor Cores, of the variables that select it, and of a run on the CPU."""
+    """Messages about Tensor Cores, about visible devices, and about a run on the CPU."""
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     shown = (done.stdout + done.stderr).splitlines()

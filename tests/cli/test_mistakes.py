@@ -161,7 +161,7 @@ class Broken(LeNet):
         {}["a defect"]
 
 class Picky(LeNet):
-    def __init__(self, pad_token: str = "a", width: int = 3) -> None:  # the token is no secret
+    def __init__(self, pad_token: str = "a", width: int = 3) -> None:  # this token is not a secret
         raise ValueError(f"model.width={width}: take an even number")
 
 class Lacks(LeNet):
@@ -240,7 +240,7 @@ def test_which_options_are_secrets(option: str, is_secret: bool) -> None:
 
 
 def test_errors_of_torch_and_of_devices_keep_their_traceback() -> None:
-    """Their last frame is the line that called torch, which may be one of this package."""
+    """The last frame of their traceback may be this package's, which has called torch."""
     with pytest.raises(RuntimeError, match="must match the size"), one_line_errors(False):
         textbook_allreduce([torch.ones(2), torch.ones(3)])
     full = torch.OutOfMemoryError("CUDA out of memory")

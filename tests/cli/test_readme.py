@@ -1,4 +1,4 @@
-"""Every command of README and docs/ is one the command line takes; files they name are there.
+"""The command line accepts every command of README and docs/; the files that they name exist.
 
 The commands of a directory that can be deleted are tried by its own tests.
 """

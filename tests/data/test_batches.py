@@ -16,7 +16,7 @@ Batches = list[list[int]]
 
 
 def a_trainer(device: str, world_size: int = 1, rank: int = 0) -> Any:
-    """What `batch_loader` asks of a Trainer."""
+    """The attributes of a Trainer that `batch_loader` reads."""
     share = {"world_size": world_size, "global_rank": rank}
     strategy = SimpleNamespace(root_device=torch.device(device))
     return SimpleNamespace(**share, overfit_batches=0, strategy=strategy)
@@ -25,7 +25,7 @@ def a_trainer(device: str, world_size: int = 1, rank: int = 0) -> Any:
 def global_batches(
     num_processes: int, batch_size: int = 64, num_samples: int = 503, **options: Any
 ) -> Batches:
-    """The batches, every one put together from the shares of all processes."""
+    """The global batches, each joined from the shares of all processes."""
     dataset, shares, epoch = TensorDataset(torch.arange(num_samples)), [], options.pop("epoch", 0)
     for rank in range(num_processes):
         loader = batch_loader(dataset, batch_size, a_trainer("cpu", num_processes, rank), **options)

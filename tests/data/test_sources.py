@@ -36,7 +36,7 @@ def put(directory: Path, zipped: bool = False) -> Path:
 
 
 def assert_complete(raw: Path) -> None:
-    """All files are there, and nothing that is half written."""
+    """All files are there, and none is half written."""
     assert {name: (raw / name).read_bytes() for name in NAMES} == CONTENT
     assert not [path for path in raw.iterdir() if path.suffix == ".part"]
 

@@ -1,4 +1,4 @@
-"""What is logged equals a computation by hand; schedulers step; a checkpoint reloads in Python."""
+"""Logged values equal a computation by hand; schedulers step; a checkpoint reloads in Python."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -30,7 +30,7 @@ def by_hand(model: Callable, data: Any, stage: str) -> tuple[float, float]:
 
 @pytest.fixture
 def measured(make_data: Callable, make_trainer: Callable) -> Callable[..., Any]:
-    """Trains without a learning rate, so the model stays, and tests; returns what was logged."""
+    """Trains with a learning rate of 0, and tests; returns what was logged."""
 
     def measured(options: dict[str, Any], **settings: Any) -> Any:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Runs of a small model with dropout, momentum, a scheduler; one is stopped where a test says."""
+"""Runs of a small model with dropout, momentum and a scheduler, which a test can stop."""
 
 import csv
 import shutil

@@ -1,4 +1,4 @@
-"""The best checkpoint, those from elsewhere, what they know of their model; export; last lines."""
+"""The best checkpoint, checkpoints from elsewhere and their models; export; the last lines."""
 
 import csv
 import re
@@ -230,7 +230,7 @@ class Net(LeNet):
 def test_what_a_checkpoint_may_say(
     where: str, own: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """Neither where the data are nor where a run is; whose code runs is told before it does."""
+    """A checkpoint sets no path on this machine, and names foreign classes before they run."""
     (own / "evil.py").write_text(EVIL)
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     data: dict[str, Any] = {"class_path": "lightning_mgpu.data.FashionMNIST"}

@@ -1,4 +1,4 @@
-"""What a run leaves: CSV files, loggers that add to each other, its W&B run, no secret."""
+"""The records of a run: CSV files, several loggers, its W&B run, and no secret."""
 
 from collections.abc import Callable
 from pathlib import Path

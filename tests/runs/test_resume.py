@@ -1,4 +1,4 @@
-"""A stopped run ends as one that never was: weights, optimizer, schedulers, metrics, files."""
+"""A stopped run ends like one that never stopped: weights, optimizer, metrics, files."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last,
 def test_stopped_three_times(
     strategy: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
-    """Before the first epoch is over, and in two generations of resumed runs."""
+    """The run is killed in its first epoch, and then in two generations of resumed runs."""
     assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
     assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3") == 1
     assert (
@@ -164,7 +164,7 @@ def test_a_longer_run_elsewhere_under_another_strategy(
 def test_the_newest_run_is_resumed_wherever_it_is(
     fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
-    """With weights alone in its checkpoints, which know their model; W&B comes back."""
+    """Its checkpoints hold the weights only, and know their model; W&B goes on."""
     short = ("--trainer.devices=1", "--trainer.max_epochs=1", "--no-wandb")
     assert fit(*short) == 0
     elsewhere = tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""`run.json`: what a run was given, where it ran, how it ended, however that was."""
+"""`run.json`: the options of a run, where it ran, and how it ended, in every case."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Devices `sim:0`, `sim:1`, ... for tests of what only differing devices show, where no GPUs are.
+"""Devices `sim:0`, `sim:1`, ... that differ as GPUs do, for tests on machines without GPUs.
 
     python -m pytest -p tests.simulated.devices tests/strategies/test_parity.py
     PYTHONPATH=.:tests/simulated/autoload python -m lightning_mgpu fit --trainer.accelerator=sim
@@ -71,7 +71,7 @@ PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
 
 
 def build() -> Path:
-    """Compile the devices, 20 s on a CPU core, into `build/`; once a version of them and torch."""
+    """Compile the devices into `build/`, once per version of them and of torch (20 s)."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = SOURCE.with_name("build") / f"{key}.so"
     if not library.exists():

@@ -51,7 +51,7 @@ class Manual(LeNet):
 
 
 class EditsBuffers(LeNet):
-    """One of five, in every step."""
+    """Edits one of five buffers in every step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -83,7 +83,7 @@ class LogsANumber(LeNet):
 
 
 class Asks(LeNet):
-    """Waits: what must be found."""
+    """Waits for the device: the tests must find it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -96,14 +96,14 @@ def adamw(params: Any) -> AdamW:
 
 
 class Unknown(SGD):
-    """Not torch's own: the first replica's update is copied."""
+    """An optimizer of one's own: the first replica's update is copied."""
 
 
 @pytest.fixture
 def steps(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """What is seen in an epoch's second and third step of four, or in its first.
+    """The waits and messages of an epoch's second and third step of four, or of its first.
 
     Bytes in copies of the model. In its first and last the replicas are compared.
     """
@@ -184,7 +184,7 @@ def test_waits_are_found_on_one_device(steps: Callable[..., Any]) -> None:
 
 @ENGINES
 def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
-    """The control, and `self.log` of a number: one copy for all replicas."""
+    """A step that waits is found; `self.log` of a number is one copy for all replicas."""
     waits, _, _ = steps(Asks, engine)
     assert sum(waits.values()) == 4 and all("test_steps.py" in place for _, place in waits)
     waits, _, _ = steps(LogsANumber, engine)
@@ -195,7 +195,7 @@ def test_waits_are_found(steps: Callable[..., Any], engine: str) -> None:
 def test_an_epochs_first_step_waits_once_for_each_comparison(
     steps: Callable[..., Any], engine: str
 ) -> None:
-    """Of gradients, and of what the replicas' own updates have made."""
+    """Gradients are compared, and the weights after the replicas' own updates."""
     waits, _, _ = steps(lambda: LeNet(optimizer=adamw), engine, first=True)
     assert sum(waits.values()) == (2 if engine == "manual_allreduce" else 0)
 

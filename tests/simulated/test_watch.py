@@ -1,4 +1,4 @@
-"""What is counted as a wait, and what is not; what a simulated accelerator is to Lightning.
+"""Which calls count as waits; how Lightning sees the simulated accelerator.
 
 python -m pytest -p tests.simulated.devices tests/simulated/test_watch.py
 """

@@ -1,4 +1,4 @@
-"""Counts what a GPU's host would wait for, what goes between simulated devices, what they hold."""
+"""Counts waits of a GPU's host, messages between simulated devices, and the bytes they hold."""
 
 import ctypes
 import traceback

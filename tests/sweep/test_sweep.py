@@ -332,7 +332,7 @@ def test_what_wandbs_agent_starts(
     monkeypatch.delenv("WANDB_MODE")
     for name, value in agents.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    wandb.teardown()  # it reads the environment anew
+    wandb.teardown()  # it reads the environment again
     sweep = yaml.safe_load((find_configs("lightning_mgpu") / "sweep" / "lenet_lr.yaml").read_text())
     *start, args = create_sweep_command(sweep["command"])
     assert start[:3] == ["python", "-m", "lightning_mgpu"] and args == "${args}"

@@ -1,4 +1,4 @@
-"""Strategies keep what they promise, and the suite says so of one that does not."""
+"""Strategies keep their promises, and the suite reports one that does not."""
 
 import os
 import re
@@ -170,7 +170,7 @@ def test_replicas_are_found(strategy: str, devices: int) -> None:
 @pytest.mark.slow
 @pytest.mark.weekly
 def test_a_third_partys_strategy(run: Callable) -> None:
-    """That of docs/adding.md, with its command."""
+    """The strategy of docs/adding.md, by the command that stands there."""
     page = (Path(__file__).parents[2] / "docs" / "adding.md").read_text()
     [(name, code)] = re.findall(r"```python\n# (my_strategy\.py)\n(.*?)```", page, flags=re.DOTALL)
     Path(name).write_text(code)
