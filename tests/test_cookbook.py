@@ -56,7 +56,8 @@ def test_every_block_runs(
         program, args = parse(line)
         if "my_" in program:
             monkeypatch.setattr(sys, "argv", [program, *args])
-            runpy.run_path(program, run_name="__main__")
+            figure = runpy.run_path(program)["figure"]
+            assert [len(axes.lines) for axes in figure.axes] == [2, 2], "two metrics, two runs"
         elif program == "torchrun" or "callbacks/" in line:
             assert main(*args, "--print_config") == 0
         elif program == "lightning_mgpu" and args[0] == "runs":
@@ -71,7 +72,7 @@ def test_every_block_runs(
     assert [row["index"] for row in rows] == ["0", "1", "2", "3", "4"]
     assert any("model:    MobileNet" in out for out in outputs)
     assert any("testing epoch 1: val_f1" in out for out in outputs)
-    assert (kitchen / "curves.png").stat().st_size > 10_000
+    assert (kitchen / "curves.png").exists()
 
     [look] = [out for line, out in said.items() if "my_look" in line]
     before = re.findall(r"before: gradient (\S+)", look)
