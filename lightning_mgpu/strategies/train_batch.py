@@ -73,6 +73,7 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         self.loader_batch_sizes: set[int] = set()
         self.batch_graph: list[tuple[Tensor, Tensor]] = []  # see `cut_graph`
         self._is_first_step = True  # since weights may have been edited
+        self._batch_idx = -1  # a step need not have it as an argument
         self._is_set_up = False
 
     # Devices
@@ -257,16 +258,19 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
 
     def _run(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a step on every replica that gets samples, and return what they return."""
+        self._batch_idx += name != STEPS[0]  # `on_train_batch_start` knows a training batch's
+        numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)]
+        numbers = numbers or [self._batch_idx]  # of the batch, and its loader
         shards = self._split(batch)
         records = {i: Record(self.sizes[i]) for i in shards}
         self._prepare(name)
         with self.recorder.recording(records) if self._are_several else nullcontext():
-            self._begin(name, *args, *kwargs.values())  # after attributes were put on the module
+            self._begin(name, *numbers)  # after attributes were put on the module
             if self.processes.num > 1:
                 layers = [layer for _, layer in self.replicas.modules()]
                 known = [*self.replicas.module.modules(), *layers, *self.recorder.metrics, self]
                 self.processes.known = known
-            digests = self._digests(batch, *args, *kwargs.values())
+            digests = self._digests(batch, is_first=numbers[0] == 0)
             self._run_replicas(name, shards, records, *args, **kwargs)
             records = self._share(name, records, digests)
             self._combine(records)
@@ -310,9 +314,8 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         optimizers = self.optimizers if self._trains else []
         self.replicas.unknown_code = unknown_code(self.replicas.module, optimizers)
 
-    def _begin(self, name: str, *args: Any) -> None:
+    def _begin(self, name: str, *numbers: int) -> None:
         """Give the replicas the weights, buffers and attributes of the module."""
-        numbers = [arg for arg in args if isinstance(arg, int)]  # of the batch, and its loader
         epoch = self.replicas.module.current_epoch
         self.replicas.begin(STEPS.index(name), epoch, *numbers, meets=self._meet)
         self.updates.begin(self.optimizers if self._trains else [])
@@ -355,10 +358,9 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
             record.statistics = self.replicas.statistics(i - first)
             record.changes = self.replicas.merger.changes(i - first)
 
-    def _digests(self, batch: Any, *args: Any) -> dict[str, int]:
+    def _digests(self, batch: Any, is_first: bool) -> dict[str, int]:
         """What must be the same in all processes, where it is compared: as replicas are."""
-        numbers = [arg for arg in args if isinstance(arg, int)]
-        is_due = self.is_check_due if self._trains else numbers[:1] == [0]
+        is_due = self.is_check_due if self._trains else is_first
         if self.processes.num == 1 or not is_due:
             return {}
         parameters = [first for first, *_ in self.replicas.parameter_sets.values()]
@@ -577,11 +579,13 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._batch_idx = batch_idx
         if batch_idx == 0:
             self._distrust_replicas()
 
     @override
     def on_validation_start(self) -> None:
+        self._batch_idx = -1
         self._distrust_replicas()
 
     on_validation_end = on_test_start = on_predict_start = on_validation_start

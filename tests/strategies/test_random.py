@@ -40,6 +40,20 @@ def test_masks_can_be_repeated_and_differ(train, kwargs, base):
     assert masks[0] == tuple(one.masks[0])
 
 
+@pytest.mark.parametrize("hook", ["training_step", "validation_step"])
+def test_masks_differ_from_step_to_step_without_batch_idx(train, hook):
+    """Lightning does not give it to a step that does not name it."""
+    masks = []
+
+    def step(self, batch):
+        masks.append(torch.rand(3).tolist())
+        return self.loss(batch)
+
+    module = type("Module", (Regression,), {hook: step})
+    train(module, 3, val=hook == "validation_step", num_sanity_val_steps=0)
+    assert masks and all(masks.count(mask) == 1 for mask in masks)
+
+
 def test_the_global_generator_goes_on_as_on_one_device(train):
     """However much the other replicas draw."""
     drawn = []
