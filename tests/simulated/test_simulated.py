@@ -57,8 +57,7 @@ GROUPS = {  # from tests/strategies: what starts a Trainer in its own process
     ],
     "tools": [
         "../simulated/test_commands.py",
-        "../cli/test_mistakes.py",
-        "../sweep",
+        "../cli/test_mistakes.py::test_code_of_ones_own",
         "../test_adding.py",
     ],
 }
