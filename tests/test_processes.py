@@ -15,6 +15,35 @@ from tests.runs.conftest import OWN
 
 
 @pytest.mark.slow
+def test_processes_of_manual_allreduce_are_one_run(command: Any, tmp_path: Path) -> None:
+    """One process, two that Lightning starts, two by torchrun: with workers that draw, too."""
+    (tmp_path / "own_run.py").write_text(OWN)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ways: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "alone": ((), ("-m", "lightning_mgpu")),
+        "launched": (("--trainer.strategy.processes=2",), ("-m", "lightning_mgpu")),
+        "torchrun": ((), (*torchrun, "-m", "lightning_mgpu")),
+    }
+    fingerprints = {}
+    for name, (options, launcher) in ways.items():
+        run = (
+            *("--model=own_run.Net", "--data=own_run.Shuffled", "--data.num_workers=1"),
+            *("--trainer.accelerator=cpu", "--trainer.max_epochs=2", f"--run_dir={name}"),
+            *("--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=4"),
+            *("--trainer.devices=2", *options),
+        )
+        started = command.start("fit", *run, launcher=launcher)
+        code, out, err = command.finish(started, timeout=150)
+        assert code == 0, err
+        assert out.count("fingerprint: ") == 1 and "ManualAllreduceStrategy" in out
+        (fingerprints[name],) = (line for line in out.splitlines() if "fingerprint" in line)
+    assert len({*fingerprints.values()}) == 1, fingerprints
+    assert {*map(str, tmp_path.glob("*/run.json"))} == {
+        str(tmp_path / name / "run.json") for name in ways
+    }
+
+
+@pytest.mark.slow
 def test_two_machines_by_torchrun(command: Any, tmp_path: Path) -> None:
     """A process on each of two machines, here one; their data module shares no global batch."""
     (tmp_path / "own_run.py").write_text(OWN)

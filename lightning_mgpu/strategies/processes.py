@@ -87,7 +87,7 @@ class Processes:
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error, where they wait next or fail, too. Then all is over."""
         if self.num > 1 and not self.is_over:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:900]  # fits a frame
             with suppress(Exception):
                 self._round(FAILED, text, dict.fromkeys(self._others, self._pack(FAILED, text)), 0)
             self.is_over = True
