@@ -165,7 +165,9 @@ class LastCheckpoint(Callback):
             self.why_stopped = why
             trainer.should_stop = True  # which ends it before the next epoch
         else:
-            set_progress(checkpoint["loops"]["fit_loop"], own.get("streams") == VERSION)
+            has_these_streams = own.get("streams") == VERSION
+            window = trainer.accumulate_grad_batches
+            set_progress(checkpoint["loops"]["fit_loop"], has_these_streams, window)
 
     def _save(self, trainer: Trainer) -> None:
         """Save `last.ckpt` whole: a kill leaves the old one. All take part, the first writes."""
@@ -199,8 +201,13 @@ class LastCheckpoint(Callback):
 # (d) Lightning skips the epoch's validation and all hooks up to the next epoch's second batch.
 # (e) Lightning prefetches one batch, which the loader's count has, but which was not trained.
 # (f) The epoch's end has run, but its batches were not all trained.
-def set_progress(loop: dict[str, Any], has_these_streams: bool) -> None:
+def set_progress(loop: dict[str, Any], has_these_streams: bool, window: int) -> None:
     """Set the state of Lightning's `fit_loop` in a checkpoint, in place, as in the table above.
+
+    Args:
+        loop: The state.
+        has_these_streams: Whether the batches were drawn by this version of the package.
+        window: How many batches are accumulated for one step of the optimizer.
 
     Raises:
         UsageError: If no run can go on from there.
@@ -221,6 +228,11 @@ def set_progress(loop: dict[str, Any], has_these_streams: bool) -> None:
         raise UsageError(
             "the run ended within an epoch, by max_steps or max_time: no run can go on from "
             "its last.ckpt; test, predict and export take it"
+        )
+    elif (num_batches := batches["current"]["processed"]) % window:
+        raise UsageError(
+            f"the checkpoint was saved after {num_batches} batches of an epoch, within the "
+            f"{window} of --trainer.accumulate_grad_batches: their gradients are not in it"
         )
     for loader in loop["state_dict"].get("combined_loader", []):
         if "num_yielded" in loader:

@@ -307,6 +307,19 @@ def test_a_run_without_a_last_checkpoint_is_not_trained_again(
     assert metrics(tmp_path / "a") == before
 
 
+def test_half_of_an_accumulated_batch_is_refused(
+    fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """Its gradients are in no checkpoint. The next one, after whole steps, is taken."""
+    args = (*PLAIN, "--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=3")
+    assert fit(*args, KEEP_ALL, "--run_dir=a") == 0
+    half, whole = sorted((tmp_path / "a" / "checkpoints").glob("epoch=0-step=[13].ckpt"))
+    assert fit(*args, f"--ckpt_path={half}", "--run_dir=b") == 2
+    assert "saved after 3 batches of an epoch, within the 2 of" in capfd.readouterr().err
+    assert fit(*args, f"--ckpt_path={whole}", "--run_dir=c") == 0
+    assert equal(last(tmp_path / "c")["state_dict"], last(tmp_path / "a")["state_dict"])
+
+
 def test_a_run_that_max_steps_ended_is_refused(fit: Callable[..., int], capfd: Any) -> None:
     assert fit("--trainer.devices=1", "--trainer.max_steps=3", "--run_dir=a") == 0
     assert fit("--resume=a", "--trainer.max_steps=20") == 2

@@ -12,7 +12,6 @@ import pytest
 from tiny_runs import IS_SIMULATED
 
 from lightning_mgpu.processes import process_group
-from lightning_mgpu.testing import PROMISES, check_strategy
 
 FILES = Path(__file__).parent
 RUNS = FILES / "runs_over_processes.py"
@@ -70,18 +69,6 @@ def test_the_same_bits_on_any_number_of_processes(num_processes: int, directory:
     expected = json.loads((directory / "1.json").read_text())
     assert len({*expected.values()}) == len(expected), "every run has another result"
     assert train_on(num_processes, directory) == expected
-
-
-# one device cannot be shared out; Lightning's launcher leaves a thread; each shard is normalised
-BROKEN_BY_NATURE = {"any_devices", "cleanup", "batchnorm"}
-
-
-@pytest.mark.slow
-def test_two_processes_keep_what_one_promises() -> None:
-    strategy = "tests.strategies.runs_over_processes.in_two_processes"
-    promises = [name for name in PROMISES if name not in BROKEN_BY_NATURE]
-    results = check_strategy(strategy, 2, promises=promises, timeout=280.0)
-    assert {result.name: result.wrong for result in results if not result.is_kept} == {}
 
 
 FAULTS = {
