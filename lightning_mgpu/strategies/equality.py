@@ -6,7 +6,9 @@ The host waits once for all of them, if at all.
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -40,6 +42,25 @@ def digest_of_all(values: Iterable[Any]) -> int:
     are_dense = lambda t: isinstance(t, Tensor) and t.layout == torch.strided  # noqa: E731
     digests = [digest(value).cpu() for value in values if are_dense(value)]
     return int(digest(torch.stack(digests))) if digests else 0
+
+
+def digest_batch(values: Iterable[Any], at_most: int = 2**62) -> list[int]:
+    """What tells a batch from others: shapes, checksums of bytes, one of all texts and numbers.
+
+    Of a dense tensor at most about so many elements count, in even steps.
+    """
+    found, plain = [], []
+    for value in values:
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+            step = len(flat) // at_most | 1  # odd, so as not to meet the same columns of images
+            sample = flat[::step].cpu().contiguous().view(torch.uint8)
+            found += [*value.shape, crc32(sample.numpy().tobytes())]
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            found += [*value.shape, crc32(value.tobytes())]
+        elif isinstance(value, (str, bytes, int, float)):
+            plain.append(value)
+    return [*found, crc32(repr(plain).encode())]
 
 
 @torch.no_grad()

@@ -38,6 +38,16 @@ def all_processes(rank: int, num: int) -> Processes:
     return processes
 
 
+def refuse_process_groups() -> None:
+    """Metrics and loggers would add up over processes what each of them has as a whole."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed has a process group, by which metrics would count every sample once "
+            "per process: leave init_process_group out, as the processes of this strategy find "
+            "each other."
+        )
+
+
 class Launching:
     """The processes of a strategy, the devices of each, and the environment."""
 

@@ -30,9 +30,10 @@ from lightning_mgpu.strategies.devices_and_attributes import (
     on_read,
     replace_attributes,
 )
-from lightning_mgpu.strategies.equality import digest_of_all
+from lightning_mgpu.strategies.equality import digest_batch, digest_of_all
 from lightning_mgpu.strategies.gradients import Gradients
 from lightning_mgpu.strategies.hooks import TORCH_OPTIMIZERS, may_edit_before_checks, unknown_code
+from lightning_mgpu.strategies.launching import refuse_process_groups
 from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
@@ -43,6 +44,7 @@ from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
 from lightning_mgpu.strategies.updates import Updates, refuse_other_optimizers
 
 CHECK_EVERY = 50  # updates, between comparisons of replicas that make their own
+SAMPLE = 4096  # elements of each tensor in a batch, compared between processes in every step
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -272,7 +274,8 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
                 self.processes.known = known
             digests = self._digests(batch, is_first=numbers[0] == 0)
             self._run_replicas(name, shards, records, *args, **kwargs)
-            records = self._share(name, records, digests)
+            where = f"{name} at step {self.replicas.module.global_step}"
+            records = self._share(where, records, digests)
             self._combine(records)
         return [record.output for record in records.values()]
 
@@ -358,21 +361,30 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
             record.statistics = self.replicas.statistics(i - first)
             record.changes = self.replicas.merger.changes(i - first)
 
-    def _digests(self, batch: Any, is_first: bool) -> dict[str, int]:
-        """What must be the same in all processes, where it is compared: as replicas are."""
-        is_due = self.is_check_due if self._trains else is_first
-        if self.processes.num == 1 or not is_due:
+    def _digests(self, batch: Any, is_first: bool) -> dict[str, list[int]]:
+        """What must be the same in all processes: in every step a sample of the batch.
+
+        Where replicas are compared, it is the whole batch, and the weights.
+        """
+        if self.processes.num == 1:
             return {}
-        parameters = [first for first, *_ in self.replicas.parameter_sets.values()]
-        compared = {"batch": batch, "weights": parameters, "random state": torch.get_rng_state()}
-        return {what: digest_of_all(leaves(value)) for what, value in compared.items()}
+        if not (self.is_check_due if self._trains else is_first):
+            return {"batch": digest_batch(leaves(batch), SAMPLE)}
+        refuse_process_groups()
+        return {"batch": digest_batch(leaves(batch))} | self._digests_of_weights()
+
+    def _digests_of_weights(self) -> dict[str, list[int]]:
+        parameters, buffers = self.replicas.parameter_sets, self.replicas.buffer_sets
+        return {
+            "weights": [digest_of_all(first for first, *_ in parameters.values())],
+            "buffers": [digest_of_all(first for first, *_ in buffers.values())],
+            "random state": [digest_of_all([torch.get_rng_state()])],
+        }
 
     def _share(
-        self, name: str, records: dict[int, Record], digests: dict[str, int]
+        self, where: str, records: dict[int, Record], digests: dict[str, list[int]]
     ) -> dict[int, Record]:
         """The records of all processes' replicas, in order."""
-        module = self.replicas.module
-        where = f"{name} at step {module.global_step}"
         shared = self.processes.share(where, (records, digests))
         for i, (_, others) in enumerate(shared):
             if wrong := [what for what, digest in others.items() if digest != digests[what]]:
@@ -589,7 +601,13 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         self._distrust_replicas()
 
     on_validation_end = on_test_start = on_predict_start = on_validation_start
-    on_train_end = on_test_end = on_predict_end = on_validation_start
+    on_test_end = on_predict_end = on_validation_start
+
+    @override
+    def on_train_end(self) -> None:
+        self._distrust_replicas()
+        if self.processes.num > 1:
+            self._share("the end of training", {}, self._digests_of_weights())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

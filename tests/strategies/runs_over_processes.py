@@ -231,11 +231,22 @@ NOT_OF_TRAINER = (*OPTIONS, "is_whole")
 
 
 class Fails(Net):
-    """What goes wrong in process 1, in the second step."""
+    """What goes wrong in process 1, in the second step or in the last."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        is_second = self.trainer.training and self.trainer.global_step == 1
+        if self.fault == "reads another batch once" and self.trainer.global_rank * is_second:
+            batch[0][-1] += 1
+        return batch
+
+    def on_train_epoch_end(self) -> None:  # after the last validation
+        is_last = self.current_epoch == self.trainer.max_epochs - 1
+        if self.fault == "edits weights at last" and self.trainer.global_rank * is_last:
+            self.net[0].weight.data += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1 and self.trainer.global_rank == 1:

@@ -75,6 +75,8 @@ FAULTS = {
     "raises": "process 1 has ended with LookupError: in sample 7",
     "has no seed": "process 1 differs from process 0 in its weights, in validation_step at step 0",
     "reads other batches": "process 1 differs from process 0 in its batch, in training",
+    "reads another batch once": "process 1 differs from process 0 in its batch, in training_step",
+    "edits weights at last": "differs from process 0 in its weights, in the end of training",
     "is killed": "process 1 has ended, for which process 0 waits at 'training_step at step 1'",
 }
 
