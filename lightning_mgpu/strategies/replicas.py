@@ -165,7 +165,7 @@ class Replicas:
 
         `step` says which, the numbers which epoch and batch, and `meets` whether replicas may meet.
         """
-        self.streams.begin(step, *numbers)
+        self.streams.begin(step, *numbers, meets=meets)
         for original, *others in self.parameter_sets.values():
             for other in others:
                 if attributes := vars(original):  # `weight.decay = 0.1`, which a step may read

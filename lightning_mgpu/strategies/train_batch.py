@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
@@ -208,9 +208,8 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
         self.loader_batch_sizes |= {size} if isinstance(size, int) else set()
-        if self.num_all_processes > 1 and getattr(dataloader, "worker_init_fn", ...) is None:
-            # workers draw the same in every process, whatever its rank
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore
+        # private: before Lightning does it by the process's rank, as workers draw the same in all
+        _auto_add_worker_init_fn(dataloader, rank=0)
         return dataloader
 
     @override

@@ -8,6 +8,7 @@ values and predictions.
 import hashlib
 import json
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics as tm
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -130,7 +132,7 @@ class Stateful(Net):
         self.seen += y.tolist()
         self.all = [*self.all, Z.detach().sum()]
         self.mean = 0.5 * self.mean + 0.5
-        self.log("noise", torch.rand(()))
+        self.log("noise", torch.rand(()) + np.random.rand() + random.random())  # noqa: NPY002
         return F.cross_entropy(Z, y)
 
     def on_train_epoch_end(self) -> None:
@@ -167,7 +169,7 @@ class Manual(Net):
         optimizers: Any = self.optimizers()
         for optimizer in optimizers:
             self.toggle_optimizer(optimizer)
-            Z = self.net(X)
+            Z = self.net(X + float(np.random.rand()))  # noqa: NPY002
             loss = F.cross_entropy(Z, y)
             optimizer.zero_grad()
             self.manual_backward(loss)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities import data
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.launchers import subprocess_script
 from tiny_runs import Regression
@@ -47,6 +48,7 @@ NAMES = {  # who has it, outside of a run
     "_metric_attributes": LightningModule(),
     "_param_requires_grad_state": LightningModule(),
     "_SubprocessScriptLauncher": subprocess_script,
+    "_auto_add_worker_init_fn": data,
     "_LightningModule__to_tensor": LightningModule,
     "_forward_cache": F1,
     "_enable_compute_groups": torchmetrics.MetricCollection(F1),

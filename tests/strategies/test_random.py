@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mgpu.strategies import auto_split
+from lightning_mgpu.strategies import ManualAllreduceStrategy, auto_split
 
 
 @pytest.mark.parametrize("base", [Regression, Manual])
@@ -131,3 +131,13 @@ def test_batches_too_small_to_time_all_keep_even_shares():
         with split.timed(0, torch.device("cpu")):
             pass
         assert split.end_step([1.0, 1.0]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_workers_draw_the_same_in_every_process(monkeypatch, is_seeded):
+    """What they draw in a run of one process."""
+    monkeypatch.setenv("PL_SEED_WORKERS", str(int(is_seeded)))
+    strategy = ManualAllreduceStrategy(parallel_devices=["cpu", "cpu"])
+    strategy.num_processes = 2
+    function = strategy.process_dataloader(a_loader()).worker_init_fn
+    assert function.keywords == {"rank": 0} if is_seeded else function is None
