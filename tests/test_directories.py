@@ -26,7 +26,8 @@ def rewrite(row: re.Match) -> str:
 
 
 def test_the_numbers_of_lines() -> None:
-    rows = list(ROW.finditer(README.read_text()))
+    # some directories can be deleted
+    rows = [row for row in ROW.finditer(README.read_text()) if find(row).exists()]
     packages = {path.parent for path in REPOSITORY.glob("lightning_mgpu/*/__init__.py")}
     assert packages < {find(row) for row in rows}
     for row in rows:
