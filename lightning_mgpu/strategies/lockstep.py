@@ -103,7 +103,7 @@ class Lockstep:
         self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)
         if self.is_one_graph and self.processes.num > 1:
             return self._exchange_over_processes(name, tensors, others)
-        shares = [Share.apply(t, k) if t.requires_grad else (t.clone(),) * k for t in tensors]
+        shares = [Share.apply(t, k, self) if t.requires_grad else (t.clone(),) * k for t in tensors]
         given = self.meet((name, len(tensors)), (shares, others), dict)
         device = self.devices[self.running.index]
 
@@ -113,6 +113,15 @@ class Lockstep:
         return [
             (*(take(each[mine]) for each in shares), *others) for shares, others in given.values()
         ]
+
+    def refuse_own_pass(self) -> None:
+        """Refuse a backward pass of one replica, which the others' gradients do not come to."""
+        if self.running is not None:
+            raise RuntimeError(
+                "training_step computes gradients of what replicas have exchanged (sync_batchnorm, "
+                "all_gather), which would be those of its shard: leave one of the two out, or use "
+                "one device."
+            )
 
     def _exchange_over_processes(
         self, name: str, tensors: Sequence[Tensor], others: Any
@@ -127,7 +136,7 @@ class Lockstep:
             here = [i for i in given if i in self._here]
             own = [tensor for i in here for tensor in given[i][0]]
             meeting = f"gradients of {name} {self._num_exchanges}"
-            exchange = Exchange(self.processes, meeting, list(given), here, len(tensors))
+            exchange = Exchange(self, meeting, list(given), here, len(tensors))
             values = [tensor.detach() for tensors, _ in given.values() for tensor in tensors]
             copies = iter(ShareOverProcesses.apply(exchange, values, *own))
             return {
@@ -197,18 +206,20 @@ class Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, k: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, k: int, lockstep: Lockstep) -> tuple[Tensor, ...]:
+        ctx.lockstep = lockstep
         return tuple(tensor.clone() for _ in range(k))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.stack(grads).sum(0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.lockstep.refuse_own_pass()
+        return torch.stack(grads).sum(0), None, None
 
 
 class Exchange(NamedTuple):
     """A meeting whose gradients meet, too, in the backward pass."""
 
-    processes: Processes
+    lockstep: Lockstep
     name: str
     active: list[int]  # the replicas of all processes
     here: list[int]
@@ -231,10 +242,11 @@ class ShareOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        processes, name, active, here, n = ctx.exchange
+        lockstep, name, active, here, n = ctx.exchange
+        lockstep.refuse_own_pass()
         num = n * len(active)
         mine = {i: grads[num * place : num * (place + 1)] for place, i in enumerate(here)}
-        shared = processes.share(name, mine)
+        shared = lockstep.processes.share(name, mine)
         by_receiver = {i: each for part in shared for i, each in part.items()}
         places = [n * active.index(i) + tensor for i in here for tensor in range(n)]
         return (

@@ -101,11 +101,17 @@ def test_synchronised_images_in_half_precision(assert_parity):
 
 
 def test_what_synchronisation_refuses(train):
-    """One value a channel as one device; activation checkpointing, compiled layers in one line."""
+    """One value a channel as one device; the rest in one line."""
 
     class Checkpointed(Regression):
         def training_step(self, batch, batch_idx):
             return checkpoint(self.loss, batch, use_reentrant=False)
+
+    class Penalized(Regression):
+        def training_step(self, batch, batch_idx):
+            X = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(X).sum(), X, create_graph=True)
+            return self.loss(batch) + gradient.square().mean()
 
     def compiled():
         module = Regression(batch_norm_net())
@@ -117,6 +123,7 @@ def test_what_synchronisation_refuses(train):
         # of GPUs, torch
         (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),
         (compiled, "compiled layers"),
+        (lambda: Penalized(batch_norm_net()), "gradients of what replicas have exchanged"),
     ):
         with pytest.raises(Exception, match=said):
             train(make, 2, sync_batchnorm=True)
