@@ -150,9 +150,9 @@ REFUSED = {
     "there": "it exists",
     "my-project": "my-project is not a name for a package",
     "torch": "Python has a package torch already",
-    "mine --from ../clone": "give the URL that pip installs lightning-mgpu from",
-    "file/mine": "cannot be written: Not a directory",
-    "mine --drop=sweep": "--drop",
+    "not_there_yet --from ../clone": "give the URL that pip installs lightning-mgpu from",
+    "file/not_there_yet": "cannot be written: Not a directory",
+    "not_there_yet --drop=sweep": "--drop",
 }
 
 
@@ -166,7 +166,9 @@ def test_refused(
         err = capfd.readouterr().err
         assert err.startswith("error: ") and reason in err and err.count("\n") == 1
     monkeypatch.setattr(cli, "CLONE", tmp_path)  # as where pip has installed a copy
-    assert main("new", "mine") == 2 and "new --from=: give the URL" in capfd.readouterr().err
+    assert (
+        main("new", "not_there_yet") == 2 and "new --from=: give the URL" in capfd.readouterr().err
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
 
 
