@@ -129,17 +129,21 @@ class Processes:
         self, name: str, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], limit: timedelta
     ) -> None:
         """Send bytes to other processes, and receive theirs."""
-        works = [(i, self._group.recv([each], i, 0)) for i, each in got.items() if len(each)]
-        works += [(i, self._group.send([each], i, 0)) for i, each in sent.items() if len(each)]
-        for i, work in works:
-            try:
+        works: list[tuple[int, Any]] = []
+        i = -1
+        try:  # both, as a process may have ended before
+            for start, messages in ((self._group.recv, got), (self._group.send, sent)):
+                for i, each in messages.items():
+                    if len(each):
+                        works.append((i, start([each], i, 0)))
+            for i, work in works:  # noqa: B007 - an error names it
                 work.wait(limit)
-            except RuntimeError as error:
-                is_late = "timed out" in str(error).lower()
-                answer = f"does not answer for {limit.seconds} s" if is_late else "has ended"
-                raise RuntimeError(
-                    f"process {i} {answer}, for which process {self.rank} waits at {name!r}"
-                ) from None
+        except RuntimeError as error:
+            is_late = "timed out" in str(error).lower()
+            answer = f"does not answer for {limit.seconds} s" if is_late else "has ended"
+            raise RuntimeError(
+                f"process {i} {answer}, for which process {self.rank} waits at {name!r}"
+            ) from None
 
     def _body(self, frame: Tensor) -> Tensor:
         """A place for a whole message, with its frame in it."""

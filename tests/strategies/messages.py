@@ -112,6 +112,7 @@ def one_is_killed() -> None:
     if rank == 1:
         print("done", flush=True)
         os.kill(os.getpid(), 9)
+    time.sleep(rank)  # process 2 finds its connection closed
     told = error(lambda: all_of_them.share("a step", 1))
     assert "has ended, for which process" in told, told
 
