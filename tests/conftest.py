@@ -148,6 +148,10 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     with mock.patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
         os.environ.pop("PL_GLOBAL_SEED", None)
         yield run
+    # another test may write a file of the same name
+    for name, module in [*sys.modules.items()]:
+        if str(tmp_path) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture

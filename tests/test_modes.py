@@ -127,7 +127,7 @@ def test_learning_rate_search_agrees_over_strategies(
         found.append(re.search(r"lr_find: +(\S+), where the loss falls fastest", out)[1])  # type: ignore[index]
         assert f"falls fastest: --model.optimizer.lr={found[-1]}\n" in out
         left = {path.name for path in (tmp_path / f"run{number}").iterdir()}
-        assert left == {"config.yaml", "run.json", "lr_find.png"}
+        assert left == {"config.yaml", "model.txt", "run.json", "lr_find.png"}
     assert found[0] == found[1] and 0.001 < float(found[0]) < 1
 
 
