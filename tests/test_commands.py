@@ -22,7 +22,7 @@ def measure(
 
     Args:
         output: The file to write.
-        what: What is measured.
+        what: The thing to measure.
         models: Names or paths.
         devices: Numbers of devices.
         table: Another file.

@@ -1,6 +1,6 @@
 """From the command line to a subcommand, without messages of other packages that say nothing.
 
-What a command changes in the process is put back when it ends: see `restoring_process`.
+`restoring_process` puts back what a command changes in its process.
 """
 
 import importlib

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from lightning_mgpu.seeds import new_generator, seed_generators, stream
 
 BatchIndex = tuple[int, Tensor]
-"""What a sampler yields and a dataset is indexed with: the epoch, and a vector of sample indices.
+"""The epoch and a vector of sample indices: a sampler yields it, a dataset is indexed with it.
 
 Augmentation needs the epoch. It travels with the indices because the copies of a dataset in a
 DataLoader's workers do not see `set_epoch`."""

@@ -73,7 +73,7 @@ def choose_checkpoint(run_dir: Path, config: dict[str, Any], max_epochs: int | N
             if values.get(option) is False:
                 raise UsageError(
                     f"{RESUME_FLAG}={run_dir}: with --{option}=false it has saved no {LAST} to go "
-                    f"on from; train anew with --config={run_dir}/config.yaml"
+                    f"on from; start again with --config={run_dir}/config.yaml"
                 )
         return None
     path = max(saved, key=lambda path: path.stat().st_mtime)

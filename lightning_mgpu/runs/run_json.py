@@ -1,7 +1,7 @@
 """`run.json` in a run directory: what the run was given, where it ran, and how it ended.
 
-It is written when a run begins, and again when it ends. Until then `end` is null: a run whose
-directory nobody locks any more was killed.
+It is written when a run begins, and again when it ends. Until then `end` is null: if no
+process locks the directory any more, the run was killed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class RunJson:
 
     Args:
         run_dir: The run directory.
-        facts: What is known when the run begins.
+        facts: Values that are known when the run begins.
     """
 
     def __init__(self, run_dir: Path, facts: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def describe_run(trainer: Trainer, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_results(trainer: Trainer) -> dict[str, Any]:
-    """What has come of a run so far, whatever ends it."""
+    """The results of a run so far, also of one that ends by an error."""
     best = find_best(trainer)
     epoch = best["epoch"] if best else None
     validation, test, seconds = read_metrics(Path(trainer.default_root_dir), epoch)

@@ -38,7 +38,7 @@ LEFT_OUT = {*TENSORS, "_metric_attributes", "_param_requires_grad_state"}
 
 
 class Longer(NamedTuple):
-    """What a list has more than the one that it has replaced."""
+    """The items that a list has in addition to those of the list that it replaced."""
 
     items: list[Any]
 

@@ -28,7 +28,7 @@ FAILED = "an error"  # the name of the round in which a process fails
 
 
 class Layout(NamedTuple):
-    """What a tensor in a message is, besides its bytes."""
+    """A tensor in a message, without its bytes."""
 
     start: int  # of its bytes
     num_bytes: int

@@ -98,7 +98,7 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
 
     @property
     def devices(self) -> list[torch.device]:
-        """One per replica. What other processes' replicas have comes to this one's first device."""
+        """One per replica. Those of other processes' replicas arrive on this one's first device."""
         if self._is_set_up:
             return self.lockstep.devices
         here, rank, num = self.devices_here, self.process_rank, self.num_all_processes

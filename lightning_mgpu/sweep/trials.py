@@ -91,7 +91,7 @@ class Sweep:
             self.write_report()
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """What is known of the trials, by their run directories' names."""
+        """The records of the trials, by the names of their run directories."""
         paths = sorted(self.dir.glob("trial_*.json"))
         return {path.stem: json.loads(path.read_text()) for path in paths}
 

@@ -69,7 +69,7 @@ def check_strategy(
 
 
 def _run_in_process(spec: StrategySpec, names: Sequence[str], timeout: float) -> dict[str, str]:
-    """What is wrong in each case, by name, up to the case with which the process ends."""
+    """The faults of each case, by its name, up to the case with which the process ends."""
     with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
         status, ending = _wait_for(json.dumps([astuple(spec), names, directory]), timeout)
         results = Path(directory, "results")
