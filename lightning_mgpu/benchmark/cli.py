@@ -52,6 +52,7 @@ def benchmark(
     strategies: Sequence[str] = ("ddp", "dp", "manual_allreduce"),
     devices: Sequence[int] = (2,),
     replicas: Sequence[int] = (),
+    processes: Sequence[int] = (2,),
     batch_size: PositiveInt = 256,
     num_steps: PositiveInt = 20,
     algorithms: Sequence[str] = tuple(exchange.ALGORITHMS),
@@ -69,6 +70,7 @@ def benchmark(
         strategies: Names that Lightning knows, or dotted paths of your own.
         devices: Numbers of devices.
         replicas: Numbers of replicas on one device, which are measured as well.
+        processes: Numbers of processes that share the devices, which are measured as well.
         batch_size: Global, shared by the devices.
         num_steps: Of each stretch that is timed.
         algorithms: Names of allreduce functions here, or dotted paths of your own.
@@ -77,7 +79,7 @@ def benchmark(
         seconds: Of the allreduce alone: for each algorithm, size, k and repeat.
         run_dir: Where the report goes; must be new.
     """
-    steps = configurations(models, strategies, devices, replicas, batch_size, num_steps)
+    steps = configurations(models, strategies, devices, replicas, processes, batch_size, num_steps)
     for name in algorithms:
         exchange.check_algorithm(name)
     if only in ("all", "steps") and 0 < (num_gpus := len(gpus())) < max(devices):

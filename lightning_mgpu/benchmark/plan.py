@@ -23,6 +23,7 @@ class Configuration:
             or path.
         batch_size: Global.
         replicas: How many share the one device. Left out, every device has one.
+        processes: How many share the devices. Left out, the strategy's own number.
         num_steps: Of each stretch that is timed.
     """
 
@@ -31,6 +32,7 @@ class Configuration:
     devices: int = 2
     batch_size: int = 256
     replicas: int | None = None
+    processes: int | None = None
     num_steps: int = 20
 
 
@@ -39,6 +41,7 @@ def configurations(
     strategies: Sequence[str],
     devices: Sequence[int],
     replicas: Sequence[int],
+    processes: Sequence[int],
     batch_size: int,
     num_steps: int,
 ) -> list[Configuration]:
@@ -49,16 +52,21 @@ def configurations(
     """
     for model in models:
         make_model(model)
-    ours = [name for name in strategies if isinstance(make_strategy(name), TrainBatchStrategy)]
-    engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
+    made = {name: make_strategy(name) for name in strategies}
+    ours = [name for name, each in made.items() if isinstance(each, TrainBatchStrategy)]
+    over_processes = [name for name in ours if getattr(made[name], "takes_processes", False)]
+    engines: list[tuple[str, int, int | None, int | None]] = [("loop", 1, None, None)]
+    engines += [("auto", 1, None, None)]
     for k in devices:
-        engines += [(engine, k, None) for engine in ("book", *strategies) if k > 1]
+        engines += [(engine, k, None, None) for engine in ("book", *strategies) if k > 1]
+        for num in processes:
+            engines += [(engine, k, None, num) for engine in over_processes if k % num == 0]
     for num_replicas in replicas:
-        engines += [(engine, 1, num_replicas) for engine in ("book", *ours)]
+        engines += [(engine, 1, num_replicas, None) for engine in ("book", *ours)]
     return [
-        Configuration(engine, model, k, batch_size, num_replicas, num_steps)
+        Configuration(engine, model, k, batch_size, num_replicas, num_processes, num_steps)
         for model in models
-        for engine, k, num_replicas in engines
+        for engine, k, num_replicas, num_processes in engines
     ]
 
 

@@ -38,9 +38,12 @@ def part_seconds(result: Measurement) -> dict[str, float]:
 def describe(configuration: dict[str, Any]) -> str:
     """An engine in words, and its number of devices if there are several."""
     engine, devices, replicas = map(configuration.get, ("engine", "devices", "replicas"))
+    processes = configuration.get("processes")
     name = {**BY_HAND, "auto": "one device"}.get(str(engine), engine)
     if replicas:
         return f"{name} ({replicas} replicas on one device)"
+    if processes:
+        return f"{name} ({devices} devices, {processes} processes)"
     return f"{name} ({devices} devices)" if devices != 1 else str(name)
 
 

@@ -82,7 +82,8 @@ class StepTimer(Callback):
 def measure_strategy(configuration: Configuration, data: FashionMNIST) -> dict[str, Any] | None:
     """Measure a strategy in the Trainer; None in processes other than the first."""
     timer = StepTimer(Parts(), configuration.num_steps)
-    options = {"replicas": configuration.replicas} if configuration.replicas else {}
+    options = {"replicas": configuration.replicas, "processes": configuration.processes}
+    options = {name: number for name, number in options.items() if number}
     strategy = make_strategy(configuration.engine, **options)
     if isinstance(strategy, TrainBatchStrategy):
         reduce_gradients = timed(strategy.reduce_gradients, timer.parts, "allreduce")

@@ -18,9 +18,10 @@ from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
 from lightning_mgpu.strategies.equality import EqualityCheck, differences, digest_of_all
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
-from lightning_mgpu.strategies.processes import Processes
+from lightning_mgpu.strategies.processes import Memory, Processes
 from lightning_mgpu.strategies.replicas import Replicas
 
+SMALL = 2**20  # bytes of gradients that every process reduces, which saves a round of messages
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
 Graph = Sequence[tuple[Tensor, Tensor]]  # tensors of a batch that have one, and the leaves cut off
 
@@ -48,6 +49,7 @@ class Gradients:
         self.check = EqualityCheck()  # of the sums
         self.is_check_due = True
         self.is_manual_check_due = True  # before an update in manual optimization
+        self.memory = Memory()  # of what comes from other processes
         self.are_reduced = False  # by the backward pass that runs
         # all gradients, and their versions, when the replicas' were equal
         self._equal: list[tuple[Tensor | None, int]] = []
@@ -149,30 +151,32 @@ class Gradients:
     def _reduce(self) -> None:
         """Reduce the gradients, each in one process, and leave the sums in all replicas."""
         rank, sets = self.processes.rank, self.replicas.parameter_sets
+        num_bytes = sum(first.nbytes for first, *_ in sets.values() if first.requires_grad)
+        reduces_all = self.reduces_all or num_bytes <= SMALL
         places: set[int] = set()
         for param in (param for params in sets.values() for param in params):
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = _unshared(param.grad, places)
-        owner_of = self._deal_out()
-        messages = [
-            {
-                name: [param.grad for param in params]
-                for name, params in sets.items()
-                if self.reduces_all or owner_of[name] == owner
-            }
-            for owner in range(self.processes.num)
-        ]
-        received = self.processes.exchange("gradients", messages)
+        grads = {name: [param.grad for param in params] for name, params in sets.items()}
+        self.memory.begin()
+        if reduces_all:
+            received = self.processes.share("gradients", grads, memory=self.memory)
+        else:
+            parts: list[dict[str, Any]] = [{} for _ in range(self.processes.num)]
+            for name, owner in self._deal_out().items():
+                parts[owner][name] = grads[name]
+            received = self.processes.exchange("gradients", parts, self.memory)
         grads_by_name = {
-            name: [grad for part in received for grad in part[name]] for name in messages[rank]
+            name: [grad for part in received for grad in part[name]] for name in received[rank]
         }
         sums = self._add_up(grads_by_name)
-        if self.reduces_all:
+        if reduces_all:
             return
-        for owner, part in enumerate(self.processes.share("sums of gradients", sums)):
+        shared = self.processes.share("sums of gradients", sums, memory=self.memory)
+        for owner, part in enumerate(shared):
             for name, total in part.items() if owner != rank else ():
-                for param in sets[name]:
-                    grad = total.to(param.device, copy=True)
+                for i, param in enumerate(sets[name]):
+                    grad = total.to(param.device, copy=i > 0)  # the first takes it as it came
                     param.grad = grad if grad.is_sparse else grad.view_as(param)
 
     def _add_up(self, grads_by_name: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:

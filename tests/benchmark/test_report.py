@@ -1,6 +1,7 @@
 """The benchmark's plan and arithmetic, with clocks that are told what time it is."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_mgpu.benchmark.cost import cost_table
 from lightning_mgpu.benchmark.parts import PARTS, Parts, finished_clock
 from lightning_mgpu.benchmark.plan import Configuration, configurations
 from lightning_mgpu.benchmark.processes import measure
-from lightning_mgpu.benchmark.report import HEAD, part_seconds, tables
+from lightning_mgpu.benchmark.report import HEAD, describe, part_seconds, tables
 
 
 def measurement(step: float) -> dict[str, Any]:
@@ -92,15 +93,25 @@ def test_a_report_of_before_makes_the_same_table() -> None:
 
 
 def test_plan() -> None:
-    def plan(devices: list[int], replicas: list[int]) -> list[tuple[Any, ...]]:
-        steps = configurations(["LeNet"], ["ddp", "dp"], devices, replicas, 64, 3)
+    def plan(
+        devices: list[int], replicas: list[int], processes: Sequence[int] = ()
+    ) -> list[tuple[Any, ...]]:
+        steps = configurations(["LeNet"], strategies, devices, replicas, processes, 64, 3)
         assert all((each.batch_size, each.num_steps) == (64, 3) for each in steps)
         return [(each.engine, each.devices, each.replicas) for each in steps]
 
+    strategies = ["ddp", "dp"]
     several = [(engine, k, None) for k in (2, 4) for engine in ("book", "ddp", "dp")]
     assert plan([1, 2, 4], []) == [("loop", 1, None), ("auto", 1, None), *several]
     on_one = [(engine, 1, num_replicas) for num_replicas in (2, 8) for engine in ("book", "dp")]
     assert plan([2], [2, 8])[-4:] == on_one
+    strategies += ["manual_allreduce"]
+    shared = configurations(["LeNet"], strategies, [1, 2, 6], [], [2, 4], 64, 3)
+    assert [(each.engine, each.devices, each.processes) for each in shared if each.processes] == [
+        ("manual_allreduce", 2, 2),
+        ("manual_allreduce", 6, 2),
+    ], "dp stays in one process"
+    assert describe(vars(shared[-1])) == "manual_allreduce (6 devices, 2 processes)"
 
 
 def test_every_repeat_begins_with_another_and_what_fails_is_not_tried_again(

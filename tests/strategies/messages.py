@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_mgpu.strategies.processes import Processes
+from lightning_mgpu.strategies.processes import Memory, Processes
 
 rank, num, port = map(int, sys.argv[1:4])
 store = dist.TCPStore("127.0.0.1", port, num, rank == 0, timedelta(seconds=60))
@@ -61,6 +61,26 @@ def values_arrive_as_they_were() -> None:
         [i, rank] for i in range(num)
     ]
     assert not dist.is_initialized()
+
+
+def large_tensors_come_to_memory_that_is_used_again() -> None:
+    all_of_them, memory = processes("large"), Memory()
+    image = torch.arange(3 * 2**17.0).view(2, 64, 3, -1).permute(0, 3, 1, 2)  # channels last
+
+    def other(step: int) -> Tensor:
+        memory.begin()
+        received = all_of_them.share("large", {"image": image + rank + step, "y": step}, 0, memory)
+        got: Tensor = received[1 - rank if rank < 2 else 0]["image"]
+        assert torch.equal(got, image + (1 - rank if rank < 2 else 0) + step)
+        assert got.stride() == image.stride()
+        return got
+
+    place = other(0).data_ptr()
+    held = other(1)[:, 1]
+    assert held.data_ptr() - held.storage_offset() * 4 == place, "nobody used it any more"
+    before = held.clone()
+    assert other(2).data_ptr() != place, "a view still uses it"
+    assert torch.equal(held, before)
 
 
 def one_fails() -> None:
@@ -119,6 +139,7 @@ def one_is_killed() -> None:
 
 for act in (
     values_arrive_as_they_were,
+    large_tensors_come_to_memory_that_is_used_again,
     *(one_fails, all_fail, one_is_elsewhere, one_has_what_cannot_be_sent),
     *(one_hangs, one_is_killed),
 ):

@@ -56,19 +56,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train_on(num_processes: int, directory: Path) -> dict[str, str]:
+def train_on(num_processes: int, directory: Path, gradients: str = "") -> dict[str, str]:
     """The fingerprints of all runs, by name."""
-    with start(RUNS, num_processes, directory) as process:
+    with start(RUNS, num_processes, directory, GRADIENTS=gradients) as process:
         text, _ = process.communicate(timeout=280)
     assert process.returncode == 0, text
     return dict(json.loads((directory / f"{num_processes}.json").read_text()))
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_same_bits_on_any_number_of_processes(num_processes: int, directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_processes", "gradients"),
+    [
+        (2, "by owner"),
+        pytest.param(2, "by all", marks=pytest.mark.slow),
+        pytest.param(4, "by owner", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bits_on_any_number_of_processes(
+    num_processes: int, gradients: str, directory: Path
+) -> None:
     expected = json.loads((directory / "1.json").read_text())
     assert len({*expected.values()}) == len(expected), "every run has another result"
-    assert train_on(num_processes, directory) == expected
+    assert train_on(num_processes, directory, gradients) == expected
 
 
 FAULTS = {
