@@ -21,7 +21,7 @@ from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
 from lightning_mgpu.strategies.processes import Memory, Processes
 from lightning_mgpu.strategies.replicas import Replicas
 
-SMALL = 2**20  # bytes of gradients that every process reduces, which saves a round of messages
+SMALL = 2**20  # bytes: if a process sends fewer to all others, all reduce, and save a round
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
 Graph = Sequence[tuple[Tensor, Tensor]]  # tensors of a batch that have one, and the leaves cut off
 
@@ -151,8 +151,8 @@ class Gradients:
     def _reduce(self) -> None:
         """Reduce the gradients, each in one process, and leave the sums in all replicas."""
         rank, sets = self.processes.rank, self.replicas.parameter_sets
-        num_bytes = sum(first.nbytes for first, *_ in sets.values() if first.requires_grad)
-        reduces_all = self.reduces_all or num_bytes <= SMALL
+        num_bytes = sum(p.nbytes for params in sets.values() for p in params if p.requires_grad)
+        reduces_all = self.reduces_all or num_bytes * (self.processes.num - 1) <= SMALL
         places: set[int] = set()
         for param in (param for params in sets.values() for param in params):
             if param.grad is not None and not param.grad.is_sparse:
