@@ -130,8 +130,8 @@ def _defaults_and_checkpoint(
         saved = saved_config(checkpoint, ckpt_path)
     base = read_default_config() | saved
     for key in ("model", "data"):
-        named = given.get(key)
-        if isinstance(named, str) and last_part(named) != last_part(base[key]["class_path"]):
+        named, default = given.get(key), (base.get(key) or {}).get("class_path", "")
+        if isinstance(named, str) and last_part(named) != last_part(default):
             base[key] = {"class_path": named}
     model = saved.get("model")
     if model and subcommand != "fit":

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lightning_mgpu.cli import help as cli_help
+from lightning_mgpu.cli import options
 from lightning_mgpu.cli.help import OPTIONS, short_help, subcommands
 from lightning_mgpu.project import find_configs
 
@@ -62,6 +63,16 @@ DEFAULTS = {
 def test_a_class_that_is_named_has_its_own_defaults(args: tuple[str, ...], config: Config) -> None:
     optimizer = config("fit", *args)["model"]["init_args"]["optimizer"]["init_args"]
     assert {name: optimizer[name] for name in DEFAULTS[args]} == DEFAULTS[args]
+
+
+@pytest.mark.parametrize("defaults", [{}, {"model": None, "data": None}], ids=str)
+def test_a_project_without_defaults(
+    defaults: dict[str, Any], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "read_default_config", lambda: defaults)
+    found = config("fit", "--model=ResNet18", "--data=FashionMNIST")
+    assert found["model"]["class_path"].endswith("ResNet18")
+    assert found["data"]["class_path"].endswith("FashionMNIST")
 
 
 def test_a_default_that_is_a_kind_of_text(config: Config) -> None:
