@@ -11,7 +11,7 @@ process sends a frame to every other one, so that an error reaches them wherever
 
 import pickle
 import struct
-import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +28,6 @@ FRAME = 2**14  # bytes that a message begins with; hardly any has more, except g
 HEAD = struct.Struct("qqq?")
 LARGE = 2**18  # bytes of a tensor that is sent from where it lies, without a copy
 KNOWN, TENSOR = "known", "tensor"  # what a number in a pickled object stands for
-UNUSED = 3  # references to an array: of the list, of the loop, and of the call that counts
 FAILED = "an error"  # the name of the round in which a process fails
 
 
@@ -57,20 +56,23 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._arrays: list[Any] = []
+        # memory, and the array by which tensors hold it: it lives as long as one of them
+        self._places: list[tuple[Tensor, weakref.ref]] = []
 
     def begin(self) -> None:
         """Forget the places that are in use."""
-        self._arrays = [each for each in self._arrays if sys.getrefcount(each) == UNUSED]
+        self._places = [(memory, user) for memory, user in self._places if user() is None]
 
     def take(self, num_bytes: int) -> Tensor:
-        """A place with any content. Tensors on it hold its array, and are counted so."""
-        for array in self._arrays:
-            if len(array) == num_bytes and sys.getrefcount(array) == UNUSED:
+        """A place with any content."""
+        for n, (memory, user) in enumerate(self._places):
+            if len(memory) == num_bytes and user() is None:
+                del self._places[n]
                 break
         else:
-            array = torch.empty(num_bytes, dtype=torch.uint8).numpy()
-            self._arrays.append(array)
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        array = memory.numpy()
+        self._places.append((memory, weakref.ref(array)))
         return torch.from_numpy(array)
 
 
