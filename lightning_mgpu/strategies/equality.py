@@ -4,7 +4,10 @@ Tensors on one device are compared as they are, tensors on several devices by th
 The host waits once for all of them, if at all.
 """
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from io import BytesIO
 from typing import Any
 from zlib import crc32
 
@@ -47,20 +50,47 @@ def digest_of_all(values: Iterable[Any]) -> int:
 def digest_batch(values: Iterable[Any], at_most: int = 2**62) -> list[int]:
     """What tells a batch from others: shapes, checksums of bytes, one of all texts and numbers.
 
-    Of a dense tensor at most about so many elements count, in even steps.
+    Of a dense tensor at most about so many elements count, in even steps. Of an object its tensors
+    and arrays count.
     """
-    found, plain = [], []
+    plain: list[Any] = []
+    arrays: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor) and value.layout == torch.strided:
-            flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
-            step = len(flat) // at_most | 1  # odd, so as not to meet the same columns of images
-            sample = flat[::step].cpu().contiguous().view(torch.uint8)
-            found += [*value.shape, crc32(sample.numpy().tobytes())]
-        elif isinstance(value, np.ndarray) and value.dtype != object:
-            found += [*value.shape, crc32(value.tobytes())]
-        elif isinstance(value, (str, bytes, int, float)):
+        if isinstance(value, (str, bytes, int, float)):
             plain.append(value)
+        else:
+            with suppress(Exception):  # of what pickle cannot take, what it has found before counts
+                ArrayFinder(arrays).dump(value)
+    found = []
+    for array in arrays:
+        found += array.shape
+        if isinstance(array, Tensor):
+            flat = array.detach().resolve_conj().resolve_neg().reshape(-1)
+            step = len(flat) // at_most | 1  # odd, so as not to meet the same columns of images
+            array = flat[::step].cpu().contiguous().view(torch.uint8).numpy()
+        found.append(crc32(array.tobytes()))
     return [*found, crc32(repr(plain).encode())]
+
+
+class ArrayFinder(pickle.Pickler):
+    """Appends dense tensors and arrays of numbers to `found`, wherever they are in an object.
+
+    Pickle takes objects apart, for example graphs and sparse tensors.
+    """
+
+    def __init__(self, found: list[Any]) -> None:
+        super().__init__(BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self.found = found
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            is_plain = value.layout == torch.strided and not value.is_nested
+        else:
+            is_plain = isinstance(value, np.ndarray) and value.dtype != object
+        if not is_plain:
+            return None  # to be taken apart
+        self.found.append(value)
+        return len(self.found)
 
 
 @torch.no_grad()

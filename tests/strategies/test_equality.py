@@ -1,8 +1,11 @@
 """Digests of tensors."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_mgpu.strategies.equality import digest, digest_batch
 
@@ -43,3 +46,28 @@ def test_batches_are_told_apart_by_all_that_is_in_them():
     changed[:, 0, 14] += 1  # a row of each image: whatever the step, some elements are of it
     assert digest_batch([changed], 1000) != digest_batch([X], 1000)
     assert digest_batch([torch.empty(0, 3)]) != digest_batch([])
+
+
+class Graph:
+    """As torch_geometric has them: tensors in an attribute's attributes, and a way back."""
+
+    def __init__(self, **tensors):
+        self.store = SimpleNamespace(mapping=tensors, parent=self)
+
+
+def test_batches_are_told_apart_by_tensors_in_objects():
+    def objects(X):
+        yield pack_sequence([X, X[:1]])
+        yield Graph(X=X, edges=torch.zeros(2, 3).long())
+        yield X.to_sparse()
+        yield torch.nested.nested_tensor([X, X[:1]], layout=torch.strided)
+        yield torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)
+        yield np.array([X, "a"], dtype=object)
+        yield SimpleNamespace(X=X, f=lambda: 0)  # pickle fails at the function
+
+    X, changed = torch.eye(3), torch.eye(3)
+    changed[2, 2] += 1
+    for one, same, other in zip(objects(X), objects(X.clone()), objects(changed)):
+        kind = type(one).__name__
+        assert digest_batch([one, 1]) == digest_batch([same, 1]), kind
+        assert digest_batch([one, 1]) != digest_batch([other, 1]), kind
