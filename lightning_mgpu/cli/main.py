@@ -28,6 +28,7 @@ WARNINGS = (
     r"The number of training batches \(\d+\) is smaller than the logging interval",  # epochs are
     r"(Checkpoint|Experiment logs) directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
+    r"Precision .* is not supported by the model summary",  # of its size in memory, not shown
     r"GPU available but not used",  # of a run on the CPU that was asked for
     r"\s*Unable to serialize instance",  # see parser.py
 )
@@ -42,7 +43,7 @@ INFO = (
     ),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
     *("Restoring states from", "Restored all states from", "Loaded model weights from"),
-    "LOCAL_RANK: ",
+    *("LOCAL_RANK: ", "Using bfloat16 Automatic", "Using 16bit Automatic"),
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Finished batch size finder, will continue with full run",  # which it does not
     "`weights_only` was not set, defaulting to `False`.",  # Lightning's searches, of their own file
@@ -54,6 +55,7 @@ def main(package: str = PACKAGE) -> None:
     args = sys.argv[1:]
     with restoring_process(), one_line_errors(TRACEBACK_FLAG in args):
         os.environ[PACKAGE_ENV] = package
+        refuse_undecodable(args)
         if text := short_help(args):
             print(text, end="")
             return
@@ -75,6 +77,15 @@ def main(package: str = PACKAGE) -> None:
             module, _, function = TOOLS[subcommand].rpartition(".")
             tool = getattr(importlib.import_module(module), function)
             tool([argument for argument in others if argument != TRACEBACK_FLAG])
+
+
+def refuse_undecodable(args: list[str]) -> None:
+    """Refuse bytes that are not UTF-8: config.yaml, run.json and checkpoints have every option."""
+    for arg in args:
+        try:
+            arg.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{arg!a}: it is not UTF-8") from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ flags in their order. With `--resume` the run's configuration stands in place of
 """
 
 import pydoc
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         base, pinned = _defaults_and_checkpoint(subcommand, given, given.get("ckpt_path"))
     values = {**flatten(base), **given}
     refuse_old_names(values)
-    args = [expand_help_flag(arg, values) for arg in expand_strategy_name(typed, given)]
+    args = [expand_help_flag(arg, values) for arg in expand_strategy_name(typed, given, base)]
     return Options(args, given, base, pinned, source, run_dir)
 
 
@@ -140,18 +141,25 @@ def _defaults_and_checkpoint(
     return base, flatten({"model": model}) if model else {}
 
 
-def expand_strategy_name(args: list[str], given: dict[str, Any]) -> list[str]:
+def expand_strategy_name(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
     """The arguments with a strategy's class for its name where the class or options are given.
 
     jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
     """
-    name = given.get(STRATEGY.removeprefix("--"))
-    options = [arg for arg in args if arg.startswith(f"{STRATEGY}.")]
+    default = (base.get("trainer") or {}).get("strategy", "auto")
+    name = given.get(STRATEGY.removeprefix("--"), default)
+    is_option = re.compile(rf"{STRATEGY}\.(?!help\b)").match
+    options = [arg for arg in args if is_option(arg)]
     values = [arg.partition("=")[2] for arg in args if arg.startswith(f"{STRATEGY}=")]
     has_class = values and values[-1].startswith("{")  # and arguments, which stay
     registered = ["auto", *StrategyRegistry.available_strategies()]
     if not isinstance(name, str) or has_class or (name in registered and not options):
         return args
+    if name == "auto":
+        raise UsageError(
+            f"{options[0]}: an option of which strategy? Add its name, such as "
+            f"{STRATEGY}=manual_allreduce"
+        )
     if name not in registered and not isinstance(pydoc.locate(name), type):
         raise UsageError(
             f"{STRATEGY}={name}: no such strategy. {did_you_mean(name, registered)}\n"

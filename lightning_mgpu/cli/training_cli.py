@@ -108,7 +108,7 @@ class TrainingCLI(LightningCLI):
         for name, callback in CALLBACKS.items():
             parser.add_argument(
                 f"--{name}",
-                type=callback | Literal[False],
+                type=callback | Literal[False] | None,
                 default={"class_path": f"{callback.__module__}.{callback.__qualname__}"},
                 help=f"{(callback.__doc__ or '').splitlines()[0]} false: without it.",
             )

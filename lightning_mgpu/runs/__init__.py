@@ -6,7 +6,7 @@
 | `record.py`          | what a run writes before training, and its last lines                   |
 | `run_json.py`        | `run.json`: what a run was given, where it ran, how it ended            |
 | `best_checkpoint.py` | the checkpoint of the best epoch, which `fit` tests                     |
-| `checkpoints.py`     | `last.ckpt`, from which a run goes on                                   |
+| `last_checkpoint.py` | `last.ckpt`, from which a run goes on                                   |
 | `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat  |
 | `resume.py`          | `--resume`: which run, which checkpoint, which flags may change         |
 | `csv_logger.py`      | `metrics.csv`                                                           |

@@ -10,6 +10,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.errors import UsageError
@@ -46,7 +47,7 @@ def resolve_auto(options: Namespace) -> tuple[str, object]:
     strategy, devices, name = options.strategy, options.devices, options.accelerator
     if not isinstance(strategy, str):
         several = strategy.get("init_args.parallel_devices")
-        strategy = strategy.class_path.rpartition(".")[2]
+        strategy = find_registered_name(strategy)
         if several:
             return strategy, len(several)
     if name in ("auto", "gpu"):
@@ -62,6 +63,21 @@ def resolve_auto(options: Namespace) -> tuple[str, object]:
     if strategy == "auto":
         strategy = "ddp" if devices > 1 else "single_device"
     return strategy, devices
+
+
+def find_registered_name(options: Namespace) -> str:
+    """The name of a class with these arguments, or of the class alone; else the class's own."""
+    class_name = options.class_path.rpartition(".")[2]
+    entries = {name: StrategyRegistry[name] for name in StrategyRegistry.available_strategies()}
+    init_params = {
+        name: {key: getattr(value, "__name__", value) for key, value in each["init_params"].items()}
+        for name, each in entries.items()
+        if f"{each['strategy'].__module__}.{class_name}" == options.class_path
+    }
+    arguments = options.get("init_args") or Namespace()
+    given = {key: str(value).rpartition(".")[2] for key, value in vars(arguments).items()}
+    exact = [name for name, params in init_params.items() if params.items() <= given.items()]
+    return [*exact, *init_params, class_name][0]
 
 
 def lock_run_dir(run_dir: Path) -> int:

@@ -63,8 +63,11 @@ class RunJson:
         state, why = "finished", results.pop("why_stopped", "")
         if isinstance(error, Exception):
             state, why = "failed", f"{type(error).__name__}: {error}"
-        elif error is not None:  # Lightning makes a SystemExit of a KeyboardInterrupt
+        elif error is not None:
             state, why = "interrupted", "Ctrl-C or SIGTERM"
+            # Lightning makes a SystemExit of a KeyboardInterrupt; another one is the user's own
+            if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
+                why = f"sys.exit({error.code!r})"
         elif why:
             state = "stopped"
         with contextlib.suppress(OSError):  # the disk may be full: the run's own error counts

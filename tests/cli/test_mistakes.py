@@ -35,6 +35,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {  # a command line, and what its lines m
         "registered are auto, ddp, dp, fsdp, manual_allreduce, manual_allreduce_blocked, ",
         "ddp_fork, ... (",  # whole names
     ),
+    "fit --trainer.strategy.replicas=4": (
+        "--trainer.strategy.replicas=4: an option of which strategy? Add its name, such as",
+    ),
+    "fit --run_dir=\udcff": ("'--run_dir=\\udcff': it is not UTF-8",),
     "fit --model=old_code.Old": ("import lightning.pytorch instead",),
     f"fit {CPU} --trainer.devices=99": (
         "--trainer.devices=99: take a number of processes from 1 to",
@@ -116,7 +120,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("args", MISTAKES)
+@pytest.mark.parametrize("args", MISTAKES, ids=ascii)
 @pytest.mark.filterwarnings("ignore:data.source=synthetic")
 def test_mistake_ends_in_a_few_lines(
     args: str, here: Path, main: Callable, capfd: pytest.CaptureFixture

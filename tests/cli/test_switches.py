@@ -49,7 +49,9 @@ def test_each_callback_goes_by_one_flag(
     assert "train_loss" in header and not {"epoch_seconds", "lr-SGD"} & {*header}
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert not any(config[name] for name in CALLBACKS)
-    again = ("--config=run/config.yaml", "--header.class_path=RunHeader", "--run_dir=again")
+    (tmp_path / "null.yaml").write_text("pictures: null\n")  # as false
+    null = ("--config=null.yaml", "--curve=null")
+    again = ("--config=run/config.yaml", *null, "--header.class_path=RunHeader", "--run_dir=again")
     assert main("fit", *again) == 0
     assert "model:    LeNet" in capfd.readouterr().out
     assert not (tmp_path / "again" / "curve.png").exists()

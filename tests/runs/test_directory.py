@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_mgpu.devices import devices
-from lightning_mgpu.runs.directory import resolve_auto, run_name
+from lightning_mgpu.runs.directory import find_registered_name, resolve_auto, run_name
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 CLASSES = {
@@ -16,6 +16,7 @@ CLASSES = {
     "ddp": DDPStrategy,
     "manual_allreduce": ManualAllreduceStrategy,
 }
+MANUAL = "lightning_mgpu.strategies.manual_allreduce.ManualAllreduceStrategy"
 AUTO: dict[str, Any] = {"strategy": "auto", "devices": "auto", "accelerator": "auto"}
 
 
@@ -45,6 +46,21 @@ def test_the_strategy_is_the_trainers(
     trainer = Trainer(**options, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is CLASSES[name]
     assert num == len(devices(trainer))
+
+
+@pytest.mark.parametrize(
+    ("class_path", "allreduce", "name"),
+    [
+        (MANUAL, "lightning_mgpu.allreduce.tree.tree_allreduce", "manual_allreduce_tree"),
+        (MANUAL, "my_allreduce.chain_allreduce", "manual_allreduce"),
+        (MANUAL, None, "manual_allreduce"),
+        ("my_package.ManualAllreduceStrategy", None, "ManualAllreduceStrategy"),
+    ],
+)
+def test_a_class_has_its_registered_name(class_path: str, allreduce: str | None, name: str) -> None:
+    arguments = Namespace(allreduce=allreduce, replicas=None) if allreduce else None
+    strategy = Namespace(class_path=class_path, init_args=arguments)
+    assert find_registered_name(strategy) == name
 
 
 def test_what_the_trainer_refuses_has_a_name() -> None:

@@ -90,7 +90,18 @@ def test_a_run_that_is_ended_in_its_test(fit: Callable[..., int], own: Path) -> 
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     assert fit(*ONE, "--model=ending.Ending", "--trainer.max_epochs=1") == 1
-    assert read(own / "run")["end"]["state"] == "interrupted"
+    end = read(own / "run")["end"]
+    assert (end["state"], end["why"]) == ("interrupted", "Ctrl-C or SIGTERM")
+
+
+def test_code_that_ends_the_process(fit: Callable[..., int], own: Path) -> None:
+    (own / "leaving.py").write_text(
+        "import sys\n\nfrom own_run import Net\n\n\nclass Leaving(Net):\n"
+        "    def on_train_epoch_end(self):\n        sys.exit(3)\n"
+    )
+    assert fit(*ONE, "--model=leaving.Leaving") == 3
+    end = read(own / "run")["end"]
+    assert (end["state"], end["why"]) == ("interrupted", "sys.exit(3)")
 
 
 def test_a_run_that_stops_early_without_loggers(fit: Callable[..., int], own: Path) -> None:
