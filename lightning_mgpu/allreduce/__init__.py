@@ -17,12 +17,12 @@ Where all k share one memory (replicas on the CPU), messages are only reads and 
 then how often memory is passed over, and how many calls Python makes for a model of P parameters.
 All three compute the textbook's sums in its order, to the bit:
 
-| file       | reads + writes, by n   | Python's calls | the idea                                |
-| ---------- | ---------------------- | -------------- | --------------------------------------- |
-| `textbook` | 3(k-1) + 2(k-1)        | 3(k-1) P       | above                                   |
-| `blocked`  | k + k                  | 3(k-1) a block | finish a block while it is in the cache |
-| `foreach`  | 3(k-1) + 2(k-1)        | 2(k-1)         | `many`: all parameters in one call      |
-| `compiled` | k + k, the lower bound | 1              | `many`: one kernel, by torch.compile    |
+| file       | reads + writes, by n   | Python's calls   | the idea                                |
+| ---------- | ---------------------- | ---------------- | --------------------------------------- |
+| `textbook` | 3(k-1) + 2(k-1)        | 3(k-1) P         | above                                   |
+| `blocked`  | k + k                  | 3(k-1) per block | finish a block while it is in the cache |
+| `foreach`  | 3(k-1) + 2(k-1)        | 2(k-1)           | `many`: all parameters in one call      |
+| `compiled` | k + k, the lower bound | 1                | `many`: one kernel, by torch.compile    |
 
 `many` (many.py) is how an algorithm gets to see all gradients of a model at once.
 """

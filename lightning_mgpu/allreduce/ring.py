@@ -1,4 +1,4 @@
-"""Ring allreduce: devices send to their right-hand neighbours alone; all links carry the same."""
+"""Ring allreduce: devices send only to their right-hand neighbours; all links carry the same."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the engine itself costs in a step: `python -m lightning_mgpu.benchmark.cost JSON`.
+"""The engine's own cost in a step: `python -m lightning_mgpu.benchmark.cost JSON`.
 
 With one thread, two CPU devices compute one after the other. The engine's own cost is a step on two
 devices, minus a step on one device, minus what the second device computes, timed in a loop without

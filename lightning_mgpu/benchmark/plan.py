@@ -1,4 +1,4 @@
-"""What is measured: models under strategies, beside loops written by hand."""
+"""The things to measure: models under strategies, beside loops written by hand."""
 
 import pydoc
 from collections.abc import Sequence

@@ -60,7 +60,7 @@ class LearningRateSearch(LearningRateFinder):
 
 
 def smoothed(averages: list[float]) -> list[float]:
-    """Losses averaged over the steps around each. Lightning's, over 50 before, falls too late.
+    """Losses averaged over the steps around each. Lightning averages over 50 before: it lags.
 
     Lightning returns A_t / (1 - b^(t+1)) for steps t = 1, 2, ..., with the moving average
     A_t = b A_(t-1) + (1 - b) loss_t, A_0 = 0. The list counts from 0, so t = i + 1.

@@ -1,6 +1,6 @@
 """Many runs of one YAML, no account: `python -m lightning_mgpu sweep`. `wandb sweep` takes it too.
 
-`cli.py` reads the YAML, `trials.py` chooses, runs and shows trials; `Trial` makes a `fit` one.
+`cli.py` reads the YAML. `trials.py` chooses, runs and shows trials. `Trial` turns a `fit` into one.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

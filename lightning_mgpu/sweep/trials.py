@@ -33,7 +33,7 @@ from lightning_mgpu.project import program
 
 TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
 NO_CURVE = "--curve=false"  # the sweep has a picture of all trials
-FAILED = "status "  # how the note on a trial begins whose process did not end with status 0
+FAILED = "status "  # how the note begins on a trial whose process did not end with status 0
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Sweep:
 
     `trial_000.json` has the trial's `params` and, when it has ended, its `value` and a `note`,
     which is empty if all went well. A running trial holds a lock on its log, `trial_000.log`.
-    No lock and no note: start or resume it.
+    A trial without a lock and a note is started, or resumed.
     """
 
     dir: Path
@@ -119,7 +119,7 @@ class Sweep:
             yield
 
     def _draw(self, number: int) -> dict[str, Any]:
-        """A new trial's parameters. Except for `bayes` they depend on its number alone."""
+        """A new trial's parameters. Except for `bayes` they depend only on its number."""
         if self.method == "grid":  # the last parameter varies fastest
             choices: Any = [each.choices for each in self.space.values()]  # type: ignore[attr-defined]
             return dict(zip(self.space, list(itertools.product(*choices))[number]))

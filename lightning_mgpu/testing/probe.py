@@ -1,4 +1,4 @@
-"""What the cases run: small modules and data in float64, the same on all devices; their Trainer."""
+"""Small modules and data in float64 for the cases, the same on all devices, and their Trainer."""
 
 from dataclasses import dataclass
 from typing import Any

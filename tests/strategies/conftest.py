@@ -31,7 +31,7 @@ from tiny_runs import (
 
 
 def functions() -> dict[str, Any]:
-    """What a strategy may have replaced for as long as a step takes."""
+    """The functions that a strategy may replace during a step."""
     owners = (
         torch,
         torch.autograd,

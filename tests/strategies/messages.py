@@ -77,7 +77,7 @@ def large_tensors_come_to_memory_that_is_used_again() -> None:
 
     place = other(0).data_ptr()
     held = other(1)[:, 1]
-    assert held.data_ptr() - held.storage_offset() * 4 == place, "nobody used it any more"
+    assert held.data_ptr() - held.storage_offset() * 4 == place, "nothing used it any more"
     before = held.clone()
     assert other(2).data_ptr() != place, "a view still uses it"
     assert torch.equal(held, before)

@@ -211,7 +211,7 @@ def sets_a_weight(self, X):
     ("edit", "said"), [(moves_a_centre, "centre of Module"), (sets_a_weight, "bias of Linear")]
 )
 def test_what_follows_its_shard(train, edit, said):
-    """Nobody knows whether its values are means, sums or samples."""
+    """Its values could be means, sums or samples."""
 
     class Module(Regression):
         def __init__(self):

@@ -73,7 +73,7 @@ def encode(self, batch, dataloader_idx):
 
 
 def encode_twice(self, batch, dataloader_idx):
-    """Two tensors of one graph, and one that nobody uses."""
+    """Two tensors of one graph, and an unused one."""
     Z = self.encoder(batch[0])
     return Z, (Z * 2).sigmoid(), Z.square(), batch[1]
 

@@ -115,7 +115,7 @@ def test_kinds_of_batches(assert_parity, name):
 @pytest.mark.filterwarnings("ignore:A batch")
 @pytest.mark.parametrize("name", ["nested", "two dicts", "two views"])
 def test_as_many_samples_as_parts(assert_parity, name):
-    """A batch of two things is no list of two samples."""
+    """A batch of two things is not a list of two samples."""
     make, unpack = BATCHES[name]
     assert_parity(unpacking(unpack), (2,), loader=lambda: collated(make, 2, 8))
 

@@ -1,4 +1,4 @@
-"""What a step calls: schedulers step once, collectives gather, what only some call is said."""
+"""Calls in a step: schedulers step once, collectives gather, calls by only some are reported."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What a step costs beside the model: memory that stays, and copies that hardly any step needs."""
+"""The cost of a step beside the model's: memory that stays, and copies that few steps need."""
 
 import gc
 import weakref

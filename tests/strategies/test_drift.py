@@ -1,4 +1,4 @@
-"""Replicas stay equal, whoever edits weights and however; else a run ends and says so."""
+"""Replicas stay equal after any edit of weights; else a run ends and says so."""
 
 import re
 import warnings
@@ -265,7 +265,7 @@ def test_an_edit_without_a_trace_that_is_the_same_everywhere(assert_parity, warn
     assert not warned("by what is in its shard")
 
 
-# What a strategy does wrong
+# Strategies with mistakes
 
 
 class Forgets(ManualAllreduceStrategy):

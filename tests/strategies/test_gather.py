@@ -20,7 +20,7 @@ def warned(recwarn):
 
 @pytest.fixture
 def predicted(trainer_on):
-    """What a `predict_step` that returns `of(X)` gives for every batch."""
+    """The predictions of every batch by a `predict_step` that returns `of(X)`."""
 
     def predicted(of, X, batch_size, k=2):
         class Returns(Regression):
@@ -200,7 +200,7 @@ def test_what_a_metric_is_given(metric_on, what, is_forward):
     make, give, num_updates = GIVEN[what]
     one, two = (metric_on(k, make, give, is_forward) for k in (1, 2))
     assert_close(two.total, one.total)
-    if what != "sums of classes":  # where nobody knows of how many samples
+    if what != "sums of classes":  # their number of samples is unknown
         assert_close(two.compute(), one.compute())
     if not is_forward:
         assert (one.num_updates, two.num_updates) == (3, 3 * num_updates)

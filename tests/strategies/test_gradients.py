@@ -1,4 +1,4 @@
-"""Whoever sees or edits a gradient has the batch's: hooks, callbacks, clipping, `backward`."""
+"""Hooks, callbacks, clipping and `backward` see and edit the gradient of the whole batch."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ HOOKS = {  # what is not linear in the gradient shows whether it is the whole ba
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_on_weights(assert_parity, name, base, accumulate):
-    """They are called once a batch."""
+    """They are called once per batch."""
     register, hook = HOOKS[name]
     calls = []
 

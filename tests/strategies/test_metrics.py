@@ -79,7 +79,7 @@ def test_some_shards_have_nothing_for_a_metric(assert_logs_alike):
 
 
 def test_a_returned_value_is_the_shards(assert_logs_alike):
-    """What is computed with it is exact where the metric is a mean over samples."""
+    """A number computed with it is exact if the metric is a mean over samples."""
 
     def step(module, stage, X, y, batch_idx):
         module.log(
@@ -284,7 +284,7 @@ def test_computed_at_the_end_of_an_epoch(assert_logs_alike, make):
 
 
 def test_metrics_in_plain_containers(assert_logs_alike):
-    """One for all stages; nobody logs it before an epoch's end, or moves it to a device."""
+    """One for all stages; it is not logged before an epoch's end, or moved to a device."""
 
     def make():
         return {
@@ -306,7 +306,7 @@ def test_metrics_in_plain_containers(assert_logs_alike):
 
 @pytest.mark.parametrize("base", [Regression, Manual])
 def test_a_metric_that_is_the_loss(assert_parity, base):
-    """What a call of it returns has a graph, and leads to the weights."""
+    """The value that a call returns has a graph, which leads to the weights."""
 
     class Module(base):
         def __init__(self):

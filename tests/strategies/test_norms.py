@@ -74,7 +74,7 @@ def test_a_layer_that_a_metric_holds_too(assert_parity):
 
 
 def test_a_synchronised_run_can_be_repeated_bit_by_bit(train):
-    """Where autograd has a thread a device, what replicas give each other comes in any order."""
+    """With one autograd thread per device, replicas exchange values in any order."""
 
     def make():
         return Regression(
@@ -162,7 +162,7 @@ class Looks(Callback):
 @pytest.mark.parametrize("base", [Fixed, type("FixedManual", (Fixed, Manual), {})])
 @pytest.mark.parametrize("split", [None, [0.75, 0.25]])
 def test_own_statistics_are_averaged(train, engine, split, tmp_path, base):
-    """Weighted by samples, whenever somebody looks. The variance is less than between them all."""
+    """Weighted by samples, at every look. The variance is less than between them all."""
     kwargs = {"val": True, "limit_train_batches": 3}
     looks = [Looks(tmp_path / f"{k}.ckpt") for k in (1, 2)]
     strategies = (None, make_strategy(engine, split=split))

@@ -73,7 +73,7 @@ def test_optimizers(assert_parity, name):
     "hook", ["on_train_batch_end", "on_before_optimizer_step", "on_after_backward"]
 )
 def test_users_hooks_end_own_updates(assert_parity, hook):
-    """They may edit weights or gradients, of the first replica alone: the result is copied."""
+    """They may edit only the first replica's weights or gradients, so the result is copied."""
     edits = type("Edits", (Callback,), {hook: lambda self, *args: None})
     assert_parity(Regression, callbacks=lambda: [edits()], own_updates=False)
 

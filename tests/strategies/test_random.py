@@ -17,7 +17,7 @@ from lightning_mgpu.strategies import ManualAllreduceStrategy, auto_split
     "kwargs", [{}, {"sync_batchnorm": True, "limit_train_batches": 3}], ids=["", "sync"]
 )
 def test_masks_can_be_repeated_and_differ(train, kwargs, base):
-    """Of all steps and replicas. The first replica draws what one device does."""
+    """The masks of all steps and replicas. The first replica draws the same as one device."""
 
     class Module(base):
         def __init__(self):

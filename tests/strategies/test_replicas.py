@@ -38,7 +38,7 @@ def everything(base):
 
 @pytest.fixture
 def replicated(train):
-    """Three epochs of 4 batches, 2 samples a replica but the last's, on any number of devices."""
+    """Three epochs of 4 batches on any number of devices; 2 samples per replica but in the last."""
 
     def replicated(make, k, replicas=REPLICAS, **kwargs):
         kwargs = {"loader": lambda: a_loader(16, 58), "max_epochs": 3, "check": False, **kwargs}

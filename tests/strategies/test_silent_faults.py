@@ -141,7 +141,7 @@ def test_what_is_collected_is_that_of_one_device(train, name):
 
 
 def test_a_teacher_in_a_list(assert_parity):
-    """It is no submodule, and follows the weights in every step."""
+    """It is not a submodule, but it follows the weights in every step."""
 
     class Module(Regression):
         def __init__(self):
@@ -324,7 +324,7 @@ def test_weights_of_classes_as_many_as_samples(train):
 
 
 def test_weights_are_compared_in_an_epochs_last_update(train):
-    """Also where a hook between epochs may edit them, so that nobody can compare them later."""
+    """Also if a hook between epochs may edit them: a later comparison would be too late."""
 
     class Strategy(ManualAllreduceStrategy):
         def update_replicas(self, optimizer):

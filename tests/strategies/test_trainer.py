@@ -84,7 +84,7 @@ PLACES = [["cpu", "gpu:0"], ["gpu:0", "cpu"], ["gpu:0", "gpu:0"]]
 @pytest.mark.parametrize("base", [Regression, Manual])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_cpu_and_gpu_together(train, engine, places, base):
-    """What a hook sets, and metrics, follow their replica."""
+    """Metrics, and attributes set by a hook, follow their replica."""
     gpu = "sim" if IS_SIMULATED else "cuda"
     if not IS_SIMULATED and not torch.cuda.is_available():
         pytest.skip("needs a GPU, or the plugin tests.simulated.devices")
