@@ -1,4 +1,4 @@
-"""The textbook's allreduce of all of a model's gradients: 2(k-1) calls per model, not per parameter."""
+"""The textbook's allreduce of a whole model: 2(k-1) calls per model, not per parameter."""
 
 import torch
 from torch import Tensor
