@@ -30,7 +30,7 @@ indented; these call the others. Read the files in the order of the stops.
 25.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
 26.   Window.weigh             its weight in the window                               loss_weight.py
 27. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
-28.   Processes.exchange       gradients go to the process that adds them up            processes.py
+28.   Reducer.reduce           gradients meet, from this process and others              reducing.py
 29.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
 30. hooks, clipping            the Trainer's, on the first replica's gradients
 31. the optimizer              updates the first replica

@@ -7,7 +7,6 @@ the module's own `backward` after that, see the gradient of the whole batch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -16,40 +15,27 @@ from torch import Tensor, nn
 
 from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
-from lightning_mgpu.strategies.equality import EqualityCheck, differences, digest_of_all
+from lightning_mgpu.strategies.equality import differences, digest_of_all
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
-from lightning_mgpu.strategies.processes import Memory, Processes
+from lightning_mgpu.strategies.reducing import Reducer
 from lightning_mgpu.strategies.replicas import Replicas
 
-SMALL = 2**20  # bytes: if a process sends fewer to all others, all reduce, and save a round
 Losses = Mapping[int, tuple[Tensor, float]]  # by replica: its loss, and its share of the batch
 Graph = Sequence[tuple[Tensor, Tensor]]  # tensors of a batch that have one, and the leaves cut off
 
 
 class Gradients:
-    """The gradients of k replicas.
-
-    `reduce_gradients` leaves sums in each of them if `sums_everywhere`, else in the first. With
-    several processes each calls it for its part of the parameters, with the gradients of all
-    replicas, and the others get the sums.
-    """
+    """The gradients of k replicas: their backward passes, and whether they are equal."""
 
     def __init__(
         self,
         replicas: Replicas,
         turn: Callable[[int], AbstractContextManager],
-        reduce_gradients: Callable[[dict[str, list[Tensor]]], None],
-        sums_everywhere: bool,
-        processes: Processes,
-        reduces_all: bool = False,
+        reducer: Reducer,
     ) -> None:
-        self.replicas, self.turn, self.processes = replicas, turn, processes
-        self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
-        self.reduces_all = reduces_all  # whether every process reduces every gradient
-        self.check = EqualityCheck()  # of the sums
-        self.is_check_due = True
+        self.replicas, self.turn, self.reducer = replicas, turn, reducer
+        self.processes = reducer.processes
         self.is_manual_check_due = True  # before an update in manual optimization
-        self.memory = Memory()  # of what comes from other processes
         self.are_reduced = False  # by the backward pass that runs
         # all gradients, and their versions, when the replicas' were equal
         self._equal: list[tuple[Tensor | None, int]] = []
@@ -121,7 +107,7 @@ class Gradients:
                 "replicas have one each, of their shards. Use one device."
             )
         with torch.no_grad():
-            self._reduce()
+            self.reducer.reduce()
             self._accumulate(before)
         self.are_reduced = True
 
@@ -148,89 +134,6 @@ class Gradients:
             for leaf in leaves:
                 leaf.grad = None
 
-    def _reduce(self) -> None:
-        """Reduce the gradients, each in one process, and leave the sums in all replicas."""
-        rank, sets = self.processes.rank, self.replicas.parameter_sets
-        num_bytes = sum(p.nbytes for params in sets.values() for p in params if p.requires_grad)
-        reduces_all = self.reduces_all or num_bytes * (self.processes.num - 1) <= SMALL
-        places: set[int] = set()
-        for param in (param for params in sets.values() for param in params):
-            if param.grad is not None and not param.grad.is_sparse:
-                param.grad = _unshared(param.grad, places)
-        grads = {name: [param.grad for param in params] for name, params in sets.items()}
-        self.memory.begin()
-        if reduces_all:
-            received = self.processes.share("gradients", grads, memory=self.memory)
-        else:
-            parts: list[dict[str, Any]] = [{} for _ in range(self.processes.num)]
-            for name, owner in self._deal_out().items():
-                parts[owner][name] = grads[name]
-            received = self.processes.exchange("gradients", parts, self.memory)
-        grads_by_name = {
-            name: [grad for part in received for grad in part[name]] for name in received[rank]
-        }
-        sums = self._add_up(grads_by_name)
-        if reduces_all:
-            return
-        shared = self.processes.share("sums of gradients", sums, memory=self.memory)
-        for owner, part in enumerate(shared):
-            for name, total in part.items() if owner != rank else ():
-                for i, param in enumerate(sets[name]):
-                    grad = total.to(param.device, copy=i > 0)  # the first takes it as it came
-                    param.grad = grad if grad.is_sparse else grad.view_as(param)
-
-    def _add_up(self, grads_by_name: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
-        """Reduce gradients of all replicas. Returns the sums, which replicas here have, too.
-
-        A missing gradient counts as zero. torch adds up sparse ones.
-        """
-        sums: dict[str, Tensor] = {}
-        gradients: dict[str, list[Tensor]] = {}
-        for name, grads in grads_by_name.items():
-            params = self.replicas.parameter_sets[name]
-            param_of = dict(zip(self.replicas.numbers, params))
-            parts = [grad for grad in grads if grad is not None]
-            if any(part.is_sparse for part in parts):
-                home = params[0].device
-                params[0].grad = sums[name] = reduce(torch.add, [part.to(home) for part in parts])
-                self._push([params])
-            elif parts:
-                gradients[name] = []
-                for i, grad in enumerate(grads):
-                    param = param_of.get(i, params[0])  # another process has replica i's
-                    dense = torch.zeros_like(param) if grad is None else grad
-                    if i in param_of:
-                        param.grad = dense
-                    # one element for a 0-d tensor: the book's `data[0][:] += ...` takes no 0-d one
-                    gradients[name].append(dense if dense.ndim else dense.view(1))
-        self.reduce_gradients(gradients)
-        if self.sums_everywhere and self.is_check_due:
-            self._check_sums(gradients)
-        return sums | {name: grads[0] for name, grads in gradients.items()}
-
-    def _deal_out(self) -> dict[str, int]:
-        """Which process reduces the gradient of each parameter: even shares of the bytes."""
-        num_bytes = [0] * self.processes.num
-        owner_of: dict[str, int] = {}
-        firsts = {name: params[0] for name, params in self.replicas.parameter_sets.items()}
-        sizes = {name: each.nbytes if each.requires_grad else 0 for name, each in firsts.items()}
-        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            owner_of[name] = num_bytes.index(min(num_bytes))
-            num_bytes[owner_of[name]] += sizes[name]
-        return owner_of
-
-    def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Raise a ValueError if replicas have other sums than the first: they would drift apart."""
-        step = self.replicas.module.global_step
-        if difference := self.check.find(gradients, step):
-            name, i, when = difference
-            wrong = gradients[name][i]
-            raise ValueError(
-                f"The allreduce left replica {i} ({wrong.device}) with another sum than replica 0 "
-                f"for the gradient of {name}, of shape {tuple(wrong.shape)} ({when}): replicas "
-                "must be bit-identical."
-            )
-
     def _accumulate(self, before: Sequence[Tensor | None]) -> None:
         """Add the reduced gradients to those of the batches before, by autograd.
 
@@ -246,7 +149,7 @@ class Gradients:
                 original.grad = old
         if added:
             torch.autograd.backward([each for each, _ in added], [grad for _, grad in added])
-        if self.sums_everywhere and not added and all(old is None for old in before):
+        if self.reducer.sums_everywhere and not added and all(old is None for old in before):
             self._equal = self._versions()  # what the allreduce has left in them
         elif not self.replicas.module.automatic_optimization:
             self.push()  # replicas go on with them
@@ -339,15 +242,6 @@ def _no_weights_read() -> Iterator[None]:
 
 def _attributes(params: Sequence[Tensor]) -> list[Any]:
     return [each for attributes in map(vars, params) for each in attributes.values()]
-
-
-def _unshared(gradient: Tensor, places: set[int]) -> Tensor:
-    """A copy where autograd has given two parameters views of one tensor: sums are in place."""
-    place = gradient.untyped_storage().data_ptr()
-    if place in places:
-        return gradient.clone()
-    places.add(place)
-    return gradient
 
 
 def _hooks(param: Tensor) -> list[dict]:

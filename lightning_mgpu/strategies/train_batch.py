@@ -38,6 +38,7 @@ from lightning_mgpu.strategies.lockstep import Lockstep
 from lightning_mgpu.strategies.loss_weight import WEIGHT, Window, find_weights, nothing
 from lightning_mgpu.strategies.manual_optimization import Meetings
 from lightning_mgpu.strategies.records import Record, Recorder
+from lightning_mgpu.strategies.reducing import Reducer
 from lightning_mgpu.strategies.replicas import Replicas, check_layers
 from lightning_mgpu.strategies.split_batch import cut_graph, leaves, send, share_out, split_batch
 from lightning_mgpu.strategies.sync_batchnorm import synchronized_batch_norm
@@ -156,14 +157,9 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         all_seeded = self.num_replicas is not None or num_processes > 1
         first = self.process_rank * len(here)
         self.replicas = Replicas(self.lightning_module, here, all_seeded, first)
-        self.gradients = Gradients(
-            self.replicas,
-            self.turn,
-            self.reduce_gradients,
-            self.sums_everywhere,
-            self.processes,
-            self.reduces_all,
-        )
+        how_to_reduce = self.reduce_gradients, self.sums_everywhere, self.reduces_all
+        self.reducer = Reducer(self.replicas, self.processes, *how_to_reduce)
+        self.gradients = Gradients(self.replicas, self.turn, self.reducer)
         self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
         self.lockstep = Lockstep(devices, self.turn, self.processes)
         self.recorder = Recorder(self.replicas, self.lockstep)
@@ -183,7 +179,7 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         if self._is_set_up:
             self.replicas.release()
         self._is_set_up = False
-        for name in ("replicas", "gradients", "updates", "lockstep", "recorder"):
+        for name in ("replicas", "reducer", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)
         super().teardown()
 
@@ -506,7 +502,7 @@ class TrainBatchStrategy(Collectives, ParallelStrategy):
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.gradients.are_reduced = False
-        self.gradients.is_check_due = self.is_check_due
+        self.reducer.is_check_due = self.is_check_due
         passes = []
 
         def noted(name: str) -> tuple[Any, str, Any]:

@@ -38,7 +38,7 @@ def test_no_file_imports_one_that_imports_it() -> None:
     # imports are found: those of a file that has many, and more than two per file on average
     strategies = {"auto_split", "collectives", "combining", "gradients", "hooks", "lockstep"}
     strategies |= {"manual_optimization", "records", "equality", "replicas", "loss_weight"}
-    strategies |= {"launching"}
+    strategies |= {"launching", "reducing"}
     strategies |= {"devices_and_attributes", "split_batch", "sync_batchnorm", "updates"}
     assert above["lightning_mgpu.strategies.train_batch"] == {
         f"lightning_mgpu.strategies.{n}" for n in strategies

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mgpu.allreduce import ring_allreduce, sharded_allreduce, tree_allreduce
-from lightning_mgpu.strategies import ManualAllreduceStrategy, gradients, processes
+from lightning_mgpu.strategies import ManualAllreduceStrategy, processes, reducing
 
 if os.environ.get("GRADIENTS") == "by owner":  # as those of a large model
-    gradients.SMALL, processes.LARGE = 0, 64
+    reducing.SMALL, processes.LARGE = 0, 64
 warnings.simplefilter("ignore")
 NUM_REPLICAS = 4
 
