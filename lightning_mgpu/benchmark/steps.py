@@ -32,7 +32,7 @@ QUIET: Any = {"limit_val_batches": 0, **dict.fromkeys(OFF, False)}
 """Options of a Trainer that does nothing besides training."""
 WARM_UP = 3  # steps; the first one allocates and compiles
 STRATEGY_METHODS = [
-    *(("replicas", method) for method in ("find", "begin", "enter", "compare_edited")),
+    *(("replicas", "find"), ("replicas", "begin"), ("replicas", "enter"), ("edits", "combine")),
     *(("recorder", "recording"), ("recorder", "combine_calls"), ("gradients", "push")),
     *(("updates", "begin"), ("updates", "use_state_of")),
 ]

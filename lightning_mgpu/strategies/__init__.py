@@ -3,7 +3,7 @@
 The way of a batch, from the loader to the update. The Trainer calls the functions that are not
 indented; these call the others. Read the files in the order of the stops.
 
- 1. optimizer_step             the Trainer's update; its closure makes stops 3 to 30  train_batch.py
+ 1. optimizer_step             the Trainer's update; its closure makes stops 3 to 32  train_batch.py
  2.   Window.closing           warns if an update's losses count nothing              loss_weight.py
  3. training_step              the whole batch comes, on the first device             train_batch.py
  4.   Window.begin_batch       perhaps the first of an accumulation window            loss_weight.py
@@ -14,34 +14,37 @@ indented; these call the others. Read the files in the order of the stops.
  9.   Replicas.find            what the module holds, if it changed            replicas.py, state.py
 10.   Recorder.recording       from here on k records are written                         records.py
 11.   Replicas.begin           get_params: replicas get what the first has     replicas.py, state.py
-12.   Updates.begin            ... and, on demand, the optimizers' states                 updates.py
-13.   turn                     the user's training_step runs on shard i ...           train_batch.py
-14.     Replicas.enter         ... while the module is replica i                         replicas.py
-15.     Updates.use_state_of   ... and the optimizers have its parameters                 updates.py
-16.   Replicas.edits           edits of weights and buffers go into the record           replicas.py
-17.   Replicas.statistics      ... BatchNorm's statistics                                replicas.py
-18.   Merger.changes           ... and changes of Python objects                          merging.py
-19.   Processes.share          every process gets the records of all replicas           processes.py
-20.   Recorder.combine_calls   logs and metrics are replayed, once       records.py, metric_calls.py
-21.   average_statistics       k BatchNorm statistics become one                        combining.py
-22.   Merger.combine           k changes of Python objects become one                     merging.py
-23.   Replicas.compare_edited  warns of weights that differ                              replicas.py
-24.   gather                   k outputs become one                                     combining.py
-25.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
-26.   Window.weigh             its weight in the window                               loss_weight.py
-27. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
-28.   Reducer.reduce           gradients meet, from this process and others              reducing.py
-29.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
-30. hooks, clipping            the Trainer's, on the first replica's gradients
-31. the optimizer              updates the first replica
-32. update_replicas            the others follow                          manual_allreduce.py, dp.py
-33.   Updates.repeat           ... by an update of their own, if they can                 updates.py
+12.   Edits.begin              edits of buffers count from here on                          edits.py
+13.   Updates.begin            ... and, on demand, the optimizers' states                 updates.py
+14.   turn                     the user's training_step runs on shard i ...              run_step.py
+15.     Replicas.enter         ... while the module is replica i                         replicas.py
+16.     Updates.use_state_of   ... and the optimizers have its parameters                 updates.py
+17.   Edits.find               edits of weights and buffers go into the record              edits.py
+18.   Replicas.statistics      ... BatchNorm's statistics                                replicas.py
+19.   Merger.changes           ... and changes of Python objects                          merging.py
+20.   share_records            every process gets the records of all replicas        same_program.py
+21.   Recorder.combine_calls   logs and metrics are replayed, once       records.py, metric_calls.py
+22.   average_statistics       k BatchNorm statistics become one                        combining.py
+23.   Merger.combine           k changes of Python objects become one                     merging.py
+24.   Edits.combine            warns of weights that differ                                 edits.py
+25.   gather                   k outputs become one                                     combining.py
+26.   Gradients.join           k losses become one, which the Trainer gets              gradients.py
+27.   Window.weigh             its weight in the window                               loss_weight.py
+28. backward                   the replicas' backward passes, in turns  train_batch.py, gradients.py
+29.   Reducer.reduce           gradients meet, from this process and others              reducing.py
+30.     Processes.share        by messages                                              processes.py
+31.   reduce_gradients         the allreduce                              manual_allreduce.py, dp.py
+32. hooks, clipping            the Trainer's, on the first replica's gradients
+33. the optimizer              updates the first replica
+34. update_replicas            the others follow                          manual_allreduce.py, dp.py
+35.   Updates.repeat           ... by an update of their own, if they can                 updates.py
 
-Not on the way: `hooks.py` knows which user code may edit weights between two steps. `equality.py`
-compares replicas. `lockstep.py` runs replicas that wait for each other within a step; then
-`manual_optimization.py`, `sync_batchnorm.py` and `collectives.py` say for what. `launching.py`
-finds out which process this is. `streams.py` has random numbers, `auto_split.py` uneven shares, and
-`devices_and_attributes.py` what all files need. `names.py` finds a strategy by its name.
+Not on the way: `layers.py` finds what replicas have of their own. `hooks.py` knows which user code
+may edit weights between two steps. `equality.py` compares replicas. `lockstep.py` runs replicas
+that wait for each other within a step; then `manual_optimization.py`, `sync_batchnorm.py` and
+`collectives.py` say for what. `launching.py` finds out which process this is. `streams.py` has
+random numbers, `auto_split.py` uneven shares, and `devices_and_attributes.py` what all files need.
+`names.py` finds a strategy by its name.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ class Launching:
     num_processes = 1  # per node
     node_devices: list[torch.device] | None = None  # of all processes of this node
     parallel_devices: list[torch.device] | None  # of this process
+    num_replicas: int | None = None  # in all processes; None for one per device
+    split: list[float] | Literal["auto"] | None = None  # shares of the batch, one per device
     cluster_environment: Any
     processes = Processes(torch.device("cpu"))  # a single one, until all have met
     is_distributed = False
@@ -83,6 +85,29 @@ class Launching:
     @property
     def node_rank(self) -> int:
         return self._ask_rank("node_rank")
+
+    @property
+    def given_devices(self) -> list[torch.device]:
+        """Those of all processes."""
+        return (self.node_devices or self._own_devices) * self.num_nodes
+
+    @property
+    def _own_devices(self) -> list[torch.device]:
+        return self.parallel_devices or [torch.device("cpu")]
+
+    @property
+    def devices_here(self) -> list[torch.device]:
+        """One per replica of this process."""
+        num_devices = len(self.given_devices)
+        count = (self.num_replicas or num_devices) // num_devices
+        return [device for device in self._own_devices for _ in range(count)]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """One per replica. Those of other processes' replicas arrive on this one's first device."""
+        here, rank, num = self.devices_here, self.process_rank, self.num_all_processes
+        there = [self._own_devices[0]] * len(here)
+        return [device for i in range(num) for device in (here if i == rank else there)]
 
     def set_world_ranks(self) -> None:
         """Find out which process this is, and which devices it has. The Trainer asks for it."""
@@ -131,6 +156,24 @@ class Launching:
         if len(given) > MAX_DEVICES:
             raise MisconfigurationException(
                 f"{len(given)} devices are too many: {self.name} takes up to {MAX_DEVICES}."
+            )
+        devices, split, count = self.given_devices, self.split, self.num_replicas
+        num_devices = len(devices)
+        are_mixed = len({device.type for device in devices}) > 1
+        if count is not None and (count < 1 or count % num_devices or split or are_mixed):
+            raise MisconfigurationException(
+                f"replicas={count}: choose a multiple of the {num_devices} device(s), which must "
+                "be of one kind, and leave `split` out."
+            )
+        shares = split if isinstance(split, list) and len(split) == num_devices else [0.0]
+        if split not in (None, "auto") and not all(0 < s < float("inf") for s in shares):
+            raise MisconfigurationException(
+                f"split={split!r}: give 'auto', or one positive share per device ({num_devices})."
+            )
+        if (split or are_mixed) and self.num_all_processes > 1:
+            raise MisconfigurationException(
+                f"{self.num_all_processes} processes: leave `split` out, and give devices of one "
+                "kind."
             )
 
     def join_processes(self, home: torch.device) -> None:

@@ -7,6 +7,7 @@ round of messages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -20,26 +21,18 @@ from lightning_mgpu.strategies.replicas import Replicas
 SMALL = 2**20  # bytes: if a process sends fewer to all others, all reduce, and save a round
 
 
+@dataclass
 class Reducer:
-    """Reduces gradients: `reduce_gradients` leaves sums in all if `sums_everywhere`, or the first.
+    """Reduces the gradients of all replicas."""
 
-    With `reduces_all` every process reduces every gradient, however many bytes travel.
-    """
-
-    def __init__(
-        self,
-        replicas: Replicas,
-        processes: Processes,
-        reduce_gradients: Callable[[dict[str, list[Tensor]]], None],
-        sums_everywhere: bool,
-        reduces_all: bool,
-    ) -> None:
-        self.replicas, self.processes = replicas, processes
-        self.reduce_gradients, self.sums_everywhere = reduce_gradients, sums_everywhere
-        self.reduces_all = reduces_all
-        self.is_check_due = True
-        self._check = EqualityCheck()  # of the sums
-        self._memory = Memory()  # of what comes from other processes
+    replicas: Replicas
+    processes: Processes
+    reduce_gradients: Callable[[dict[str, list[Tensor]]], None]
+    sums_everywhere: bool  # whether `reduce_gradients` leaves sums in all, not only the first
+    reduces_all: bool  # whether every process always reduces every gradient
+    is_check_due: bool = True
+    check: EqualityCheck = field(default_factory=EqualityCheck)  # of the sums
+    memory: Memory = field(default_factory=Memory)  # of what comes from other processes
 
     def reduce(self) -> None:
         """Reduce the gradients, and leave the sums in all replicas of this process."""
@@ -48,19 +41,19 @@ class Reducer:
         reduces_all = self.reduces_all or num_bytes * (self.processes.num - 1) <= SMALL
         _separate([param for params in sets.values() for param in params])
         grads = {name: [param.grad for param in params] for name, params in sets.items()}
-        self._memory.begin()
+        self.memory.begin()
         if reduces_all:
-            received = self.processes.share("gradients", grads, memory=self._memory)
+            received = self.processes.share("gradients", grads, memory=self.memory)
         else:
             parts: list[dict[str, Any]] = [{} for _ in range(self.processes.num)]
             for name, owner in self._deal_out().items():
                 parts[owner][name] = grads[name]
-            received = self.processes.exchange("gradients", parts, self._memory)
+            received = self.processes.exchange("gradients", parts, self.memory)
         sums = self._add_up(
             {name: [grad for part in received for grad in part[name]] for name in received[rank]}
         )
         if not reduces_all:
-            shared = self.processes.share("sums of gradients", sums, memory=self._memory)
+            shared = self.processes.share("sums of gradients", sums, memory=self.memory)
             for owner, part in enumerate(shared):
                 for name, total in part.items() if owner != rank else ():
                     _give_sum(sets[name], total)
@@ -108,7 +101,7 @@ class Reducer:
     def _check_sums(self, gradients: dict[str, list[Tensor]]) -> None:
         """Raise a ValueError if replicas have other sums than the first: they would drift apart."""
         step = self.replicas.module.global_step
-        if difference := self._check.find(gradients, step):
+        if difference := self.check.find(gradients, step):
             name, i, when = difference
             wrong = gradients[name][i]
             raise ValueError(

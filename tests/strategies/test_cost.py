@@ -91,10 +91,10 @@ def test_the_structure_is_found_once_where_steps_leave_it(train, monkeypatch):
             self.seen["steps"].append(batch_idx)
             return self.loss(batch)
 
-    walks, walk = [], replicas._walk
-    monkeypatch.setattr(replicas, "_walk", lambda *args: walks.append(args) or walk(*args))
+    walks, walk = [], replicas.find_layers
+    monkeypatch.setattr(replicas, "find_layers", lambda *args: walks.append(args) or walk(*args))
     train(Counts, 2)
-    assert len(walks) == 1
+    assert len(walks) == 2  # from the module on, and from what no layer knows
 
 
 CHANGES = {
@@ -123,8 +123,8 @@ def test_the_structure_is_found_again_where_it_changed(change, monkeypatch):
     module.net = nn.Sequential(module.net)
     found = Replicas(module, [torch.device("cpu")] * 2, all_seeded=False)
     found.find([], [])
-    walks, walk = [], replicas._walk
-    monkeypatch.setattr(replicas, "_walk", lambda *args: walks.append(args) or walk(*args))
+    walks, walk = [], replicas.find_layers
+    monkeypatch.setattr(replicas, "find_layers", lambda *args: walks.append(args) or walk(*args))
     CHANGES[change](module)
     found.find([], [])
     assert bool(walks) == (change not in UNSEEN)

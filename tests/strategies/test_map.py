@@ -19,7 +19,8 @@ from tests.strategies.tiny_runs import DP, IS_SIMULATED, Regression
 FILES = Path(strategies.__file__).parent
 WAY, BESIDE = str(strategies.__doc__).split("Not on the way")
 STOP = re.compile(r" ?\d+\. +([\w.]+)  .*?  ((?:\w+\.py, )*\w+\.py)")
-CALLERS = {"train_batch.py", "gradients.py", "reducing.py", "manual_allreduce.py", "dp.py"}
+CALLERS = {"train_batch.py", "run_step.py", "gradients.py", "reducing.py"}
+CALLERS |= {"manual_allreduce.py", "dp.py"}
 # called on the way, but the batch does not stop there
 NOT_STOPS = {
     "Memory.begin",
