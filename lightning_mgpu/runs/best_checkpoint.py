@@ -64,6 +64,7 @@ class RunCheckpoint(ModelCheckpoint):
             **kwargs,
         )
         self.keep_last = save_last
+        self.is_dev_run = False  # which saves nothing
         self.has_mode = mode is not None or monitor is None
 
     @property
@@ -91,7 +92,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def describe(self) -> str:
         """Which checkpoint is tested: `epoch 1: val_f1 1.0000 (largest)`."""
-        if self.dirpath is None:
+        if self.dirpath is None or self.is_dev_run:
             return "the last epoch: no checkpoints are saved"
         if self.best_path is None:
             missing = f"{self.best_model_path} is not there"
@@ -105,6 +106,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.is_dev_run = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
         super().setup(trainer, pl_module, stage)
 

@@ -114,8 +114,11 @@ def test_a_run_that_stops_early_without_loggers(fit: Callable[..., int], own: Pa
     assert end["validation"] == {} and end["seconds_per_epoch"] is None  # without metrics.csv
 
 
-def test_fast_dev_run_leaves_none(fit: Callable[..., int], own: Path) -> None:
+def test_fast_dev_run_leaves_none(
+    fit: Callable[..., int], own: Path, capfd: pytest.CaptureFixture
+) -> None:
     assert fit(*ONE, "--trainer.fast_dev_run=true") == 0
+    assert "testing the last epoch: no checkpoints are saved" in capfd.readouterr().out
     assert not [*own.rglob("run.json")]
 
 
