@@ -40,6 +40,13 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, element by element: a view, or a copy where it has gaps."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # `reshape(-1)` may keep another stride, if there is only one element
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def digest_of_all(values: Iterable[Any]) -> int:
     """One number for all dense tensors among values, in order. The host waits for it."""
     are_dense = lambda t: isinstance(t, Tensor) and t.layout == torch.strided  # noqa: E731
@@ -65,9 +72,9 @@ def digest_batch(values: Iterable[Any], at_most: int = 2**62) -> list[int]:
     for array in arrays:
         found += array.shape
         if isinstance(array, Tensor):
-            flat = array.detach().resolve_conj().resolve_neg().reshape(-1)
+            flat = array.reshape(-1)
             step = len(flat) // at_most | 1  # odd, so as not to meet the same columns of images
-            array = flat[::step].cpu().contiguous().view(torch.uint8).numpy()
+            array = bytes_of(flat[::step].cpu()).numpy()
         found.append(crc32(array.tobytes()))
     return [*found, crc32(repr(plain).encode())]
 

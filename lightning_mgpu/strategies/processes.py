@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mgpu.strategies.equality import bytes_of
+
 FRAME = 2**14  # bytes that a message begins with; hardly any has more, except gradients
 # the length of frame and rest, of the layouts and of the object in it; whether it is an error
 HEAD = struct.Struct("qqq?")
@@ -299,7 +301,7 @@ def _take_apart(tensor: Tensor, requires_grad: bool) -> tuple[Layout, Tensor]:
     if not tensor.is_contiguous():
         order = sorted(dims, key=tensor.stride, reverse=True)
         tensor, dims = tensor.permute(order), sorted(dims, key=order.__getitem__)
-    part = tensor.reshape(-1).cpu().view(torch.uint8)
+    part = bytes_of(tensor.cpu())
     place = len(part), tensor.dtype, list(tensor.shape)
     return Layout(*place, dims, requires_grad, tensor.is_cpu), part
 

@@ -38,6 +38,8 @@ def values_arrive_as_they_were() -> None:
     value = {
         "text": "x" * 5000 * rank,  # longer and shorter than a frame
         "transposed": X.permute(2, 0, 1),
+        "column": X[:, 0, 0],
+        "expanded": torch.full((1, 1), rank).expand(2, 3),
         "empty": torch.empty(0, 3),
         "loss": torch.tensor(0.5, requires_grad=True),
         "bools": torch.tensor([True, False]),
@@ -51,6 +53,8 @@ def values_arrive_as_they_were() -> None:
         assert len(got["text"]) == 5000 * i
         assert torch.equal(got["transposed"], (X - rank + i).permute(2, 0, 1))
         assert got["transposed"].stride() == value["transposed"].stride()
+        assert torch.equal(got["column"], X[:, 0, 0] - rank + i)
+        assert got["expanded"].tolist() == [[i] * 3] * 2
         assert got["empty"].shape == (0, 3) and got["loss"].requires_grad and got["loss"] == 0.5
         assert got["bools"].tolist() == [True, False] and got["bf16"].dtype == torch.bfloat16
         assert got["complex"].sum() == 2 and got["sparse"].to_dense().trace() == 2

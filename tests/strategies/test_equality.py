@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_mgpu.strategies.equality import digest, digest_batch
+from lightning_mgpu.strategies.equality import bytes_of, digest, digest_batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
@@ -71,3 +71,13 @@ def test_batches_are_told_apart_by_tensors_in_objects():
         kind = type(one).__name__
         assert digest_batch([one, 1]) == digest_batch([same, 1]), kind
         assert digest_batch([one, 1]) != digest_batch([other, 1]), kind
+
+
+def test_bytes_of_tensors_with_any_strides():
+    X = torch.randn(4, 5)
+    Z = torch.complex(X, X).conj()
+    odd = [X[:, 0], X[:1, 0], X[:0, 0], X[0, 0], X.t(), X[:1, :1].expand(-1, 7), Z, Z.imag]
+    for each in (X, *odd):
+        assert torch.equal(bytes_of(each).view(each.dtype).view(each.shape), each)
+    assert bytes_of(X).data_ptr() == X.data_ptr()
+    assert digest_batch(odd) == digest_batch([each.clone() for each in odd])
