@@ -23,6 +23,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
+from lightning_mgpu.cli.checks import launched
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.commands import ToolParser
 from lightning_mgpu.errors import UsageError
@@ -53,6 +54,11 @@ def sweep_command(arguments: Sequence[str]) -> None:
         UsageError: For arguments that make no sense, before any trial is run.
     """
     sweep = read_sweep(arguments)
+    if launched()[0] > 1:
+        raise UsageError(
+            "sweep runs alone: of the processes that torchrun or SLURM has started, each would run "
+            "other trials. Trials in several processes: --trainer.strategy.processes=2"
+        )
     sweep.create_or_check_dir()
     start = f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on"
     print(start, flush=True)

@@ -270,6 +270,17 @@ def test_mistake_ends_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
 
 
+def test_a_launchers_processes_run_no_sweep(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write(tmp_path / "my.yaml")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert main("sweep", "--config=my.yaml") == 2
+    assert capsys.readouterr().err.startswith("error: sweep runs alone: of the processes")
+    assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
+
+
 def test_without_optuna(
     main: Callable[..., int], without_package: Callable, monkeypatch: Any, capsys: Any
 ) -> None:
