@@ -5,6 +5,7 @@ A module keeps everything it has, its parameters and buffers too, in its `__dict
 a list of such dicts, one per layer, with tensors of its own in them. `enter` exchanges the dicts.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -168,8 +169,9 @@ class Replicas:
                 tensors = namespace[name].items()
                 namespace[name] = {key: self.tensor_of(each, i) for key, each in tensors}
         if "_flat_weights" in namespace:  # what recurrent layers compute with
-            weights = namespace["_flat_weights"]
-            namespace["_flat_weights"] = [self.tensor_of(weight, i) for weight in weights]
+            weights = [self.tensor_of(weight, i) for weight in namespace["_flat_weights"]]
+            namespace["_flat_weights"] = weights
+            namespace["_flat_weight_refs"] = [w if w is None else weakref.ref(w) for w in weights]
         if "_device" in namespace:  # a LightningModule's
             namespace["_device"] = self.devices[i]
 

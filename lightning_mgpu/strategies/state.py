@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_mgpu.strategies.devices_and_attributes import MISSING
 from lightning_mgpu.strategies.split_batch import leaves, send
 
-TENSORS = ("_parameters", "_buffers", "_modules", "_flat_weights", "_device")  # of a layer
+OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
+TENSORS = ("_parameters", "_buffers", "_modules", "_device", *OF_RECURRENT_LAYERS)
 OF_MODULES = {*vars(LightningModule()), *TENSORS}  # no state of the user's
 CONTAINERS = (list, deque, dict, set, SimpleNamespace)
 ARRAYS = (Tensor, np.ndarray)

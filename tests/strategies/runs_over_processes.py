@@ -190,6 +190,23 @@ class Manual(Net):
         return [adam, sgd], [torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)]
 
 
+class Recurrent(Net):
+    """Reads an image row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(6, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        X, y = batch
+        return F.cross_entropy(self.head(self.lstm(X[:, 0])[0][:, -1]), y)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        Z: Tensor = self.head(self.lstm(batch[0][:, 0])[0][:, -1])
+        return Z
+
+
 class Gathers(Net):
     """Looks at what other replicas have, in a step whose replicas wait for each other."""
 
@@ -246,6 +263,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "weights of losses": (Weighted, {"accumulate_grad_batches": 3}),
     "attributes": (Stateful, {}),
     "sparse gradients": (Sparse, {}),
+    "lstm": (Recurrent, {}),
     "to be resumed": (partial(Net, optimizer="AdamW", lr=0.02), {"max_epochs": 1}),
     "resumed": (partial(Net, optimizer="AdamW", lr=0.02), {"max_epochs": 3}),
     "manual optimization": (Manual, {"is_whole": True}),

@@ -27,6 +27,7 @@ NAMES = {  # who has it, outside of a run
     "_modules": LINEAR,
     "_compiled_call_impl": LINEAR,
     "_flat_weights": nn.LSTM(1, 1),
+    "_flat_weight_refs": nn.LSTM(1, 1),
     "_NormBase": nn.modules.batchnorm,
     "_BatchNorm": nn.modules.batchnorm,
     "_version": WEIGHT,
