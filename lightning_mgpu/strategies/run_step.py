@@ -163,9 +163,7 @@ class RunStepStrategy(Collectives, ParallelStrategy):
             self._begin(name, *numbers)  # after attributes were put on the module
             digests = {}
             if self.processes.num > 1:
-                layers = [layer for _, layer in self.replicas.modules()]
-                known = [*self.replicas.module.modules(), *layers, *self.recorder.metrics, self]
-                self.processes.known = known
+                self.processes.known = self._known_objects()
                 is_check_due = self.is_check_due if self._trains else numbers[0] == 0
                 digests = digest_step(batch, self.replicas, is_check_due)
 
@@ -182,6 +180,15 @@ class RunStepStrategy(Collectives, ParallelStrategy):
     def _gather(self, name: str, outputs: list[Any]) -> Any:
         sizes, notes = list(self.sizes.values()), self.replicas.notes
         return gather(outputs, sizes, self.replicas.devices[0], notes, f"the output of {name}")
+
+    def _known_objects(self) -> list[Any]:
+        """Objects of which every process has its own, in the same order."""
+        module, layers = self.replicas.module, [layer for _, layer in self.replicas.modules()]
+        trainer: Any = module.trainer
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        known = [*module.modules(), *layers, *self.recorder.metrics, self, trainer]
+        known += [*self.optimizers, *self._lightning_optimizers, *schedulers]
+        return [*known, *trainer.callbacks, *trainer.loggers]
 
     def _split(self, batch: Any) -> dict[int, Any]:
         """The shards of the replicas that get samples, on their devices."""

@@ -169,6 +169,7 @@ class Manual(Net):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         X, y = batch
         optimizers: Any = self.optimizers()
+        self.kept = [*optimizers, *self.trainer.optimizers, self.lr_schedulers(), self.trainer]
         for optimizer in optimizers:
             self.toggle_optimizer(optimizer)
             Z = self.net(X + float(np.random.rand()))  # noqa: NPY002
