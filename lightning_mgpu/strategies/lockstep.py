@@ -95,24 +95,33 @@ class Lockstep:
     def exchange(self, name: str, tensors: Sequence[Tensor], *others: Any) -> list[tuple[Any, ...]]:
         """Give tensors, and other values, to all replicas, and get theirs, in order of replicas.
 
-        Gradients flow back to the replicas that have given the tensors. From then on their graphs
-        are one.
+        Gradients flow back to the replicas that have given the tensors, in whichever process they
+        are. From then on the replicas' graphs are one.
         """
         assert self.running is not None
-        mine, k = list(self.active).index(self.running.index), len(self.active)
+        index, home = self.running.index, self.devices[0]
+        if not torch.is_grad_enabled():  # here: the threads of replicas have modes of their own
+            tensors = [tensor.detach() for tensor in tensors]
         self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)
-        if self.is_one_graph and self.processes.num > 1:
-            return self._exchange_over_processes(name, tensors, others)
-        shares = [Share.apply(t, k, self) if t.requires_grad else (t.clone(),) * k for t in tensors]
-        given = self.meet((name, len(tensors)), (shares, others), dict)
-        device = self.devices[self.running.index]
 
-        def take(share: Tensor) -> Tensor:
-            return share.to(device, copy=not share.requires_grad)  # of one that is for all
+        def join(given: dict[int, Any]) -> dict[int, list[tuple[list[Tensor], Any]]]:
+            """By replica that is here: copies of the tensors of all, and the other values."""
+            self._num_exchanges += 1
+            here = [i for i in given if i in self._here]
+            own = [tensor for i in here for tensor in given[i][0]]
+            meeting = f"gradients of {name} {self._num_exchanges}"
+            exchange = Exchange(self, meeting, list(given), here, len(tensors))
+            values = [tensor.detach() for tensors, _ in given.values() for tensor in tensors]
+            copies = iter(Share.apply(exchange, values, *own))
+            return {
+                i: [([next(copies) for _ in each], others) for each, others in given.values()]
+                for i in here
+            }
 
-        return [
-            (*(take(each[mine]) for each in shares), *others) for shares, others in given.values()
-        ]
+        value = [tensor.to(home) for tensor in tensors], others
+        answer = self.meet((name, len(tensors)), value, join)
+        device = self.devices[index]
+        return [(*(each.to(device) for each in copies), *rest) for copies, rest in answer[index]]
 
     def refuse_own_pass(self) -> None:
         """Refuse a backward pass of one replica, which the others' gradients do not come to."""
@@ -122,34 +131,6 @@ class Lockstep:
                 "all_gather), which would be those of its shard: leave one of the two out, or use "
                 "one device."
             )
-
-    def _exchange_over_processes(
-        self, name: str, tensors: Sequence[Tensor], others: Any
-    ) -> list[tuple[Any, ...]]:
-        """The same, if the gradients come back from other processes, too."""
-        assert self.running is not None
-        device, home = self.devices[self.running.index], self.processes.home
-
-        def join(given: dict[int, Any]) -> dict[int, list[tuple[Any, ...]]]:
-            """By replica that is here: what all have given."""
-            self._num_exchanges += 1
-            here = [i for i in given if i in self._here]
-            own = [tensor for i in here for tensor in given[i][0]]
-            meeting = f"gradients of {name} {self._num_exchanges}"
-            exchange = Exchange(self, meeting, list(given), here, len(tensors))
-            values = [tensor.detach() for tensors, _ in given.values() for tensor in tensors]
-            copies = iter(ShareOverProcesses.apply(exchange, values, *own))
-            return {
-                i: [(*(next(copies) for _ in tensors), *rest) for tensors, rest in given.values()]
-                for i in here
-            }
-
-        value = [tensor.to(home) for tensor in tensors], others
-        answer = self.meet((name, len(tensors)), value, join)
-        return [
-            tuple(each.to(device) if isinstance(each, Tensor) else each for each in parts)
-            for parts in answer[self.running.index]
-        ]
 
 
 def _check_agreement(places: dict[int, tuple[str, Any]]) -> None:
@@ -198,24 +179,6 @@ class _Replica:
             self.stops.put(error)
 
 
-class Share(torch.autograd.Function):
-    """One copy of a tensor for each of k replicas.
-
-    Their gradients come back in any order where autograd has a thread per device. They are added in
-    the order of the replicas.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, k: int, lockstep: Lockstep) -> tuple[Tensor, ...]:
-        ctx.lockstep = lockstep
-        return tuple(tensor.clone() for _ in range(k))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.lockstep.refuse_own_pass()
-        return torch.stack(grads).sum(0), None, None
-
-
 class Exchange(NamedTuple):
     """A meeting whose gradients meet, too, in the backward pass."""
 
@@ -226,11 +189,11 @@ class Exchange(NamedTuple):
     num_tensors: int  # that each has given
 
 
-class ShareOverProcesses(torch.autograd.Function):
+class Share(torch.autograd.Function):
     """Copies of what all replicas have given, for each one that is here, as one node of the graph.
 
     The backward passes of all processes come to it. Each gradient is the sum over the replicas that
-    got a copy, in their order, as in `Share`.
+    got a copy, in their order. Autograd has a thread per device, and would add in any order.
     """
 
     @staticmethod

@@ -222,12 +222,7 @@ class Replicas:
 
     def release(self) -> None:
         """Let go of all tensors. Cycles would hold them until Python's collector runs."""
-        self.streams.begin()
-        self.state.clear()
-        del self._named[:], self._structure_at_find[:]
-        for held in (self.parameter_sets, self.buffer_sets, self.set_of, self.place_of):
-            held.clear()
-        self.state.hidden_states.clear()
+        vars(self).clear()
 
 
 @torch.no_grad()
