@@ -28,7 +28,7 @@ class TensorPlace(NamedTuple):
 def find_layers(roots: Iterable[NamedLayer], known: Sequence[NamedLayer] = ()) -> list[NamedLayer]:
     """All layers from the roots on, each once, without the known ones.
 
-    What is inside metrics or scripted layers is left out, and roots that are such.
+    Roots that are metrics or scripted layers are left out, and so is all that those hold.
     """
     known_ids = {id(layer) for _, layer in known}
     layers: dict[int, NamedLayer] = {}  # by id: metrics are equal where states are

@@ -37,8 +37,7 @@ class Reducer:
     def reduce(self) -> None:
         """Reduce the gradients, and leave the sums in all replicas of this process."""
         rank, sets = self.processes.rank, self.replicas.parameter_sets
-        num_bytes = sum(p.nbytes for params in sets.values() for p in params if p.requires_grad)
-        reduces_all = self.reduces_all or num_bytes * (self.processes.num - 1) <= SMALL
+        reduces_all = self.reduces_all or self._num_bytes_to_all() <= SMALL
         _separate([param for params in sets.values() for param in params])
         grads = {name: [param.grad for param in params] for name, params in sets.items()}
         self.memory.begin()
@@ -57,6 +56,13 @@ class Reducer:
             for owner, part in enumerate(shared):
                 for name, total in part.items() if owner != rank else ():
                     _give_sum(sets[name], total)
+
+    def _num_bytes_to_all(self) -> int:
+        """How much this process would send, if every process got all of its gradients."""
+        num_others, sets = self.processes.num - 1, self.replicas.parameter_sets.values()
+        if num_others == 0:
+            return 0
+        return num_others * sum(p.nbytes for params in sets for p in params if p.requires_grad)
 
     def _deal_out(self) -> dict[str, int]:
         """Which process reduces the gradient of each parameter: even shares of the bytes."""

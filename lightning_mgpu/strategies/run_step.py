@@ -121,6 +121,8 @@ class RunStepStrategy(Collectives, ParallelStrategy):
     def teardown(self) -> None:
         if self._is_set_up:
             self.replicas.release()
+        if self.processes.num > 1:
+            self.processes.known = ()  # these live as long as the script
         self._is_set_up = self.is_split = False
         for name in ("replicas", "edits", "gradients", "updates", "lockstep", "recorder"):
             vars(self).pop(name, None)

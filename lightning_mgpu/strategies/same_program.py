@@ -17,10 +17,12 @@ Digests = dict[str, list[int]]  # by what they tell of
 
 def digest_step(batch: Any, replicas: Replicas, is_check_due: bool) -> Digests:
     """What must be the same for a step: a sample of the batch, or all of it, and the weights."""
+    counts = [len(replicas.parameter_sets), len(replicas.buffer_sets)]
     if not is_check_due:
-        return {"batch": digest_batch(leaves(batch), SAMPLE)}
+        return {"number of tensors": counts, "batch": digest_batch(leaves(batch), SAMPLE)}
     refuse_process_groups()
-    return {"batch": digest_batch(leaves(batch))} | digest_weights(replicas)
+    digests = {"number of tensors": counts, "batch": digest_batch(leaves(batch))}
+    return digests | digest_weights(replicas)
 
 
 def digest_weights(replicas: Replicas) -> Digests:

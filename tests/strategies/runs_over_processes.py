@@ -242,6 +242,17 @@ class TopK(ManualAllreduceStrategy):
                 grad.copy_(sum(sent))
 
 
+class Rounded(ManualAllreduceStrategy):
+    """Rounds the sum of each gradient to one of its two neighbours on a grid, at random."""
+
+    def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
+        for grads in gradients.values():
+            total = torch.stack([*grads]).sum(0)
+            rounded = (total * 1024 + torch.rand_like(total)).floor() / 1024
+            for grad in grads:
+                grad.copy_(rounded)
+
+
 CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "sgd": (partial(Net, momentum=0.9), {}),
     "batchnorm, adamw, tree": (
@@ -261,6 +272,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
         partial(Net, batchnorm=True, optimizer="AdamW", lr=0.01),
         {"strategy": TopK},
     ),
+    "random rounding": (Net, {"strategy": Rounded}),
     "weights of losses": (Weighted, {"accumulate_grad_batches": 3}),
     "attributes": (Stateful, {}),
     "sparse gradients": (Sparse, {}),
@@ -284,6 +296,7 @@ class Fails(Net):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
+        self.register_buffer("mean", None)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         is_second = self.trainer.training and self.trainer.global_step == 1
@@ -297,6 +310,8 @@ class Fails(Net):
             self.net[0].weight.data += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.fault == "fills a buffer" and self.mean is None:
+            self.mean = batch[0].mean()
         if batch_idx == 1 and self.trainer.global_rank == 1:
             if self.fault == "raises":
                 raise LookupError("in sample 7")
