@@ -15,11 +15,14 @@ from csv import writer
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.commands import run_command
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.project import command
 from lightning_mgpu.runs.checkpoint_file import flatten
+from lightning_mgpu.runs.directory import find_registered_name
 from lightning_mgpu.runs.run_json import find_state, read_metrics, read_run_json
 
 LAST_COLUMNS = ("fingerprint", "seconds_per_epoch", "state")
@@ -76,7 +79,13 @@ def find_runs(directory: Path) -> list[Path]:
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """A run's options by their names on the command line, without those that are `null`."""
     config = read_config(str(run_dir / "config.yaml"))
-    return {name: value for name, value in flatten(config).items() if value is not None}
+    settings = {name: value for name, value in flatten(config).items() if value is not None}
+    strategy = (config.get("trainer") or {}).get("strategy")
+    if isinstance(strategy, dict):  # `manual_allreduce` with options of its own is saved as a class
+        init_args = Namespace(**(strategy.get("init_args") or {}))
+        options = Namespace(class_path=strategy["class_path"], init_args=init_args)
+        settings["trainer.strategy"] = find_registered_name(options)
+    return settings
 
 
 def find_differences(settings: list[dict[str, Any]]) -> list[str]:

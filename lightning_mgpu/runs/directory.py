@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import sys
 import traceback
 from datetime import datetime
 from pathlib import Path
@@ -67,12 +68,13 @@ def resolve_auto(options: Namespace) -> tuple[str, object]:
 
 def find_registered_name(options: Namespace) -> str:
     """The name of a class with these arguments, or of the class alone; else the class's own."""
-    class_name = options.class_path.rpartition(".")[2]
+    module, _, class_name = options.class_path.rpartition(".")
+    strategy = getattr(sys.modules.get(module), class_name, None)  # nothing is imported here
     entries = {name: StrategyRegistry[name] for name in StrategyRegistry.available_strategies()}
     init_params = {
         name: {key: getattr(value, "__name__", value) for key, value in each["init_params"].items()}
         for name, each in entries.items()
-        if f"{each['strategy'].__module__}.{class_name}" == options.class_path
+        if each["strategy"] is strategy
     }
     arguments = options.get("init_args") or Namespace()
     given = {key: str(value).rpartition(".")[2] for key, value in vars(arguments).items()}

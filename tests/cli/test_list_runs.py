@@ -74,6 +74,20 @@ def test_csv_has_every_digit_and_the_whole_class(
     assert row["model.optimizer"] == "torch.optim.AdamW"
 
 
+def test_a_strategy_with_options_keeps_its_name(
+    tmp_path: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    class_path = "lightning_mgpu.strategies.ManualAllreduceStrategy"
+    strategy = {"class_path": class_path, "init_args": {"replicas": 4}}
+    make_run(tmp_path / "a", SGD, strategy="ddp")
+    make_run(tmp_path / "b", SGD, strategy="manual_allreduce")
+    make_run(tmp_path / "c", SGD, strategy=strategy)
+    assert main("runs", str(tmp_path), "--csv") == 0
+    rows = [*csv.DictReader(capfd.readouterr().out.splitlines())]
+    assert [row["trainer.strategy"] for row in rows] == ["ddp", *2 * ["manual_allreduce"]]
+    assert [row["trainer.strategy.replicas"] for row in rows] == ["", "", "4"]
+
+
 def test_where_there_is_no_run(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
     assert main("runs", "nowhere") == 2
     (line,) = capfd.readouterr().err.splitlines()

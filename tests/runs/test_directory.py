@@ -54,6 +54,7 @@ def test_the_strategy_is_the_trainers(
         (MANUAL, "lightning_mgpu.allreduce.tree.tree_allreduce", "manual_allreduce_tree"),
         (MANUAL, "my_allreduce.chain_allreduce", "manual_allreduce"),
         (MANUAL, None, "manual_allreduce"),
+        ("lightning_mgpu.strategies.ManualAllreduceStrategy", None, "manual_allreduce"),
         ("my_package.ManualAllreduceStrategy", None, "ManualAllreduceStrategy"),
     ],
 )
