@@ -5,8 +5,8 @@ one after the other, each in its turn. Then the gradients are reduced. Callbacks
 the module's own `backward` after that, see the gradient of the whole batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from lightning_mgpu.allreduce.messages import copy_all
 from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
 from lightning_mgpu.strategies.equality import differences, digest_of_all
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
+from lightning_mgpu.strategies.lockstep import Lockstep, refuse_again
 from lightning_mgpu.strategies.reducing import Reducer
 from lightning_mgpu.strategies.replicas import Replicas
 
@@ -30,10 +31,10 @@ class Gradients:
     def __init__(
         self,
         replicas: Replicas,
-        turn: Callable[[int], AbstractContextManager],
+        lockstep: Lockstep,
         reducer: Reducer,
     ) -> None:
-        self.replicas, self.turn, self.reducer = replicas, turn, reducer
+        self.replicas, self.lockstep, self.reducer = replicas, lockstep, reducer
         self.processes = reducer.processes
         self.is_manual_check_due = True  # before an update in manual optimization
         self.are_reduced = False  # by the backward pass that runs
@@ -44,7 +45,6 @@ class Gradients:
         self,
         losses: Mapping[int, Tensor],
         sizes: Mapping[int, float],
-        is_one_graph: bool,
         batch_graph: Graph,
     ) -> Tensor:
         """The loss of the whole batch, whose backward pass computes and reduces the gradients.
@@ -52,7 +52,6 @@ class Gradients:
         Args:
             losses: By replica, the mean over its shard.
             sizes: By replica, the samples of its shard, or what else its loss is a mean over.
-            is_one_graph: Whether replicas have exchanged tensors with graphs: one pass is for all.
             batch_graph: Tensors of the whole batch that have graphs, and the leaves that the shards
                 are cut from.
         """
@@ -67,6 +66,7 @@ class Gradients:
         connected = {i: (losses[i], sizes[i] / total) for i in counted if losses[i].requires_grad}
         if counted and not connected:
             return value
+        is_one_graph = self.lockstep.is_one_graph  # one pass is for all
         if is_one_graph and self.processes.num > 1 and len(connected) < len(losses):
             raise RuntimeError(
                 "Replicas have exchanged tensors with gradients between processes, but not all of "
@@ -99,7 +99,7 @@ class Gradients:
         for param in (every := [param for params in sets for param in params]):
             param.grad = None
         attributes = _attributes(every)
-        with _no_hooks(sets):
+        with _no_hooks(sets), self.lockstep.backward_pass():
             self._backward(gradient, losses, is_one_graph, batch_graph)
         if {*map(id, _attributes(every))} - {*map(id, attributes)}:
             raise RuntimeError(
@@ -118,14 +118,14 @@ class Gradients:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
         if is_one_graph and losses:
-            with _no_weights_read():
+            with _no_layers_read(self.replicas.state.owners):
                 every = [loss for loss, _ in losses.values()]
                 torch.autograd.backward(every, list(parts.values()), keep_graph)
         else:
             first, devices = self.replicas.first, self.replicas.devices
             for i in gpus_first([i - first for i in losses], devices):
                 loss, part = losses[first + i][0], parts[first + i]
-                with self.turn(first + i):
+                with self.lockstep.turn(first + i):
                     torch.autograd.backward(loss, part, keep_graph)
         used = [(tensor, leaf) for tensor, leaf in batch_graph if leaf.grad is not None]
         if used:
@@ -223,20 +223,16 @@ class Gradients:
 
 
 @contextmanager
-def _no_weights_read() -> Iterator[None]:
-    """Refuse a backward pass that computes layers again. It would find the first's weights."""
-    itself = nn.Module.__getattr__
+def _no_layers_read(layers: Iterable[Any]) -> Iterator[None]:
+    """Refuse a backward pass that looks at layers. It would find the first replica's state."""
+    numbers = {id(layer) for layer in layers}
 
     def refuse(layer: nn.Module, name: str) -> Any:
-        if vars(layer).get("_parameters", {}).get(name) is not None:
-            raise RuntimeError(
-                f"The backward pass computes {type(layer).__name__} again (activation "
-                "checkpointing, an adjoint method), which does not work where replicas have "
-                "exchanged tensors: leave out sync_batchnorm=True, or all_gather, or that."
-            )
-        return itself(layer, name)
+        if id(layer) in numbers and not name.startswith("__"):  # its class
+            refuse_again(type(layer).__name__)
+        return object.__getattribute__(layer, name)
 
-    with patch.object(nn.Module, "__getattr__", refuse):
+    with patch.object(nn.Module, "__getattribute__", refuse):
         yield
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,9 +39,14 @@ class Lockstep:
         processes: Processes,
     ) -> None:
         self.devices, self.turn, self.processes = devices, turn, processes
-        self.active: Sequence[int] = ()  # the replicas of the step, in all processes
-        self.is_one_graph = False  # tensors with graphs have been exchanged in this step
-        self.running: _Replica | None = None  # whose thread it is
+        self.running: _Replica | _BackwardPass | None = None  # whose thread it is
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins, in which replicas may not meet."""
+        self.active: Sequence[int] = ()  # the replicas that meet in the step, in all processes
+        self.is_one_graph = False  # tensors with graphs have been exchanged
+        self._num_exchanges = 0
 
     def run(
         self, function: Callable[[int], Any], here: Sequence[int], active: Sequence[int]
@@ -50,8 +55,8 @@ class Lockstep:
 
         `active` are those of all processes. An error in one of them ends all.
         """
-        self._here, self._num_exchanges = here, 0
-        self.active, modes = active, _modes({"cpu", *(device.type for device in self.devices)})
+        self._here, self.active = here, active
+        modes = _modes({"cpu", *(device.type for device in self.devices)})
         replicas = {i: _Replica(i, partial(function, i), modes, self.devices[i]) for i in here}
         answer = None
         try:
@@ -92,6 +97,15 @@ class Lockstep:
         assert self.running is not None
         return self.running.stop(Stop(where, value, action))
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Inside the block a step's code, if it runs again, is refused what replicas met for."""
+        self.running = _BackwardPass() if self.active else None
+        try:
+            yield
+        finally:
+            self.running = None
+
     def exchange(self, name: str, tensors: Sequence[Tensor], *others: Any) -> list[tuple[Any, ...]]:
         """Give tensors, and other values, to all replicas, and get theirs, in order of replicas.
 
@@ -125,7 +139,7 @@ class Lockstep:
 
     def refuse_own_pass(self) -> None:
         """Refuse a backward pass of one replica, which the others' gradients do not come to."""
-        if self.running is not None:
+        if isinstance(self.running, _Replica):
             raise RuntimeError(
                 "training_step computes gradients of what replicas have exchanged (sync_batchnorm, "
                 "all_gather), which would be those of its shard: leave one of the two out, or use "
@@ -177,6 +191,22 @@ class _Replica:
             self.stops.put(Stop(("the end of its training_step", None), value))
         except BaseException as error:
             self.stops.put(error)
+
+
+class _BackwardPass:
+    """Runs when no replica can meet another one, and has no number."""
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_again("what replicas have met for")
+
+
+def refuse_again(what: str) -> NoReturn:
+    """Refuse a backward pass that runs code of a step again."""
+    raise RuntimeError(
+        f"The backward pass computes {what} again (activation checkpointing, an adjoint method), "
+        "which does not work where replicas have exchanged tensors: leave out "
+        "sync_batchnorm=True, or all_gather, or that."
+    )
 
 
 class Exchange(NamedTuple):

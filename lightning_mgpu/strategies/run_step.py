@@ -100,10 +100,10 @@ class RunStepStrategy(Collectives, ParallelStrategy):
         self.replicas = Replicas(self.lightning_module, here, all_seeded, first)
         how_to_reduce = self.reduce_gradients, self.sums_everywhere, self.reduces_all
         reducer = Reducer(self.replicas, self.processes, *how_to_reduce)
-        self.gradients = Gradients(self.replicas, self.turn, reducer)
+        self.lockstep = Lockstep(devices, self.turn, self.processes)
+        self.gradients = Gradients(self.replicas, self.lockstep, reducer)
         self.edits = Edits(self.replicas)
         self.updates = Updates(self.replicas, replicas_update=self.sums_everywhere)
-        self.lockstep = Lockstep(devices, self.turn, self.processes)
         self.recorder = Recorder(self.replicas, self.lockstep)
         self.window = Window(self.replicas.module)
         self._is_set_up = self._is_first_step = True
@@ -242,7 +242,7 @@ class RunStepStrategy(Collectives, ParallelStrategy):
 
     def _run_replicas(self, step: Callable[[int], Any], records: dict[int, Record]) -> None:
         """Each in its turn, or together where they meet: every record is filled."""
-        self.lockstep.is_one_graph = False
+        self.lockstep.begin()
         active = list(records)
         with ExitStack() as stack:
             stack.enter_context(refuse_other_optimizers(self.replicas))
@@ -251,8 +251,7 @@ class RunStepStrategy(Collectives, ParallelStrategy):
                 stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
                 stack.enter_context(self._meetings())
-                if self._layer_sync is not None:
-                    stack.enter_context(synchronized_batch_norm(self.lockstep))
+                stack.enter_context(self.synchronized_batch_norm())
                 outputs = self.lockstep.run(step, active, list(self.sizes))
             else:
                 outputs = self._take_turns(step, active)
@@ -280,6 +279,11 @@ class RunStepStrategy(Collectives, ParallelStrategy):
         steps |= {wrapper: wrapper.step for wrapper in self._lightning_optimizers}
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         return Meetings(self.lockstep, self.gradients, self.sizes).at_steps(steps, schedulers)
+
+    def synchronized_batch_norm(self) -> AbstractContextManager:
+        """Inside the block BatchNorm layers meet, if that is asked for."""
+        is_asked_for = self._layer_sync is not None
+        return synchronized_batch_norm(self.lockstep) if is_asked_for else nullcontext()
 
     def _take_turns(self, step: Callable[[int], Any], active: list[int]) -> list[Any]:
         outputs: dict[int, Any] = {}

@@ -88,8 +88,7 @@ class TrainBatchStrategy(RunStepStrategy):
     def _join(self, losses: dict[int, Tensor], weights: dict[int, float]) -> Tensor:
         if not self.is_split:
             return losses[0] if weights.get(0, 1) else nothing(losses[0])
-        is_one_graph = self.lockstep.is_one_graph
-        return self.gradients.join(losses, weights or self.sizes, is_one_graph, self.batch_graph)
+        return self.gradients.join(losses, weights or self.sizes, self.batch_graph)
 
     @override
     def backward(
@@ -132,7 +131,10 @@ class TrainBatchStrategy(RunStepStrategy):
 
             return torch.autograd, name, note
 
-        with replace_attributes([noted("backward"), noted("grad")]):
+        with (
+            replace_attributes([noted("backward"), noted("grad")]),
+            self.synchronized_batch_norm(),
+        ):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:
             # a `backward` of the user's own may leave a batch out

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tiny_runs import Manual, Regression, a_loader, make_strategy
+from tiny_runs import Manual, Regression, a_loader, batch_norm_net, make_strategy
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 MODES = {
     "plain": (Regression, {}, {}),
@@ -110,4 +111,33 @@ def test_refused_where_batch_norm_makes_one_graph(trainer_on, base):
 
     with pytest.raises(RuntimeError, match="sync_batchnorm") as error:
         trainer_on(2, sync_batchnorm=True).fit(Module(), a_loader(8, 24))
+    assert "\n" not in str(error.value)
+
+
+AGAIN = {  # what a checkpointed function does, which replicas have met for or do differently
+    "BatchNorm": lambda module, Z: module.norm(Z).sin(),  # reentrant: at first without gradients
+    "a reduction": lambda module, Z: Z * module.trainer.strategy.reduce(Z.detach().mean()),
+    "its rank": lambda module, Z: (Z * module.global_rank).sin(),
+    "an attribute": lambda module, Z: Z * module.mask,
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("base", [Regression, Manual])
+@pytest.mark.parametrize("what", AGAIN)
+def test_a_step_that_has_met_is_not_computed_again(trainer_on, engine, what, base, use_reentrant):
+    class Module(base):
+        def __init__(self):
+            super().__init__(batch_norm_net() if what == "an attribute" else None)
+            self.norm = nn.BatchNorm1d(3, affine=False).double()
+
+        def loss(self, batch):
+            self.mask = batch[0][:, :3] > 0
+            Z = self.net(batch[0])
+            again = checkpoint(AGAIN[what], self, Z, use_reentrant=use_reentrant)
+            return F.mse_loss(Z, batch[1]) + again.square().mean()
+
+    strategy = make_strategy(engine, lockstep=True)
+    with pytest.raises(RuntimeError, match=r"The backward pass computes .* again") as error:
+        trainer_on(2, strategy=strategy, sync_batchnorm=True).fit(Module(), a_loader(8, 24))
     assert "\n" not in str(error.value)
