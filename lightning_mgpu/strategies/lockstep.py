@@ -153,9 +153,9 @@ def _check_agreement(places: dict[int, tuple[str, Any]]) -> None:
     for i, other in others:
         if other != where:
             raise RuntimeError(
-                f"replica {first} is at {where[0]}, replica {i} at {other[0]}: every replica must "
-                "call manual_backward and step as often, and for the same optimizer, whatever is "
-                "in its shard."
+                f"replica {first} is at {where[0]}, replica {i} at {other[0]}: whatever is in its "
+                "shard, every replica must come to the same layers (BatchNorm), exchanges, "
+                "manual_backward and optimizers, and as often."
             )
 
 

@@ -283,7 +283,9 @@ class RunStepStrategy(Collectives, ParallelStrategy):
     def synchronized_batch_norm(self) -> AbstractContextManager:
         """Inside the block BatchNorm layers meet, if that is asked for."""
         is_asked_for = self._layer_sync is not None
-        return synchronized_batch_norm(self.lockstep) if is_asked_for else nullcontext()
+        return (
+            synchronized_batch_norm(self.lockstep, self.replicas) if is_asked_for else nullcontext()
+        )
 
     def _take_turns(self, step: Callable[[int], Any], active: list[int]) -> list[Any]:
         outputs: dict[int, Any] = {}

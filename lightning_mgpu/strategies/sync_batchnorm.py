@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.strategies.lockstep import Lockstep
+from lightning_mgpu.strategies.replicas import Replicas
 
 torch_batch_norm = F.batch_norm
 
 
 @contextmanager
-def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
+def synchronized_batch_norm(lockstep: Lockstep, replicas: Replicas) -> Iterator[None]:
     """Inside the block BatchNorm layers, by `F.batch_norm`, take the whole batch's statistics."""
+    sets = [*replicas.parameter_sets.items(), *replicas.buffer_sets.items()]
+    path_of = {id(tensor): path for path, tensors in sets for tensor in tensors}
 
     def batch_norm(
         X: Tensor,
@@ -32,17 +35,19 @@ def synchronized_batch_norm(lockstep: Lockstep) -> Iterator[None]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
+        args = running_mean, running_var, weight, bias, training, momentum, eps
         if not training or lockstep.running is None:
-            return torch_batch_norm(
-                X, running_mean, running_var, weight, bias, training, momentum, eps
-            )
+            return torch_batch_norm(X, *args)
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         Z = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
-        shard_mean = Z.mean(dims)  # (C,)
+        shard_mean = Z.mean(dims) if len(Z) else Z.sum(dims)  # (C,): 0 of no samples
         spread = (Z - shard_mean.view(shape)).square().sum(dims)  # two passes: no cancellation
-        offered = lockstep.exchange("BatchNorm", (shard_mean, spread), X.numel() // X.size(1))
+        paths = [path_of[id(each)] for each in (weight, running_mean) if id(each) in path_of]
+        name = " ".join(["BatchNorm", *paths])  # replicas meet in one layer only
+        offered = lockstep.exchange(name, (shard_mean, spread), X.numel() // X.size(1))
         means, squares, counts = zip(*offered)
-        total = sum(counts)
+        if (total := sum(counts)) < 2:
+            return torch_batch_norm(X, *args)  # of no values; torch refuses a single one
         mean = torch.stack([each * (n / total) for each, n in zip(means, counts)]).sum(0)
         between = [n * (each - mean).square() for each, n in zip(means, counts)]
         var = torch.stack([*squares, *between]).sum(0) / total  # Chan, Golub and LeVeque (1983)

@@ -129,6 +129,35 @@ def test_what_synchronisation_refuses(train):
             train(make, 2, sync_batchnorm=True)
 
 
+class Parted(Regression):
+    """Normalises some samples in one layer, others in another one, and none in a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(6) for _ in range(3)]).double()
+
+    def loss(self, batch):
+        X, y = batch
+        Z, is_second = torch.zeros_like(X), X[:, 1:].sum(1) > 2
+        for norm, chosen in zip(self.norms, (~is_second, is_second, is_second & ~is_second)):
+            Z[chosen] = norm(X[chosen])
+        return F.mse_loss(self.net(Z), y)
+
+
+def test_a_layer_of_some_samples(assert_parity):
+    """Of which a shard may have none."""
+    assert_parity(Parted, (3,), sync_batchnorm=True, val=True, limit_train_batches=3)
+
+
+def test_replicas_meet_in_the_same_layer(train):
+    class Module(Parted):
+        def loss(self, batch):
+            return self.norms[int(batch[0][0, 0] > 0)](batch[0]).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"at BatchNorm norms\.\d.*at BatchNorm norms\.\d"):
+        train(Module, 4, sync_batchnorm=True)
+
+
 class Fixed(Regression):
     """Of the input: its running mean is linear in the batches', so averaged it is one device's."""
 
