@@ -5,9 +5,11 @@ are, as under `ddp`. Elsewhere all processes have the same values, and the world
 decisions and broadcast objects travel: for example, clocks differ between processes.
 """
 
+import copy
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mgpu.strategies.launching import SETUP_SECONDS, Launching
@@ -80,12 +82,13 @@ class Collectives(Launching):
         return min(given) if all else max(given)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What replica `src` has; outside of steps, what process `src` has."""
+        """A copy of what replica `src` has, without graphs; outside of steps, of process `src`."""
         if (lockstep := self._lockstep("broadcast")) is None:
             shared = self.processes.share("broadcast", obj if self.process_rank == src else None)
             return shared[src] if src < self.processes.num > 1 else obj
         source = lockstep.devices[src]
-        given = lockstep.exchange("broadcast", [], obj)[src][0]
+        obj = apply_to_collection(obj, Tensor, Tensor.detach)
+        given = copy.deepcopy(lockstep.exchange("broadcast", [], obj)[src][0])
         return send(given, source, lockstep.devices[self._running.index])
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

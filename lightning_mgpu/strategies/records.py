@@ -15,7 +15,6 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -174,7 +173,8 @@ class Recorder:
         where = "compute()", self._numbers[id(metric)]
         record = self.records[self.lockstep.running.index]
         value = self.lockstep.meet(where, record, compute)
-        return move_data_to_device(value, self.replicas.module.device)
+        device = self.replicas.module.device
+        return apply_to_collection(value, Tensor, lambda t: t.to(device, copy=True))
 
     # Afterwards
 

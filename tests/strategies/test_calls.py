@@ -187,6 +187,37 @@ def test_broadcast(seen_in_a_step):
     assert torch.equal(outside["X"], whole)
 
 
+def test_every_replica_has_a_copy_of_what_is_broadcast(seen_in_a_step):
+    """Without a graph, as from another process."""
+
+    def look(module, X):
+        found = module.trainer.strategy.broadcast({"ones": torch.ones(2), "Z": module.net(X)})
+        found["ones"] += 1
+        return found["ones"].tolist(), found["Z"].requires_grad
+
+    inside, _ = seen_in_a_step(4, look)
+    assert [found for _, found in inside] == [([2.0, 2.0], False)] * 4
+
+
+def test_every_replica_has_a_copy_of_what_a_metric_computes(train, lockstep):
+    found = []
+
+    class Module(Regression):
+        def __init__(self):
+            super().__init__()
+            self.metric = tm.MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.metric.update(batch[0])
+            value = self.metric.compute()
+            value += 1
+            found.append(float(value))
+            return self.loss(batch)
+
+    train(Module, 2, lockstep(), check=False, max_epochs=1, limit_train_batches=1)
+    assert found[0] == found[1]
+
+
 COLLECTIVES = {
     "all_gather": lambda module, X: module.all_gather(X),
     "reduce": lambda module, X: module.trainer.strategy.reduce(X, reduce_op="sum"),
