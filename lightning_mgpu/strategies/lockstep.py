@@ -126,7 +126,8 @@ class Lockstep:
             meeting = f"gradients of {name} {self._num_exchanges}"
             exchange = Exchange(self, meeting, list(given), here, len(tensors))
             values = [tensor.detach() for tensors, _ in given.values() for tensor in tensors]
-            copies = iter(Share.apply(exchange, values, *own))
+            with torch.inference_mode(False), torch.enable_grad():  # a replica may have, in a test
+                copies = iter(Share.apply(exchange, values, *own))
             return {
                 i: [([next(copies) for _ in each], others) for each, others in given.values()]
                 for i in here

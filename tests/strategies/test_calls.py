@@ -159,6 +159,19 @@ def test_gradients_go_through_where_they_are_asked_for(seen_in_a_step):
     assert [found for _, found in inside] == [(True, False)] * 2
 
 
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_gradients_in_a_validation_do_not_get_lost(train, lockstep, inference_mode):
+    class Module(Regression):
+        def validation_step(self, batch, batch_idx):
+            with torch.inference_mode(False), torch.enable_grad():
+                X = batch[0].clone().requires_grad_()
+                every = self.all_gather(self.net(X), sync_grads=True)
+                torch.autograd.grad(every.sum() + X.sum(), X)
+
+    with refused("gradients of what replicas have exchanged"):
+        train(Module, 2, lockstep(), val=True, inference_mode=inference_mode)
+
+
 def test_a_replica_has_a_rank_in_such_a_step(seen_in_a_step):
     look = lambda module, X: (module.global_rank, module.trainer.world_size)  # noqa: E731
     inside, outside = seen_in_a_step(4, look)
