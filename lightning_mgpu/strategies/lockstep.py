@@ -114,6 +114,8 @@ class Lockstep:
         """
         assert self.running is not None
         index, home = self.running.index, self.devices[0]
+        if torch._C._are_functorch_transforms_active():  # private: in `torch.func.grad`
+            self.refuse_own_pass()
         if not torch.is_grad_enabled():  # here: the threads of replicas have modes of their own
             tensors = [tensor.detach() for tensor in tensors]
         self.is_one_graph |= any(tensor.requires_grad for tensor in tensors)

@@ -113,6 +113,11 @@ def test_what_synchronisation_refuses(train):
             (gradient,) = torch.autograd.grad(self.net(X).sum(), X, create_graph=True)
             return self.loss(batch) + gradient.square().mean()
 
+    class Transformed(Regression):
+        def training_step(self, batch, batch_idx):
+            gradient = torch.func.grad(lambda X: self.net(X).sum())(batch[0])
+            return self.loss((batch[0] + gradient.detach(), batch[1]))
+
     def compiled():
         module = Regression(batch_norm_net())
         module.net.compile(backend="eager")
@@ -124,6 +129,10 @@ def test_what_synchronisation_refuses(train):
         (lambda: Checkpointed(batch_norm_net()), "activation checkpointing|on the same device"),
         (compiled, "compiled layers"),
         (lambda: Penalized(batch_norm_net()), "gradients of what replicas have exchanged"),
+        (
+            lambda: Transformed(batch_norm_net(track_running_stats=False)),
+            "gradients of what replicas have exchanged",
+        ),
     ):
         with pytest.raises(Exception, match=said):
             train(make, 2, sync_batchnorm=True)

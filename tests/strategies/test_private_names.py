@@ -37,6 +37,7 @@ NAMES = {  # who has it, outside of a run
     "_dynamo": torch,
     "_C": torch,
     "_autograd": torch._C,
+    "_are_functorch_transforms_active": torch._C,
     "_get_current_graph_task_keep_graph": torch._C._autograd,
     "_global_optimizer_pre_hooks": optimizer,
     "_global_optimizer_post_hooks": optimizer,
