@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgpu.allreduce.messages import copy_all
-from lightning_mgpu.strategies.devices_and_attributes import gpus_first, weighted_mean
+from lightning_mgpu.strategies.devices_and_attributes import (
+    current_device,
+    device_module,
+    gpus_first,
+    weighted_mean,
+)
 from lightning_mgpu.strategies.equality import differences, digest_of_all
 from lightning_mgpu.strategies.hooks import NOT_BEFORE_BACKWARD, has_hooks
 from lightning_mgpu.strategies.lockstep import Lockstep, refuse_again
@@ -118,7 +123,7 @@ class Gradients:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         parts = {i: (gradient * weight).to(loss.device) for i, (loss, weight) in losses.items()}
         if is_one_graph and losses:
-            with _no_layers_read(self.replicas.state.owners):
+            with _no_layers_read(self.replicas.state.owners), self._no_random_numbers():
                 every = [loss for loss, _ in losses.values()]
                 torch.autograd.backward(every, list(parts.values()), keep_graph)
         else:
@@ -133,6 +138,30 @@ class Gradients:
             torch.autograd.backward(tensors, [leaf.grad for leaf in leaves], keep_graph)
             for leaf in leaves:
                 leaf.grad = None
+
+    @contextmanager
+    def _no_random_numbers(self) -> Iterator[None]:
+        """Refuse a pass that draws some: replicas of different processes would get the same."""
+        before = self._random_states()
+        yield
+        if not all(map(torch.equal, before, self._random_states())):
+            raise RuntimeError(
+                "The backward pass draws random numbers (in a hook on a tensor, a Function) where "
+                "replicas have exchanged tensors (sync_batchnorm, all_gather), and replicas of "
+                "different processes would get the same: draw them in training_step, or use one "
+                "process."
+            )
+
+    def _random_states(self) -> list[Tensor]:
+        """Of the generators of all devices here; none in one process."""
+        if self.processes.num == 1:
+            return []
+        states = [torch.get_rng_state()]
+        for device in dict.fromkeys(self.replicas.devices):
+            if module := device_module(device):
+                with current_device(device):
+                    states.append(module.get_rng_state())
+        return states
 
     def _accumulate(self, before: Sequence[Tensor | None]) -> None:
         """Add the reduced gradients to those of the batches before, by autograd.

@@ -251,7 +251,7 @@ class RunStepStrategy(Collectives, ParallelStrategy):
                 stack.enter_context(on_read("grad", self.gradients.push, once=True))
             if self._meet:
                 stack.enter_context(self._meetings())
-                stack.enter_context(self.synchronized_batch_norm())
+                stack.enter_context(self._synchronized_batch_norm())
                 outputs = self.lockstep.run(step, active, list(self.sizes))
             else:
                 outputs = self._take_turns(step, active)
@@ -280,7 +280,7 @@ class RunStepStrategy(Collectives, ParallelStrategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         return Meetings(self.lockstep, self.gradients, self.sizes).at_steps(steps, schedulers)
 
-    def synchronized_batch_norm(self) -> AbstractContextManager:
+    def _synchronized_batch_norm(self) -> AbstractContextManager:
         """Inside the block BatchNorm layers meet, if that is asked for."""
         is_asked_for = self._layer_sync is not None
         return (

@@ -133,7 +133,7 @@ class TrainBatchStrategy(RunStepStrategy):
 
         with (
             replace_attributes([noted("backward"), noted("grad")]),
-            self.synchronized_batch_norm(),
+            self._synchronized_batch_norm(),
         ):
             loss = super().backward(loss, optimizer, *args, **kwargs)
         if passes and not self.gradients.are_reduced:

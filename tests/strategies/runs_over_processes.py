@@ -317,7 +317,11 @@ class Fails(Net):
                 raise LookupError("in sample 7")
             if self.fault == "is killed":
                 os.kill(os.getpid(), 9)
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if self.fault == "draws in the backward pass":
+            loss.register_hook(lambda gradient: gradient + torch.rand(()))
+            loss = self.all_gather(loss, sync_grads=True).mean()
+        return loss
 
 
 def in_two_processes(**options: Any) -> ManualAllreduceStrategy:
@@ -327,7 +331,9 @@ def in_two_processes(**options: Any) -> ManualAllreduceStrategy:
 
 def run(name: str, num_processes: int, directory: Path) -> str:
     """Train, validate and predict; the fingerprint of everything."""
-    make, settings = CASES[name] if name in CASES else (partial(Fails, name), {})
+    make, settings = (
+        CASES[name] if name in CASES else (partial(Fails, name), {"lockstep": "draws" in name})
+    )
     options = {key: settings[key] for key in OPTIONS if key in settings}
     strategy = settings.get("strategy", ManualAllreduceStrategy)(
         replicas=NUM_REPLICAS,

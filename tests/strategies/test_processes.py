@@ -87,6 +87,7 @@ FAULTS = {
     "reads another batch once": "process 1 differs from process 0 in its batch, in training_step",
     "edits weights at last": "differs from process 0 in its weights, in the end of training",
     "fills a buffer": "process 1 differs from process 0 in its number of tensors, in training_step",
+    "draws in the backward pass": "The backward pass draws random numbers",
     "is killed": "process 1 has ended, for which process 0 waits at 'training_step at step 1'",
 }
 
