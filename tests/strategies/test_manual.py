@@ -282,7 +282,7 @@ def test_replicas_that_part_ways_end_in_an_error(train, case):
     with refused(
         "what the user's code says"
         if case == "raises"
-        else "every replica must call manual_backward"
+        else "every replica must come to the same layers"
     ):
         train(Module, 2, loader=ordered_loader)
 
