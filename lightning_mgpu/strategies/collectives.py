@@ -86,10 +86,11 @@ class Collectives(Launching):
         if (lockstep := self._lockstep("broadcast")) is None:
             shared = self.processes.share("broadcast", obj if self.process_rank == src else None)
             return shared[src] if src < self.processes.num > 1 else obj
-        source = lockstep.devices[src]
-        obj = apply_to_collection(obj, Tensor, Tensor.detach)
-        given = copy.deepcopy(lockstep.exchange("broadcast", [], obj)[src][0])
-        return send(given, source, lockstep.devices[self._running.index])
+        index, given = self._running.index, None
+        if index == src:  # a copy: this replica may edit its own before the others have theirs
+            given = copy.deepcopy(apply_to_collection(obj, Tensor, Tensor.detach))
+        shared = lockstep.exchange("broadcast", [], given)[src][0]
+        return send(copy.deepcopy(shared), lockstep.devices[src], lockstep.devices[index])
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the other processes, as one may prepare data."""

@@ -207,8 +207,8 @@ def refuse_again(what: str) -> NoReturn:
     """Refuse a backward pass that runs code of a step again."""
     raise RuntimeError(
         f"The backward pass computes {what} again (activation checkpointing, an adjoint method), "
-        "which does not work where replicas have exchanged tensors: leave out "
-        "sync_batchnorm=True, or all_gather, or that."
+        "or looks at it (a hook on a tensor), which does not work where replicas have exchanged "
+        "tensors: leave out sync_batchnorm=True, or all_gather, or that."
     )
 
 

@@ -204,8 +204,10 @@ def test_every_replica_has_a_copy_of_what_is_broadcast(seen_in_a_step):
     """Without a graph, as from another process."""
 
     def look(module, X):
-        found = module.trainer.strategy.broadcast({"ones": torch.ones(2), "Z": module.net(X)})
+        given = {"ones": torch.ones(2), "Z": module.net(X)}
+        found = module.trainer.strategy.broadcast(given)
         found["ones"] += 1
+        given["ones"] += 5  # in the first replica, before the others go on
         return found["ones"].tolist(), found["Z"].requires_grad
 
     inside, _ = seen_in_a_step(4, look)

@@ -154,7 +154,7 @@ class Parted(Regression):
 
 
 def test_a_layer_of_some_samples(assert_parity):
-    """Of which a shard may have none."""
+    """A shard may have none of them."""
     assert_parity(Parted, (3,), sync_batchnorm=True, val=True, limit_train_batches=3)
 
 
