@@ -62,7 +62,9 @@ class SharedMeeting(Meeting):
         header, rows = memory.numpy()[: 64 * world_size], memory.numpy()[64 * world_size :]
         self.header = header.view(np.int64).reshape(8, world_size)
         self.counts, self.pids, self.sizes = self.header[0], self.header[1], self.header[2:4]
-        self.rows = rows[: rows.size // (2 * world_size) * 2 * world_size].reshape(2, world_size, -1)
+        self.rows = rows[: rows.size // (2 * world_size) * 2 * world_size].reshape(
+            2, world_size, -1
+        )
         self.rank, self.timeout, self.count = rank, timeout.total_seconds(), 0
         # polling without a pause would keep the others from their core
         has_cores = len(os.sched_getaffinity(0)) >= world_size

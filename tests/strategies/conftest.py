@@ -64,7 +64,11 @@ def _call(
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     )
     for name, number in {
-        "WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0,
+        "WORLD_SIZE": k,
+        "LOCAL_WORLD_SIZE": k,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
     }.items():
         os.environ[name] = str(number)
     spec = importlib.util.spec_from_file_location("in_process", where[0])
