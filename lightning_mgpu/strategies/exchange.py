@@ -1,12 +1,12 @@
 """k gradients of every parameter come together, and an allreduce leaves their sum in each of them.
 
-A row is one replica's gradient of one parameter, a dense copy with the strides of the parameter.
-`ring` and `sharded` cut a row in the order of memory, and `fused=True` optimizers read a gradient
-in the order of its parameter. Every parameter has an owner: the process that calls the user's
-function on its k rows.
+A row is one replica's gradient of one parameter: a dense copy, with the parameter's own strides
+(`ring` and `sharded` cut it in the order of memory, and `fused=True` optimizers read a gradient in
+the order of its parameter). A block is all rows of a replica. Every parameter has an owner, the
+process that calls the user's function on its k rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,20 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mgpu.allreduce import Allreduce
-from lightning_mgpu.strategies.meeting import Meeting
+from lightning_mgpu.strategies.meeting import Meeting, SharedMeeting
 
 ALIGNMENT = 64  # bytes
 
 
 class Exchange:
-    """Rows in memory that all processes see, or of the only process. Nothing is sent.
+    """Blocks in memory that all processes see, or of the only process. Nothing is sent.
 
     Args:
         parameters: All that may have a gradient.
         allreduce: The user's function. If it has an attribute `many`, that gets all rows at once.
-        meeting: Outside of `sum` a process touches only the rows of its own replicas.
-        num_local: Replicas of this process. The other processes have as many.
-        memory: `num_local * world_size * num_bytes(parameters)` bytes.
+        meeting: Outside of `sum` a process touches only the blocks of its own replicas.
+        blocks: Bytes (k, n), or (r, n) for the r replicas here of a `MessageExchange`.
     """
 
     def __init__(
@@ -35,27 +34,32 @@ class Exchange:
         parameters: Sequence[Tensor],
         allreduce: Allreduce,
         meeting: Meeting,
+        blocks: Tensor,
         num_local: int,
         rank: int,
         world_size: int,
-        memory: Tensor | None = None,
     ) -> None:
         self.parameters, self.allreduce, self.meeting = parameters, allreduce, meeting
-        self.num_local, self.rank, self.world_size = num_local, rank, world_size
-        self.num_replicas = num_local * world_size
-        self.owners = choose_owners(parameters, world_size)
-        self.mine = [p for p, owner in enumerate(self.owners) if owner == rank]
+        self.blocks, self.num_local, self.rank, self.world_size = (
+            blocks,
+            num_local,
+            rank,
+            world_size,
+        )
         self.has_gradient = np.zeros((num_local, len(parameters)), np.uint8)
-        self._make_rows(memory)
+        # owners in order, with about as many bytes each
+        ends = np.cumsum([0, *map(num_bytes, parameters)])
+        middles = (ends[1:] + ends[:-1]) / 2
+        self.owners = (middles * world_size / max(ends[-1], 1)).astype(int)
+        bounds = np.searchsorted(self.owners, np.arange(world_size + 1))
+        self.sizes = np.diff(ends[bounds]).tolist()  # of a block, per owner
+        self.mine = slice(bounds[rank], bounds[rank + 1])
+        self._make_rows()
 
-    def _make_rows(self, memory: Tensor | None) -> None:
-        assert memory is not None
-        each = num_bytes(self.parameters)
-        replicas = [rows_in(memory[i * each :], self.parameters) for i in range(self.num_replicas)]
-        first = self.rank * self.num_local
-        self.local_rows = replicas[first : first + self.num_local]
-        self.owned_rows = [[rows[p] for rows in replicas] for p in self.mine]
-        self.sums = replicas[first]
+    def _make_rows(self) -> None:
+        rows, first = [rows_in(b, self.parameters) for b in self.blocks], self.rank * self.num_local
+        self.local_rows, self.sums = rows[first : first + self.num_local], rows[first]
+        self.owned_rows = list(zip(*(each[self.mine] for each in rows)))
 
     def write(self, replica: int, gradients: Sequence[Tensor | None]) -> None:
         """Copy the gradients of a replica of this process into its rows. A missing one is zeros."""
@@ -64,24 +68,21 @@ class Exchange:
         self.has_gradient[replica] = [gradient is not None for gradient in gradients]
 
     def sum(self) -> list[Tensor | None]:
-        """Each parameter's sum over all replicas, until the next `write`.
-
-        It is None if no replica has a gradient.
-        """
+        """Each parameter's sum, until the next `write`; None if no replica has a gradient."""
         flags = self.meeting.gather(self.has_gradient.reshape(-1))  # all have written their rows
-        is_present = flags.reshape(self.num_replicas, -1).any(axis=0)
+        is_present = np.array(flags.reshape(-1, len(self.parameters)).max(axis=0))
         self._bring_to_owners()
-        rows = [row for p, row in zip(self.mine, self.owned_rows) if is_present[p]]
+        rows = [list(r) for r, present in zip(self.owned_rows, is_present[self.mine]) if present]
         if many := getattr(self.allreduce, "many", None):
-            many([list(row) for row in rows])
+            many(rows)
         else:
             for row in rows:
-                self.allreduce(list(row))
+                self.allreduce(row)
         self._hand_back()
         return [total if present else None for total, present in zip(self.sums, is_present)]
 
     def _bring_to_owners(self) -> None:
-        pass
+        """The owners see the rows already."""
 
     def _hand_back(self) -> None:
         self.meeting.gather(np.empty(0, np.uint8))  # all owners have finished
@@ -90,72 +91,55 @@ class Exchange:
 class MessageExchange(Exchange):
     """Rows travel to their owners, and the sums back: on GPUs, and between machines."""
 
-    def _make_rows(self, memory: Tensor | None) -> None:
-        owned = [
-            [p for p, owner in enumerate(self.owners) if owner == process]
-            for process in range(self.world_size)
-        ]
-        parts = [[self.parameters[p] for p in ps] for ps in owned]
-        self.sizes = [num_bytes(part) for part in parts]  # one replica's, for each owner
-        self.my_size, r = self.sizes[self.rank], self.num_local
-        device = self.parameters[0].device if self.parameters else "cpu"
-        total = sum(self.sizes)
-        self.outgoing, self.incoming, self.returned = (
-            torch.zeros(size, dtype=torch.uint8, device=device)
-            for size in (r * total, r * self.world_size * self.my_size, total)
-        )
-        self.local_rows = [[torch.empty(0)] * len(self.parameters) for _ in range(r)]
-        self.sums = [torch.empty(0)] * len(self.parameters)
-        by_owner = self.outgoing.split([r * size for size in self.sizes])
-        for ps, part, size, to, back in zip(
-            owned, parts, self.sizes, by_owner, self.returned.split(self.sizes)
-        ):
-            for p, row in zip(ps, rows_in(back, part)):
-                self.sums[p] = row
-            for rows, memory in zip(self.local_rows, to.view(r, size)):
-                for p, row in zip(ps, rows_in(memory, part)):
-                    rows[p] = row
-        replicas = self.incoming.view(self.num_replicas, self.my_size)
-        self.owned_rows = list(zip(*(rows_in(memory, parts[self.rank]) for memory in replicas)))
+    def _make_rows(self) -> None:
+        self.local_rows = [rows_in(block, self.parameters) for block in self.blocks]
+        size, k = self.sizes[self.rank], self.num_local * self.world_size
+        self.incoming, self.returned = self.blocks.new_empty(k, size), self.blocks[0].clone()
+        rows = [rows_in(block, self.parameters[self.mine]) for block in self.incoming]
+        self.owned_rows, self.sums = list(zip(*rows)), rows_in(self.returned, self.parameters)
 
     def _bring_to_owners(self) -> None:
-        to = [self.num_local * size for size in self.sizes]
-        each = [self.num_local * self.my_size] * self.world_size
-        dist.all_to_all_single(self.incoming, self.outgoing, each, to)
+        r, each = self.num_local, [self.incoming.numel() // self.world_size] * self.world_size
+        parts = [part.reshape(-1) for part in self.blocks.split(self.sizes, dim=1)]
+        sent = [r * size for size in self.sizes]
+        dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), each, sent)
 
     def _hand_back(self) -> None:
-        # each process gets the row of its first replica
-        first = self.incoming.view(self.world_size, self.num_local, self.my_size)[:, 0]
-        each = [self.my_size] * self.world_size
+        """Each process gets the row of its first replica."""
+        first = self.incoming.view(self.world_size, self.num_local, -1)[:, 0]
+        each = [first.shape[1]] * self.world_size
         dist.all_to_all_single(self.returned, first.reshape(-1), self.sizes, each)
 
 
-def padded_size(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+def make_exchange(
+    parameters: Sequence[Tensor],
+    allreduce: Allreduce,
+    meeting: Meeting,
+    share: Callable[[int], Tensor | None],
+    num_local: int,
+    rank: int,
+    world_size: int,
+) -> Exchange:
+    """With blocks in shared memory, which `share` makes, where the processes meet there, too."""
+    size, k = sum(map(num_bytes, parameters)), num_local * world_size
+    where = num_local, rank, world_size
+    if isinstance(meeting, SharedMeeting) and (memory := share(k * size)) is not None:
+        return Exchange(parameters, allreduce, meeting, memory.view(k, size), *where)
+    blocks = torch.empty(num_local, size, dtype=torch.uint8, device=parameters[0].device)
+    kind = Exchange if world_size == 1 else MessageExchange
+    return kind(parameters, allreduce, meeting, blocks, *where)
 
 
-def num_bytes(parameters: Sequence[Tensor]) -> int:
-    """What one replica's rows take."""
-    return sum(map(padded_size, parameters))
+def num_bytes(parameter: Tensor) -> int:
+    """Of a row."""
+    return -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def rows_in(memory: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Views of memory (bytes), one after the other: a dense tensor like each parameter."""
-    rows, end = [], 0
-    for parameter in parameters:
-        start, end = end, end + padded_size(parameter)
-        size = parameter.numel() * parameter.element_size()
-        values = memory[start : start + size].view(parameter.dtype)
-        # its strides, if the parameter is dense
-        strides = torch.empty_like(parameter, device="meta").stride()
-        rows.append(values.as_strided(parameter.shape, strides))
+def rows_in(block: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a block (bytes): a dense tensor like each parameter."""
+    rows, start = [], 0
+    for p in parameters:
+        values = block[start : start + p.numel() * p.element_size()].view(p.dtype)
+        rows.append(values.as_strided(p.shape, torch.empty_like(p, device="meta").stride()))
+        start += num_bytes(p)
     return rows
-
-
-def choose_owners(parameters: Sequence[Tensor], num_processes: int) -> list[int]:
-    """The process of each parameter: the largest go first, to who has the fewest bytes."""
-    owners, loads = [0] * len(parameters), [0] * num_processes
-    for p in sorted(range(len(parameters)), key=lambda p: -padded_size(parameters[p])):
-        owners[p] = loads.index(min(loads))
-        loads[owners[p]] += padded_size(parameters[p])
-    return owners

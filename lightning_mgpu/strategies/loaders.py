@@ -1,42 +1,34 @@
-"""Each process gets its slice of every batch, whatever the loader is.
+"""Each process gets its part of every batch, whatever the loader is.
 
 Every process reads whole batches, so that any sampler and any dataset is right. P processes read
-P times as much for it; `lightning_mgpu.data.batch_loader` reads only the slice.
+P times as much for it; `lightning_mgpu.data.batch_loader` reads only its part.
 """
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_samples, shard_sizes
+from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_samples
 
 
 class SlicedLoader:
-    """Hands out the shards `first` to `last - 1` of k of every batch, in one piece.
-
-    What else there is to a loader (dataset, sampler, length, state) is that of the whole one.
+    """A loader of parts. Its dataset, sampler, length and state are those of the whole one.
 
     Args:
-        check_size: Called with the number of samples of every batch.
-        before: Called at the start of each pass.
+        part: The numbers of samples before, in and after the part, of a batch of n samples.
+        begin: Called before each pass.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        shards: tuple[int, int],
-        k: int,
-        check_size: Callable[[int], None],
-        before: Callable[[], None],
+        self, loader: Any, part: Callable[[int], Sequence[int]], begin: Callable[[], None]
     ) -> None:
-        self.loader, self.shards, self.k = loader, shards, k
-        self.check_size, self.before = check_size, before
-        self.order_checksum = 0  # of all batches so far; other processes must have the same
+        self.loader, self.part, self.begin = loader, part, begin
+        self.order_checksum = 0  # of all batches so far; all processes must have the same
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet while a copy is made
@@ -47,26 +39,20 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.before()
-        num_given, index = 0, -1
+        self.begin()
+        is_empty, index = True, -1
         for index, batch in enumerate(self.loader):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
-            self.check_size(n := num_samples(batch))
-            first, last = self.shards
-            sizes = shard_sizes(n, [1] * self.k)
-            sizes = [sum(sizes[:first]), sum(sizes[first:last]), sum(sizes[last:])]
-            # the indices that Lightning notes for `predict`, batch by batch
+            before, size, after = self.part(num_samples(batch))
+            # the indices of each batch that Lightning notes for `predict`
             sampler = getattr(self.loader, "batch_sampler", None)
             if seen := getattr(sampler, "seen_batch_indices", None):
-                seen[index] = seen[index][sizes[0] : sizes[0] + sizes[1]]
-            if sizes[1]:
-                num_given += 1
-                yield cut(batch, sizes)[1]
-        if index >= 0 and not num_given:
-            raise ValueError(
-                f"A set of {n} samples has none for each of the processes: give it more samples, "
-                "or use fewer devices."
-            )
+                seen[index] = seen[index][before : before + size]
+            if size:
+                is_empty = False
+                yield cut(batch, [before, size, after])[1]
+        if is_empty and index >= 0:
+            raise ValueError("This set has fewer samples than there are processes.")
 
 
 def excerpt(batch: Any) -> bytes:
@@ -76,12 +62,11 @@ def excerpt(batch: Any) -> bytes:
     return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in flat)
 
 
-def random_states() -> tuple[Any, ...]:
-    """The states of torch's, numpy's and Python's global generators."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+def get_random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
 
 
 def set_random_states(states: tuple[Tensor, Any, Any]) -> None:
     torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
+    np.random.set_state(states[1])  # noqa: NPY002
     random.setstate(states[2])
