@@ -36,7 +36,7 @@ from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange, make_exchange
 from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.meeting import DIFFER
+from lightning_mgpu.strategies.meeting import DIFFER, make_meeting
 from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.strategies.split_batch import num_samples, split_batch
 
@@ -48,7 +48,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     Args:
         allreduce: Leaves the sum of k tensors, one per replica, in each of them (see
-            `lightning_mgpu.allreduce`): a function, on the command line its dotted path.
+            `lightning_mgpu.allreduce`). On the command line: its dotted path.
         replicas: k, a multiple of the number of processes. A process runs its replicas one after
             the other with one set of weights. The bits of the trained weights depend on k, and not
             on the number of devices of one kind. Left out: one per device.
@@ -73,14 +73,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     ) -> None:
         if not callable(allreduce) or (replicas or 1) < 1:
             raise ValueError(f"allreduce={allreduce}, replicas={replicas}: a function, a count")
-        devices = [torch.device(device) for device in parallel_devices or ()] or None
         super().__init__(
-            parallel_devices=devices,
+            parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
-        self.allreduce, self.replicas = allreduce, replicas
+        self.allreduce, self.replicas, self.timeout = allreduce, replicas, timeout
 
     def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
         """Override this to change a replica's gradient in place before the allreduce.
@@ -90,39 +89,35 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting:
-            check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
-            self.exchange: Exchange | None = None
-            self.layout: list[Any] = []
-            self.window: list[Gradients] = []  # by replica, while batches are accumulated
-            self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
-            self.exchanged: Gradients = {}
-            for what, is_asked_for in {
-                "sync_batchnorm": self._layer_sync is not None,
-                "manual optimization": not self.module.automatic_optimization,
-                "an own `backward` of the module": is_overridden("backward", self.module),
-            }.items():
-                if is_asked_for and self.num_local > 1:
-                    raise MisconfigurationException(
-                        f"{what} needs one replica per process: leave out `replicas`."
-                    )
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
+        for what, is_asked_for in {
+            "sync_batchnorm": self._layer_sync is not None,
+            "manual optimization": not self.module.automatic_optimization,
+            "an own `backward` of the module": is_overridden("backward", self.module),
+        }.items():
+            if is_asked_for and self.num_local > 1:
+                raise MisconfigurationException(
+                    f"{what} needs one replica per process: leave out `replicas`."
+                )
         super().setup(trainer)
-        if is_fitting:
-            self.seed = self.broadcast(torch.initial_seed())
-            size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
-            self.meet(2 * self.num_local * size + 2**16)
+        self.seed = self.broadcast(torch.initial_seed())
+        self.exchange: Exchange | None = None
+        self.layout: list[Any] = []
+        self.window: list[Gradients] = []  # by replica, while batches are accumulated
+        self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
+        self.exchanged: Gradients = {}
+        size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
+        self.meeting = make_meeting(self, 2 * self.num_local * size + 2**16)
 
     # --- my shards, and their losses
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.shards, outputs, buffers = [batch], [], []
-        if self.num_local > 1:
-            if self.is_alone:
-                self._part_of_training(num_samples(batch))  # are there enough?
-            self.shards = split_batch(batch, self.num_local)
-        start = read_buffers(self.module)
+        outputs, buffers, start = [], [], read_buffers(self.module)
+        self.shards = [batch] if self.num_local == 1 else self._split(batch)
         for i, shard in enumerate(self.shards):
             if i > 0:
                 write_buffers(self.module, start[None])
@@ -133,13 +128,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             write_buffers(self.module, self._gather_rows(torch.stack(buffers)))
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
 
+    def _split(self, batch: Any) -> list[Any]:
+        if self.is_alone:
+            self._part_of_training(num_samples(batch))  # refuses too few
+        return split_batch(batch, self.num_local)
+
     @contextmanager
     def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
         """A random stream for each replica and batch: dropout draws the same in any process."""
-        trainer = self.module.trainer
         if self.num_replicas == 1:
             yield
             return
+        trainer = self.module.trainer
         # `self.log` weighs a mean by the samples that Lightning finds in here
         trainer._results.batch, trainer._results.batch_size = shard, None
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):
@@ -148,18 +148,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
         """(k, n) bytes of all replicas, of (r, n) here."""
-        if self.is_alone:
-            return rows
         if rows.is_cpu:
             gathered = torch.from_numpy(self.meeting.gather(rows.numpy().ravel()))
             return gathered.view(self.num_replicas, -1)
+        if self.is_alone:
+            return rows
         gathered = rows.new_empty(self.num_replicas, rows.shape[1])
         dist.all_gather_into_tensor(gathered, rows)
         return gathered
 
     def _weigh(self, outputs: list[Any]) -> Any:
         """One loss for Lightning, in whose backward pass each shard counts by its share."""
-        losses, weights, _ = zip(*map(split_loss, outputs))
+        losses, weights = zip(*map(split_loss, outputs))
         if self.num_replicas == 1 and weights[0] is None:
             return outputs[0]
         if any(loss is None for loss in losses):
@@ -282,10 +282,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
         if self.exchange is None or layout != self.layout:
-            self.layout, where = layout, (self.num_local, self.global_rank, self.world_size)
-            self.exchange = make_exchange(
-                parameters, self.allreduce, self.meeting, self.share, *where
-            )
+            self.layout, self.exchange = layout, make_exchange(self, parameters)
         return self.exchange, names
 
     # --- my update

@@ -92,13 +92,14 @@ class SharedMeeting(Meeting):
                     raise RuntimeError(f"process {late} did not come within {self.timeout:.0f} s")
 
 
-def make_meeting(
-    capacity: int, rank: int, size: int, timeout: timedelta, share: Callable[[int], Tensor | None]
-) -> Meeting:
-    """Where `size` processes meet. `share` makes shared memory, for rows of `capacity` bytes."""
+def make_meeting(strategy: Any, capacity: int) -> Meeting:
+    """Where a strategy's processes exchange rows, in shared memory of at most `capacity` bytes."""
+    rank, size, timeout = strategy.global_rank, strategy.world_size, strategy.timeout
+    if size == 1:
+        return Meeting()
     # a row must be seen before its count is: only x86 keeps the order of stores
     is_ordered = platform.machine() in ("x86_64", "AMD64")
-    memory = share((32 + 2 * capacity) * size) if is_ordered else None
+    memory = strategy.share((32 + 2 * capacity) * size) if is_ordered else None
     return MessageMeeting(timeout) if memory is None else SharedMeeting(memory, rank, size, timeout)
 
 
@@ -126,7 +127,6 @@ def share_memory(size: int, is_first: bool, broadcast: Callable[[Any], Any]) -> 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine runs. One that waits to be reaped does not."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-    return state not in "ZX"

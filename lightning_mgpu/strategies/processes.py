@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mgpu.strategies.loaders import SlicedLoader, get_random_states, set_random_states
-from lightning_mgpu.strategies.meeting import DIFFER, ENDED, Meeting, make_meeting, share_memory
+from lightning_mgpu.strategies.meeting import DIFFER, ENDED, Meeting, share_memory
 from lightning_mgpu.strategies.split_batch import shard_sizes
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 
@@ -115,13 +115,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.num_nodes > 1 or self.root_device.type != "cpu":
             return None
         return share_memory(size, self.is_global_zero, self.broadcast)
-
-    def meet(self, capacity: int) -> None:
-        """Make the place where processes exchange rows of at most `capacity` bytes."""
-        if not self.is_alone:
-            timeout: Any = self._timeout
-            where = self.global_rank, self.world_size, timeout
-            self.meeting = make_meeting(capacity, *where, self.share)
 
     def gather_numbers(self, numbers: Sequence[float]) -> np.ndarray:
         """(P, n): the numbers of every process."""
