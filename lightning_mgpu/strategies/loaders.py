@@ -4,14 +4,11 @@ Every process reads whole batches, so that any sampler and any dataset is right.
 P times as much for it; `lightning_mgpu.data.batch_loader` reads only its part.
 """
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_samples
 
@@ -25,7 +22,7 @@ class SlicedLoader:
     """
 
     def __init__(
-        self, loader: Any, part: Callable[[int], Sequence[int]], begin: Callable[[], None]
+        self, loader: Any, part: Callable[[int], Sequence[int]], begin: Callable[[], None] | None
     ) -> None:
         self.loader, self.part, self.begin = loader, part, begin
         self.order_checksum = 0  # of all batches so far; all processes must have the same
@@ -39,7 +36,8 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.begin()
+        if self.begin is not None:
+            self.begin()
         is_empty, index = True, -1
         for index, batch in enumerate(self.loader):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
@@ -60,13 +58,3 @@ def excerpt(batch: Any) -> bytes:
     arrays = [torch.as_tensor(part) for part in leaves(batch) if isinstance(part, ARRAYS)]
     flat = [array.detach().reshape(-1)[:: max(1, array.numel() // 64)] for array in arrays]
     return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in flat)
-
-
-def get_random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-
-
-def set_random_states(states: tuple[Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    random.setstate(states[2])

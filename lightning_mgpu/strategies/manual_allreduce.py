@@ -28,8 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
+from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
@@ -87,11 +86,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         It runs in the replica's process, which may keep a state by (name, replica).
         """
 
-    @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
-            return
+            return super().setup(trainer)
         check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
         for what, is_asked_for in {
             "sync_batchnorm": self._layer_sync is not None,
@@ -114,7 +111,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     # --- my shards, and their losses
 
-    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
         self.shards = [batch] if self.num_local == 1 else self._split(batch)
@@ -209,16 +205,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     # --- my gradients
 
-    @override
-    def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        weight: float | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
+        weight = kwargs.pop("weight", None)  # of `manual_backward`
         if not module.automatic_optimization:
             self._check_exchanged(parameters)
             if self.num_replicas > 1 or weight is not None:
@@ -248,7 +237,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     @contextmanager
-    @override
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters this for all batches of an accumulation window but the last."""
         self.is_blocked = True
@@ -287,19 +275,16 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     # --- my update
 
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:
             self._check_exchanged([p for group in optimizer.param_groups for p in group["params"]])
-        if not isinstance(optimizer, LBFGS) or self.is_alone:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss_of_batch = closure
+        if isinstance(optimizer, LBFGS) and not self.is_alone:  # it decides by the loss, too
 
-        def closure_of_batch() -> Tensor:  # LBFGS decides by the loss, not only by gradients
-            return self.reduce(closure() * self.my_share, reduce_op="sum")
+            def loss_of_batch() -> Tensor:
+                return self.reduce(closure() * self.my_share, reduce_op="sum")
 
-        return super().optimizer_step(optimizer, closure_of_batch, model, **kwargs)
+        return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
 
     def _check_exchanged(self, parameters: list[Tensor]) -> None:
         """Refuse gradients in manual optimization that are not those of `exchange_gradients`."""

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from typing_extensions import override
 
-from lightning_mgpu.strategies.loaders import SlicedLoader, get_random_states, set_random_states
+from lightning_mgpu.strategies.loaders import SlicedLoader
 from lightning_mgpu.strategies.meeting import DIFFER, ENDED, Meeting, share_memory
 from lightning_mgpu.strategies.split_batch import shard_sizes
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
@@ -37,7 +37,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.lightning_module
 
     @property
-    @override
     def world_size(self) -> int:
         return self.num_nodes * self.num_processes
 
@@ -55,12 +54,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def is_alone(self) -> bool:
         return self.world_size == 1
 
-    @override
     def _configure_launcher(self) -> None:
         if not self.is_alone:  # one process needs no launcher and no process group
             super()._configure_launcher()
 
-    @override
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
             raise MisconfigurationException(
@@ -82,7 +79,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "apart: give all Trainers of a script as many devices as have been launched."
             )
 
-    @override
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -102,7 +98,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "not be exchanged. Assign the layer to an attribute, or put it into a ModuleList."
             )
 
-    @override
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
         for tensor in () if self.is_alone else (*model.parameters(), *model.buffers()):
@@ -120,18 +115,18 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """(P, n): the numbers of every process."""
         return self.meeting.gather(np.array(numbers, np.float64).view(np.uint8)).view(np.float64)
 
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         is_training = self.module.trainer.training
         if not self.is_alone and not getattr(dataloader, "is_sliced", False):
-            part, begin = self._part_of_evaluation, lambda: None
-            if is_training:  # samplers draw what they would draw on one device
-                part = self._part_of_training
-                begin = lambda: set_random_states(self.broadcast(get_random_states()))  # noqa: E731
-            dataloader = SlicedLoader(dataloader, part, begin)
+            part = self._part_of_training if is_training else self._part_of_evaluation
+            dataloader = SlicedLoader(dataloader, part, self._share_states if is_training else None)
         if is_training:
             self.training_loaders.append(dataloader)
         return dataloader
+
+    def _share_states(self) -> None:
+        """Let samplers draw what they would draw on one device."""
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def _part_of_training(self, n: int) -> list[int]:
         if n < self.num_replicas:
@@ -154,11 +149,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         sizes, p = shard_sizes(n, [1] * self.world_size), self.global_rank
         return [sum(sizes[:p]), sizes[p], sum(sizes[p + 1 :])]
 
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
 
-    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().test_step, *args, **kwargs)
 
@@ -173,7 +166,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             value.meta.sync.should = True
         return output
 
-    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
         is_integer = isinstance(tensor, Tensor) and not tensor.is_floating_point()
@@ -181,12 +173,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
-    @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.compare_weights()
         super().save_checkpoint(*args, **kwargs)
 
-    @override
     def on_train_end(self) -> None:
         self.compare_weights()
 
@@ -203,13 +193,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "or a training value that was logged without sync_dist=True."
             )
 
-    @override
     def on_exception(self, exception: BaseException) -> None:
         self.meeting.leave()
         pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
         _augment_message(exception, pattern, ENDED)
 
-    @override
     def teardown(self) -> None:
         super().teardown()
         self.meeting = Meeting()

@@ -1,4 +1,4 @@
-"""`split_batch` of the book, for lists, tuples and dicts of tensors, and its inverse.
+"""`split_batch` of the book, for lists, tuples and dicts of tensors.
 
 Samples lie along dimension 0 of tensors and arrays, and in lists of that length without tensors,
 for example of names. Tensors of length 1 or 0-d, numbers and strings belong to every shard.
@@ -74,31 +74,6 @@ def leaves(batch: Any) -> list[Any]:
     return found
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What one device would return for the whole batch: rows are joined, numbers averaged."""
-    first = outputs[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat([output.to(first.device) for output in outputs])
-    if isinstance(first, np.ndarray) and first.ndim:
-        return np.concatenate(outputs)
-    if isinstance(first, (Tensor, float, int)) and not isinstance(first, bool):
-        return weighted_mean(outputs, sizes)
-    if isinstance(first, Mapping):
-        return {key: join_outputs([output[key] for output in outputs], sizes) for key in first}
-    if isinstance(first, list) and all(map(_is_per_sample, outputs, sizes)):
-        return [item for output in outputs for item in output]  # texts, or boxes
-    if isinstance(first, (list, tuple)):
-        return _like(first, [join_outputs(items, sizes) for items in zip(*outputs, strict=True)])
-    return first
-
-
-def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of numbers. What has weight 0 may be NaN: it does not count."""
-    device = values[0].device if isinstance(values[0], Tensor) else None
-    terms = [value * (n / sum(weights)) for value, n in zip(values, weights) if n]
-    return sum(term if device is None else term.to(device) for term in terms)
-
-
 def _map(part: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(part, Mapping):
         changed: Any = copy.copy(part)
@@ -119,10 +94,3 @@ def _is_opaque(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
     return hasattr(leaf, "to") or isinstance(leaf, PackedSequence)
-
-
-def _is_per_sample(part: list[Any], size: int) -> bool:
-    """Not so `[logits, features]` of two samples."""
-    return len(part) == size and not any(
-        np.ndim(x) and len(x) == size for x in part if isinstance(x, ARRAYS)
-    )

@@ -1,0 +1,118 @@
+"""`dp`, data parallelism as in `torch.nn.DataParallel`, which the Lightning Trainer dropped in 2.0.
+
+python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torchmetrics import Metric
+
+from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
+
+
+class DataParallelStrategy(SingleDeviceStrategy):
+    """One process and one set of parameters, copied to the other devices for every training step.
+
+    Each device runs the step on its shard of the batch, with copies of the parameters. Autograd
+    knows the copies, so the backward pass of the mean loss adds all gradients up on the first
+    device, where one optimizer makes the update. In `manual_allreduce` every replica updates
+    itself. The first shard's buffers are kept, for example BatchNorm's running statistics. Outputs
+    other than the loss are those of the last shard. Evaluation runs on the first device.
+
+    Args:
+        split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
+        parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
+    """
+
+    def __init__(
+        self, split: list[float] | None = None, parallel_devices: list[str] | None = None
+    ) -> None:
+        super().__init__()
+        self.split = split
+        self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
+        # the Trainer sets these
+        self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0]
+
+    def _configure_launcher(self) -> None:
+        environment: Any = self.cluster_environment
+        k = len(self.parallel_devices)
+        refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
+        refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
+        shares = self.split or [1] * k
+        refuse(len(shares) != k or min(shares) <= 0, f"needs {k} shares > 0, not {self.split}")
+        self.shares = shares
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        module: Any = self.lightning_module
+        refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
+        if len(self.shares) == 1:
+            return super().training_step(batch, *args)
+        n, k = num_samples(batch), len(self.shares)
+        refuse(n < k, f"cannot split {n} samples over {k} devices: use drop_last=True")
+        sizes, outputs, results = shard_sizes(n, self.shares), [], module.trainer._results
+        # all copies are made before the first shard runs, which may edit what is copied
+        copies = [{}, *(copy_tensors(module, device) for device in self.parallel_devices[1:])]
+        for device, shard, tensors in zip(self.parallel_devices, cut(batch, sizes), copies):
+            shard = move_data_to_device(shard, device)
+            results.batch, results.batch_size = shard, None  # for the means of `self.log`
+            with self.precision_plugin.train_step_context(), using(module, tensors, device):
+                outputs.append(module.training_step(shard, *args))
+        losses, weights = zip(*map(split_loss, outputs))
+        has_weights = weights[0] is not None
+        accumulates = module.trainer.accumulate_grad_batches > 1
+        refuse(any(loss is None for loss in losses), "needs a loss of every shard")
+        refuse(len({w is None for w in weights}) > 1, "needs a weight of every shard, or of none")
+        refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
+        shares = weights if has_weights else sizes
+        # a loss with weight 0 may be NaN: it does not count
+        terms = [loss.to(self.root_device) * w for loss, w in zip(losses, shares) if w]
+        refuse(not terms, "needs a weight larger than 0 in every batch")
+        loss = sum(terms) / sum(shares)
+        return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
+
+
+def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
+    """Parameters and buffers, without those of metrics, which stay on the first device."""
+    metrics = tuple(f"{n}." for n, each in module.named_modules() if isinstance(each, Metric))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {n: t.to(device, copy=True) for n, t in named if not n.startswith(metrics)}
+
+
+@contextmanager
+def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
+    """Let a module compute on another device, with other parameters and buffers."""
+    updates = {each: each.update for each in module.modules() if isinstance(each, Metric)}
+    root_device, module._device = module.device, device
+    for metric, update in updates.items():
+        metric.update = partial(move_and_call, update, metric.device)
+    try:
+        with _reparametrize_module(module, tensors, tie_weights=True):
+            yield
+    finally:
+        module._device = root_device
+        for metric, update in updates.items():
+            metric.update = update
+
+
+def move_and_call(function: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    args, kwargs = move_data_to_device((args, kwargs), device)
+    function(*args, **kwargs)
+
+
+def refuse(is_asked_for: bool, reason: str) -> None:
+    if is_asked_for:
+        raise MisconfigurationException(f"Strategy dp {reason}.")
