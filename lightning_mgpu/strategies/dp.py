@@ -61,9 +61,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
         if len(self.shares) == 1:
             return super().training_step(batch, *args)
-        n, k = num_samples(batch), len(self.shares)
-        refuse(n < k, f"cannot split {n} samples over {k} devices: use drop_last=True")
-        sizes, outputs, results = shard_sizes(n, self.shares), [], module.trainer._results
+        sizes = shard_sizes(num_samples(batch), self.shares)
+        outputs, results = [], module.trainer._results
         # all copies are made before the first shard runs, which may edit what is copied
         copies = [{}, *(copy_tensors(module, device) for device in self.parallel_devices[1:])]
         for device, shard, tensors in zip(self.parallel_devices, cut(batch, sizes), copies):

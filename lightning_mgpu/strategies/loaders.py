@@ -38,7 +38,6 @@ class SlicedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.begin is not None:
             self.begin()
-        is_empty, index = True, -1
         for index, batch in enumerate(self.loader):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
             before, size, after = self.part(num_samples(batch))
@@ -46,11 +45,7 @@ class SlicedLoader:
             sampler = getattr(self.loader, "batch_sampler", None)
             if seen := getattr(sampler, "seen_batch_indices", None):
                 seen[index] = seen[index][before : before + size]
-            if size:
-                is_empty = False
-                yield cut(batch, [before, size, after])[1]
-        if is_empty and index >= 0:
-            raise ValueError("This set has fewer samples than there are processes.")
+            yield cut(batch, [before, size, after])[1]
 
 
 def excerpt(batch: Any) -> bytes:

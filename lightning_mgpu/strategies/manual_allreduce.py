@@ -17,6 +17,7 @@ The functions of the chapter, and where they are here:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,10 +34,10 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
-from lightning_mgpu.strategies.exchange import Exchange, make_exchange
+from lightning_mgpu.strategies.exchange import Exchange, num_bytes
 from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.meeting import DIFFER, make_meeting
-from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.strategies.processes import DIFFER, ProcessPerDeviceStrategy
+from lightning_mgpu.strategies.shared_memory import SharedExchange
 from lightning_mgpu.strategies.split_batch import num_samples, split_batch
 
 Gradients = dict[Tensor, Any]
@@ -107,13 +108,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
         self.exchanged: Gradients = {}
         size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
-        self.meeting = make_meeting(self, 2 * self.num_local * size + 2**16)
+        self.meet(2 * self.num_local * size + 2**16)
 
     # --- my shards, and their losses
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
-        self.shards = [batch] if self.num_local == 1 else self._split(batch)
+        self.shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
         for i, shard in enumerate(self.shards):
             if i > 0:
                 write_buffers(self.module, start[None])
@@ -123,11 +124,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas > 1 and len(start):
             write_buffers(self.module, self._gather_rows(torch.stack(buffers)))
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
-
-    def _split(self, batch: Any) -> list[Any]:
-        if self.is_alone:
-            self._part_of_training(num_samples(batch))  # refuses too few
-        return split_batch(batch, self.num_local)
 
     @contextmanager
     def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
@@ -145,12 +141,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def _gather_rows(self, rows: Tensor) -> Tensor:
         """(k, n) bytes of all replicas, of (r, n) here."""
         if rows.is_cpu:
-            gathered = torch.from_numpy(self.meeting.gather(rows.numpy().ravel()))
-            return gathered.view(self.num_replicas, -1)
-        if self.is_alone:
-            return rows
-        gathered = rows.new_empty(self.num_replicas, rows.shape[1])
-        dist.all_gather_into_tensor(gathered, rows)
+            return torch.from_numpy(self.gather(rows.numpy())).view(self.num_replicas, -1)
+        gathered = rows.repeat(self.world_size, 1)
+        if not self.is_alone:
+            dist.all_gather_into_tensor(gathered, rows)
         return gathered
 
     def _weigh(self, outputs: list[Any]) -> Any:
@@ -270,7 +264,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
         if self.exchange is None or layout != self.layout:
-            self.layout, self.exchange = layout, make_exchange(self, parameters)
+            size, self.layout = sum(map(num_bytes, parameters)), layout
+            memory = None if self.meeting is None else self.share(self.num_replicas * size)
+            kind = Exchange if memory is None else partial(SharedExchange, memory)
+            self.exchange = kind(self, parameters)
         return self.exchange, names
 
     # --- my update

@@ -4,6 +4,7 @@ Launching, ranks, the process group, `barrier`, `broadcast` and `all_gather` are
 There is no DDP wrapper: manual_allreduce.py exchanges the gradients.
 """
 
+import platform
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,16 +22,18 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_mgpu.strategies.loaders import SlicedLoader
-from lightning_mgpu.strategies.meeting import DIFFER, ENDED, Meeting, share_memory
+from lightning_mgpu.strategies.shared_memory import ENDED, SharedMeeting, share_memory
 from lightning_mgpu.strategies.split_batch import shard_sizes
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
+
+DIFFER = "the processes do not run the same program"
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    meeting = Meeting()
+    meeting: SharedMeeting | None = None
 
     @property
     def module(self) -> Any:
@@ -47,7 +50,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     @property
     def num_local(self) -> int:
-        """Replicas of this process."""
         return self.num_replicas // self.world_size
 
     @property
@@ -61,8 +63,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
             raise MisconfigurationException(
-                f"replicas={self.replicas} for {self.world_size} processes: give a multiple, "
-                "because all processes have as many."
+                f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
             )
         if self.is_alone:
             Strategy.setup_environment(self)
@@ -72,8 +73,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 super().setup_environment()
         environment: Any = self.cluster_environment
         group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        running = max(group, environment.world_size())
-        if running != self.world_size:
+        if (running := max(group, environment.world_size())) != self.world_size:
             raise MisconfigurationException(
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
                 "apart: give all Trainers of a script as many devices as have been launched."
@@ -83,7 +83,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
         self.training_loaders: list[Any] = []
-        self.averaged: list[Any] = []  # logged values of the running evaluation
+        self.averaged: list[Any] = []  # logged values of an evaluation
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync and not self.is_alone:
             if self.root_device.type == "cpu":
@@ -104,22 +104,39 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             dist.broadcast(tensor.data, 0)
         return model
 
+    def meet(self, capacity: int) -> None:
+        """Make the place where processes gather rows of at most `capacity` bytes."""
+        if not self.is_alone:
+            memory = self.share((32 + 2 * capacity) * self.world_size)
+            self.meeting = None if memory is None else SharedMeeting(self, memory)
+            self.host_group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
+
     def share(self, size: int) -> Tensor | None:
-        """Memory of `size` bytes for all processes; None if they are not CPU processes of one
-        machine, or if there is no room."""
-        if self.num_nodes > 1 or self.root_device.type != "cpu":
+        """Memory for CPU processes of one machine, if it has room for `size` bytes."""
+        # only x86 keeps the order of stores: a row is seen before its count
+        is_ordered = platform.machine() in ("x86_64", "AMD64")
+        if self.num_nodes > 1 or self.root_device.type != "cpu" or not is_ordered:
             return None
-        return share_memory(size, self.is_global_zero, self.broadcast)
+        return share_memory(size, self)
+
+    def gather(self, row: np.ndarray) -> np.ndarray:
+        """(P, n) bytes: the rows of all processes, on the host. It returns when all have come."""
+        row = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
+        if self.is_alone or self.meeting is not None:
+            return row[None] if self.meeting is None else self.meeting.gather(row)
+        rows = torch.empty(self.world_size, row.size, dtype=torch.uint8)
+        dist.all_gather(list(rows), torch.from_numpy(row), self.host_group)
+        return rows.numpy()
 
     def gather_numbers(self, numbers: Sequence[float]) -> np.ndarray:
         """(P, n): the numbers of every process."""
-        return self.meeting.gather(np.array(numbers, np.float64).view(np.uint8)).view(np.float64)
+        return self.gather(np.array(numbers, np.float64)).view(np.float64)
 
     def process_dataloader(self, dataloader: object) -> object:
         is_training = self.module.trainer.training
         if not self.is_alone and not getattr(dataloader, "is_sliced", False):
-            part = self._part_of_training if is_training else self._part_of_evaluation
-            dataloader = SlicedLoader(dataloader, part, self._share_states if is_training else None)
+            begin = self._share_states if is_training else None
+            dataloader = SlicedLoader(dataloader, self.part_of, begin)
         if is_training:
             self.training_loaders.append(dataloader)
         return dataloader
@@ -128,26 +145,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Let samplers draw what they would draw on one device."""
         _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
-    def _part_of_training(self, n: int) -> list[int]:
-        if n < self.num_replicas:
-            raise ValueError(
-                f"A training batch of {n} samples cannot be shared out to {self.num_replicas} "
-                "replicas: use drop_last=True, another batch size, or fewer devices."
-            )
-        sizes, r = shard_sizes(n, [1] * self.num_replicas), self.num_local
+    def part_of(self, n: int) -> list[int]:
+        """The numbers of samples before, in and after this process's part of a batch of n."""
+        k = self.num_replicas if self.module.trainer.training else self.world_size
+        sizes, r = shard_sizes(n, [1] * k), k // self.world_size
         first = self.global_rank * r
         return [sum(sizes[:first]), sum(sizes[first : first + r]), sum(sizes[first + r :])]
-
-    def _part_of_evaluation(self, n: int) -> list[int]:
-        logged = self.module.trainer._results or {}
-        waits = [v for v in logged.values() if v.meta.on_step and v.meta.sync.should]
-        if n < self.world_size and any(all(v is not a for a in self.averaged) for v in waits):
-            raise ValueError(
-                f"self.log(..., on_step=True, sync_dist=True) waits for all {self.world_size} "
-                f"processes, but a batch has only {n} samples: use on_step=False."
-            )
-        sizes, p = shard_sizes(n, [1] * self.world_size), self.global_rank
-        return [sum(sizes[:p]), sizes[p], sum(sizes[p + 1 :])]
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -194,13 +197,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        self.meeting.leave()
+        if self.meeting is not None:
+            self.meeting.leave()
         pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
         _augment_message(exception, pattern, ENDED)
 
     def teardown(self) -> None:
         super().teardown()
-        self.meeting = Meeting()
+        self.meeting = None
 
 
 def checksum(tensor: Tensor) -> int:

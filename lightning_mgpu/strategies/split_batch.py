@@ -6,6 +6,7 @@ for example of names. Tensors of length 1 or 0-d, numbers and strings belong to 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,17 +19,26 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 def split_batch(batch: Any, k: int) -> list[Any]:
-    """k shards, cut as by `tensor_split`. The last ones may be empty."""
+    """k shards, cut as by `tensor_split`."""
     return cut(batch, shard_sizes(num_samples(batch), [1] * k))
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
-    """Samples per shard: each exact share rounded down, or up for the largest remainders."""
+    """Samples per shard: each exact share rounded down, or up for the largest remainders.
+
+    Raises:
+        ValueError: If a shard gets none.
+    """
     exact = [num_samples * share / sum(shares) for share in shares]
     sizes = [int(size) for size in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])
     for i in by_remainder[: num_samples - sum(sizes)]:
         sizes[i] += 1
+    if 0 in sizes:
+        raise ValueError(
+            f"A batch of {num_samples} samples cannot be shared out to {len(sizes)} replicas: use "
+            "drop_last=True, another batch size, or fewer devices."
+        )
     return sizes
 
 
@@ -40,10 +50,10 @@ def num_samples(batch: Any) -> int:
     if len(arrays) > 3 and lengths == {3} and all(array.ndim == 3 for array in arrays):
         lengths.add(len(arrays))  # a list of images: three channels are not three samples
     if len(lengths) != 1 or 0 in lengths or any(map(_is_opaque, leaves(batch))):
-        kinds = sorted({type(leaf).__name__ for leaf in leaves(batch)})
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves(batch)}))
         raise ValueError(
-            f"A batch of {', '.join(kinds)} with lengths {sorted(lengths)} cannot be split. Collate "
-            "it to tensors with one row per sample, in lists, tuples or dicts."
+            f"A batch of {kinds} with lengths {sorted(lengths)} cannot be split. Collate it to "
+            "tensors with one row per sample, in lists, tuples or dicts."
         )
     return lengths.pop()
 
@@ -52,7 +62,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive pieces of a batch, without copying tensors."""
     ends = list(accumulate(sizes))
 
-    def piece(part: Any, rows: slice) -> Any:
+    def piece(rows: slice, part: Any) -> Any:
         has_rows = part.ndim if isinstance(part, ARRAYS) else type(part) in (list, tuple)
         if not has_rows or len(part) != ends[-1]:
             return part
@@ -64,7 +74,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return shard
 
     rows = [slice(end - size, end) for size, end in zip(sizes, ends)]
-    return [_map(batch, lambda part, rows=each: piece(part, rows)) for each in rows]
+    return [_map(batch, partial(piece, each)) for each in rows]
 
 
 def leaves(batch: Any) -> list[Any]:
