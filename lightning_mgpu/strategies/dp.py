@@ -94,7 +94,8 @@ def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
 @contextmanager
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
-    updates = {each: each.update for each in module.modules() if isinstance(each, Metric)}
+    metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
+    updates = {metric: metric.update for metric in metrics}
     root_device, module._device = module.device, device
     for metric, update in updates.items():
         metric.update = partial(move_and_call, update, metric.device)

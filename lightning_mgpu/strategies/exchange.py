@@ -35,19 +35,16 @@ class Exchange:
         bounds = np.searchsorted(owners, np.arange(num_owners + 1))
         self.sizes = np.diff(ends[bounds]).tolist()  # of a block, by owner
         self.mine = slice(bounds[rank], bounds[rank + 1])
-        self.make_rows(strategy.num_local, rank)
 
-    def make_rows(self, r: int, rank: int) -> None:
-        """Rows of the r replicas here, of all k replicas for this owner, and of the sums."""
-        size, device = sum(self.sizes), self.strategy.root_device
-        self.blocks = torch.empty(r, size, dtype=torch.uint8, device=device)
-        self.incoming, self.returned = self.blocks[None], self.blocks[0]
-        if not self.strategy.is_alone:
-            self.incoming = self.blocks.new_empty(len(self.sizes), r, self.sizes[rank])
-            self.returned = self.blocks.new_empty(size)
-        self.local_rows = [rows_in(block, self.parameters) for block in self.blocks]
-        owned = [rows_in(b, self.parameters[self.mine]) for b in self.incoming.flatten(0, 1)]
-        self.owned_rows, self.sums = list(zip(*owned)), rows_in(self.returned, self.parameters)
+        r, size, device = strategy.num_local, sum(self.sizes), strategy.root_device
+        self.blocks = torch.empty(r, size, dtype=torch.uint8, device=device)  # of replicas here
+        self.incoming, self.returned = self.blocks[None], self.blocks[0]  # of one process
+        if not strategy.is_alone:
+            self.incoming = self.blocks.new_empty(num_owners, r, self.sizes[rank])
+            self.returned = torch.empty_like(self.blocks[0])
+        self.local_rows = [rows_in(block, parameters) for block in self.blocks]
+        owned = [rows_in(b, parameters[self.mine]) for b in self.incoming.flatten(0, 1)]
+        self.owned_rows, self.sums = list(zip(*owned)), rows_in(self.returned, parameters)
 
     def write(self, replica: int, gradients: Sequence[Tensor | None]) -> None:
         """Copy the gradients of a replica of this process into its rows. A missing one is zeros."""
@@ -60,26 +57,18 @@ class Exchange:
         flags = self.strategy.gather(self.has_gradient)  # all have written their rows
         is_present = flags.reshape(-1, len(self.parameters)).max(axis=0).tolist()
         rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
-        self.bring_to_owners()
+        if not self.strategy.is_alone:
+            parts = [part.flatten() for part in self.blocks.split(self.sizes, dim=1)]
+            lengths = [len(part) for part in parts]
+            dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), None, lengths)
         if many := getattr(self.strategy.allreduce, "many", None):
             many(rows)
         else:
             for row in rows:
                 self.strategy.allreduce(row)
-        self.hand_back()
+        if not self.strategy.is_alone:  # each process gets the row of its first replica
+            dist.all_to_all_single(self.returned, self.incoming[:, 0].flatten(), self.sizes)
         return [total if has else None for total, has in zip(self.sums, is_present)]
-
-    def bring_to_owners(self) -> None:
-        if not self.strategy.is_alone:
-            parts = [part.flatten() for part in self.blocks.split(self.sizes, dim=1)]
-            sizes = [len(part) for part in parts]
-            dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), None, sizes)
-
-    def hand_back(self) -> None:
-        """Each process gets the row of its first replica."""
-        if not self.strategy.is_alone:
-            first = self.incoming[:, 0].flatten()
-            dist.all_to_all_single(self.returned, first, self.sizes)
 
 
 def num_bytes(parameter: Tensor) -> int:

@@ -17,7 +17,6 @@ The functions of the chapter, and where they are here:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -34,10 +33,9 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
-from lightning_mgpu.strategies.exchange import Exchange, num_bytes
+from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.processes import DIFFER, ProcessPerDeviceStrategy
-from lightning_mgpu.strategies.shared_memory import SharedExchange
 from lightning_mgpu.strategies.split_batch import num_samples, split_batch
 
 Gradients = dict[Tensor, Any]
@@ -107,8 +105,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.window: list[Gradients] = []  # by replica, while batches are accumulated
         self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
         self.exchanged: Gradients = {}
-        size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
-        self.meet(2 * self.num_local * size + 2**16)
+        if not self.is_alone:
+            self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     # --- my shards, and their losses
 
@@ -157,7 +155,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "`training_step` returned None: every shard needs a loss. To leave one out of the "
                 'mean, return {"loss": loss, "weight": 0}.'
             )
-        self.losses, self.shares = losses, self._share_out(weights)
+        self.losses, self.shares = losses, self.share_out(weights)
         if self.num_local == 1:
             loss = scale_gradient(losses[0], self.shares[0])
         else:
@@ -166,7 +164,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             loss = self.leaf = mean.requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
-    def _share_out(self, weights: Sequence[float | None]) -> list[float]:
+    def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples.
 
         The processes exchange these numbers, and a checksum of what their loaders have drawn.
@@ -205,7 +203,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if not module.automatic_optimization:
             self._check_exchanged(parameters)
             if self.num_replicas > 1 or weight is not None:
-                closure_loss = scale_gradient(closure_loss, *self._share_out([weight]))
+                closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self.window:
             # sums of an earlier pass, which may be in rows that are written again
@@ -264,10 +262,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
         if self.exchange is None or layout != self.layout:
-            size, self.layout = sum(map(num_bytes, parameters)), layout
-            memory = None if self.meeting is None else self.share(self.num_replicas * size)
-            kind = Exchange if memory is None else partial(SharedExchange, memory)
-            self.exchange = kind(self, parameters)
+            self.layout, self.exchange = layout, Exchange(self, parameters)
         return self.exchange, names
 
     # --- my update

@@ -4,7 +4,6 @@ Launching, ranks, the process group, `barrier`, `broadcast` and `all_gather` are
 There is no DDP wrapper: manual_allreduce.py exchanges the gradients.
 """
 
-import platform
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,10 +21,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_mgpu.strategies.loaders import SlicedLoader
-from lightning_mgpu.strategies.shared_memory import ENDED, SharedMeeting, share_memory
 from lightning_mgpu.strategies.split_batch import shard_sizes
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 
+ENDED = "another process has ended: see its message above"
 DIFFER = "the processes do not run the same program"
 
 
@@ -33,7 +32,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    meeting: SharedMeeting | None = None
+    host_group: Any = None
 
     @property
     def module(self) -> Any:
@@ -104,28 +103,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             dist.broadcast(tensor.data, 0)
         return model
 
-    def meet(self, capacity: int) -> None:
-        """Make the place where processes gather rows of at most `capacity` bytes."""
-        if not self.is_alone:
-            memory = self.share((32 + 2 * capacity) * self.world_size)
-            self.meeting = None if memory is None else SharedMeeting(self, memory)
-            self.host_group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
-
-    def share(self, size: int) -> Tensor | None:
-        """Memory for CPU processes of one machine, if it has room for `size` bytes."""
-        # only x86 keeps the order of stores: a row is seen before its count
-        is_ordered = platform.machine() in ("x86_64", "AMD64")
-        if self.num_nodes > 1 or self.root_device.type != "cpu" or not is_ordered:
-            return None
-        return share_memory(size, self)
-
     def gather(self, row: np.ndarray) -> np.ndarray:
-        """(P, n) bytes: the rows of all processes, on the host. It returns when all have come."""
-        row = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        if self.is_alone or self.meeting is not None:
-            return row[None] if self.meeting is None else self.meeting.gather(row)
-        rows = torch.empty(self.world_size, row.size, dtype=torch.uint8)
-        dist.all_gather(list(rows), torch.from_numpy(row), self.host_group)
+        """(P, n) bytes: the rows of all processes, on the host, so that no GPU waits."""
+        sent = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8))
+        rows = sent.repeat(self.world_size, 1)
+        if not self.is_alone:
+            dist.all_gather(list(rows), sent, self.host_group)
         return rows.numpy()
 
     def gather_numbers(self, numbers: Sequence[float]) -> np.ndarray:
@@ -197,14 +180,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        if self.meeting is not None:
-            self.meeting.leave()
         pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
         _augment_message(exception, pattern, ENDED)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.meeting = None
 
 
 def checksum(tensor: Tensor) -> int:
