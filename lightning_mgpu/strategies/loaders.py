@@ -5,7 +5,7 @@ P times as much for it; `lightning_mgpu.data.batch_loader` reads only its part.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,17 +14,10 @@ from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_sampl
 
 
 class SlicedLoader:
-    """A loader of parts. Its dataset, sampler, length and state are those of the whole one.
+    """A loader of parts. Its dataset, sampler, length and state are those of the whole one."""
 
-    Args:
-        part: The numbers of samples before, in and after the part, of a batch of n samples.
-        begin: Called before each pass.
-    """
-
-    def __init__(
-        self, loader: Any, part: Callable[[int], Sequence[int]], begin: Callable[[], None] | None
-    ) -> None:
-        self.loader, self.part, self.begin = loader, part, begin
+    def __init__(self, loader: Any, strategy: Any) -> None:
+        self.loader, self.strategy = loader, strategy
         self.order_checksum = 0  # of all batches so far; all processes must have the same
 
     def __getattr__(self, name: str) -> Any:
@@ -36,11 +29,10 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.begin is not None:
-            self.begin()
+        self.strategy.begin_pass()
         for index, batch in enumerate(self.loader):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
-            before, size, after = self.part(num_samples(batch))
+            before, size, after = self.strategy.part_of(num_samples(batch))
             # the indices of each batch that Lightning notes for `predict`
             sampler = getattr(self.loader, "batch_sampler", None)
             if seen := getattr(sampler, "seen_batch_indices", None):

@@ -50,10 +50,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         replicas: k, a multiple of the number of processes. A process runs its replicas one after
             the other with one set of weights. The bits of the trained weights depend on k, and not
             on the number of devices of one kind. Left out: one per device.
-        parallel_devices: The devices of this machine. Left out: the Trainer's.
-        process_group_backend: `nccl` on GPUs, or `gloo`.
-        timeout: How long a process waits for another.
-        start_method: How Lightning starts the processes, as for DDPStrategy.
+        parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place.
@@ -77,7 +74,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.allreduce, self.replicas, self.timeout = allreduce, replicas, timeout
+        self.allreduce, self.replicas = allreduce, replicas
 
     def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
         """Override this to change a replica's gradient in place before the allreduce.
@@ -89,15 +86,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
         check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
-        for what, is_asked_for in {
-            "sync_batchnorm": self._layer_sync is not None,
-            "manual optimization": not self.module.automatic_optimization,
-            "an own `backward` of the module": is_overridden("backward", self.module),
-        }.items():
-            if is_asked_for and self.num_local > 1:
-                raise MisconfigurationException(
-                    f"{what} needs one replica per process: leave out `replicas`."
-                )
+        is_manual = not self.module.automatic_optimization
+        is_own = is_overridden("backward", self.module)
+        if self.num_local > 1 and (self._layer_sync or is_manual or is_own):
+            raise MisconfigurationException(
+                "sync_batchnorm, manual optimization and an own `backward` of the module need one "
+                "replica per process: leave out `replicas`."
+            )
         super().setup(trainer)
         self.seed = self.broadcast(torch.initial_seed())
         self.exchange: Exchange | None = None
@@ -105,8 +100,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.window: list[Gradients] = []  # by replica, while batches are accumulated
         self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
         self.exchanged: Gradients = {}
-        if not self.is_alone:
-            self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     # --- my shards, and their losses
 

@@ -84,6 +84,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.training_loaders: list[Any] = []
         self.averaged: list[Any] = []  # logged values of an evaluation
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.host_group is None and not self.is_alone:
+            self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if is_fitting and self._layer_sync and not self.is_alone:
             if self.root_device.type == "cpu":
                 self._layer_sync = CPUSyncBatchNorm()
@@ -112,21 +114,21 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return rows.numpy()
 
     def gather_numbers(self, numbers: Sequence[float]) -> np.ndarray:
-        """(P, n): the numbers of every process."""
+        """(P, n), the numbers of all processes."""
         return self.gather(np.array(numbers, np.float64)).view(np.float64)
 
     def process_dataloader(self, dataloader: object) -> object:
         is_training = self.module.trainer.training
         if not self.is_alone and not getattr(dataloader, "is_sliced", False):
-            begin = self._share_states if is_training else None
-            dataloader = SlicedLoader(dataloader, self.part_of, begin)
+            dataloader = SlicedLoader(dataloader, self)
         if is_training:
             self.training_loaders.append(dataloader)
         return dataloader
 
-    def _share_states(self) -> None:
-        """Let samplers draw what they would draw on one device."""
-        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+    def begin_pass(self) -> None:
+        """Let a training loader's sampler draw what it would draw on one device."""
+        if self.module.trainer.training:
+            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
 
     def part_of(self, n: int) -> list[int]:
         """The numbers of samples before, in and after this process's part of a batch of n."""
@@ -170,8 +172,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Raise a RuntimeError if processes hold other weights."""
         if self.is_alone:
             return
-        names, parameters = zip(*self.module.named_parameters())
-        digests = self.gather_numbers([checksum(parameter) for parameter in parameters])
+        names, parameters = list(dict(self.module.named_parameters())), self.module.parameters()
+        flat = [p.detach().cpu().contiguous().view(-1).view(torch.uint8) for p in parameters]
+        digests = self.gather_numbers([zlib.crc32(values.numpy().data) for values in flat])
         for process, parameter in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {names[parameter]} of process {process} is not that of process 0. The "
@@ -182,8 +185,3 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
         _augment_message(exception, pattern, ENDED)
-
-
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
