@@ -1,41 +1,198 @@
 """`dp`, data parallelism as in `torch.nn.DataParallel`, which the Lightning Trainer dropped in 2.0.
 
-One set of parameters counts, on the first device. Gradients are added up there, one optimizer
-makes one update, and the other devices get copies of the result. In `manual_allreduce` all devices
-get the sums, and every replica updates itself.
-
-    python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
+python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn.utils.stateless import _reparametrize_module
+from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mgpu.allreduce.messages import add_all
-from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
+from lightning_mgpu.strategies.join_outputs import join_outputs, weighted_mean
+from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
 
-class DataParallelStrategy(TrainBatchStrategy):
-    """One set of parameters, copied to the other devices of one process after every update.
+class DataParallelStrategy(SingleDeviceStrategy):
+    """One process and one set of parameters, copied to the other devices for every step.
 
-    The options are those of `ManualAllreduceStrategy`, without `allreduce` and `processes`.
+    The batch is split over the devices. Each runs the step on its shard, with copies of the
+    parameters. Autograd knows what was copied, so one backward pass of the mean loss adds all
+    gradients up on the first device, where one optimizer makes the update. In `manual_allreduce`
+    every device has its own parameters and optimizer: all get the sum of the gradients, and every
+    replica updates itself.
 
-    Raises:
-        MisconfigurationException: If an option does not fit the devices, or under torchrun, SLURM.
+    Python objects see one call of the step per shard. Buffers are copied like parameters, and the
+    first shard's are kept: BatchNorm's running statistics are those of the first shard. Random
+    numbers come from the shard's device. Shards on one device draw one after the other; two GPUs
+    that were seeded alike draw the same.
+
+    Args:
+        split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
+        parallel_devices: Instead of the Trainer's. A device may occur twice, or a CPU beside GPUs.
     """
 
-    name = "dp"
-    takes_processes = False
-    sums_everywhere = False
+    def __init__(
+        self,
+        split: Sequence[float] | None = None,
+        parallel_devices: Sequence[str | torch.device] | None = None,
+    ) -> None:
+        super().__init__()
+        self.split = split
+        self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
+        self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None  # the Trainer's
+        self._window: list[Any] = []  # weights of the batches whose gradients add up
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0]
 
     @override
-    def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Add the gradients up on the first device, in order."""
-        totals, *others = zip(*gradients.values()) if gradients else ((),)
-        for other in others:
-            add_all(totals, other)
+    def _configure_launcher(self) -> None:
+        """The Trainer has set all attributes: refuse what one process cannot do."""
+        environment: Any = self.cluster_environment
+        if self.num_nodes * environment.world_size() > 1:
+            _refuse("is one process on one machine. Start it without a launcher, or use ddp.")
+        if self._layer_sync is not None:
+            _refuse("has no sync_batchnorm. Use manual_allreduce or ddp.")
+        num_devices = len(self.parallel_devices)
+        if self.split and (len(self.split) != num_devices or min(self.split) <= 0):
+            _refuse(f"has split={[*self.split]}, which must be {num_devices} positive shares.")
 
     @override
-    def update_replicas(self, optimizer: Optimizer) -> None:
-        self.replicas.distrust()
-        self.replicas.push_weights()
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.training and not trainer.lightning_module.automatic_optimization:
+            _refuse("has no manual optimization. Use manual_allreduce or ddp.")
+
+    @override
+    def training_step(self, *args: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            outputs, sizes = self._run_shards("training_step", *args)
+        losses, weights, _ = zip(*map(split_loss, outputs))
+        if all(loss is None for loss in losses):
+            return None
+        trainer: Any = self.lightning_module and self.lightning_module.trainer
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self._window.clear()
+        has_weights = None not in weights
+        self._window.append(sum(weights) if has_weights else None)
+        if None in losses or len({weight is None for weight in (*weights, *self._window)}) > 1:
+            _refuse("needs a loss from every shard; from all shards and batches a weight, or none.")
+        loss = torch.zeros((), device=self.root_device, requires_grad=True)
+        if self._window[-1] != 0:
+            on_root = [each.to(self.root_device) for each in losses]
+            loss = weighted_mean(on_root, weights if has_weights else sizes)
+        if isinstance(outputs[0], Tensor):
+            return loss
+        weight = {"weight": self._window[-1]} if has_weights else {}
+        return {**join_outputs(outputs, sizes), "loss": loss, **weight}
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """If losses have weights, the gradient is a running mean over the accumulated batches."""
+        if (weight := self._window[-1]) is not None:
+            module: Any = self.lightning_module
+            share = weight / (sum(self._window) or 1.0)
+            for param in module.parameters() if len(self._window) > 1 else ():
+                if param.grad is not None:
+                    param.grad.mul_(1 - share)
+            # Lightning has divided the loss by the number of batches.
+            closure_loss = closure_loss * (share * module.trainer.accumulate_grad_batches)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return join_outputs(*self._run_shards("validation_step", *args))
+
+    @override
+    def test_step(self, *args: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return join_outputs(*self._run_shards("test_step", *args))
+
+    @override
+    def predict_step(self, *args: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return join_outputs(*self._run_shards("predict_step", *args))
+
+    def _run_shards(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], list[int]]:
+        """Call a step of the module for every shard. Returns the outputs, and the shards' sizes."""
+        module: Any = self.lightning_module
+        num_devices = len(self.parallel_devices)
+        size = num_samples(batch) if num_devices > 1 else 1
+        if step == "training_step" and size < num_devices:
+            _refuse(
+                f"got a batch of {size} for {num_devices} devices. Use drop_last=True, or fewer."
+            )
+        sizes = shard_sizes(size, self.split or [1] * num_devices)
+        if not sizes[0]:  # the first device's buffers are kept
+            sizes[0], sizes[sizes.index(max(sizes))] = 1, max(sizes) - 1
+        # All copies are made before the first shard runs, which may edit buffers and weights.
+        shards = [
+            (shard, device, _copy_tensors(module, device) if i else {})
+            for i, (shard, device) in enumerate(zip(cut(batch, sizes), self.parallel_devices))
+            if sizes[i]
+        ]
+        results, outputs = module.trainer._results, []
+        for shard, device, copies in shards:
+            if results is not None:  # `self.log` takes the size of the shard
+                results.batch, results.batch_size = shard, None
+            # A tensor that a hook has left on another device stays there, for example lengths.
+            shard = apply_to_collection(
+                shard, Tensor, lambda X, to=device: X.to(to) if X.device == self.root_device else X
+            )
+            with _use_tensors(module, copies, device):
+                outputs.append(getattr(module, step)(shard, *args))
+        if results is not None:
+            results.batch, results.batch_size = batch, None
+        return outputs, [size for size in sizes if size]
+
+
+def _copy_tensors(module: LightningModule, device: torch.device) -> dict[str, Tensor]:
+    """Parameters and buffers, without those of metrics, which stay on the first device."""
+    metrics = [f"{name}." for name, each in module.named_modules() if isinstance(each, Metric)]
+    return {
+        name: tensor.to(device, copy=True)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not name.startswith(tuple(metrics))
+    }
+
+
+@contextmanager
+def _use_tensors(
+    module: LightningModule, tensors: dict[str, Tensor], device: torch.device
+) -> Iterator[None]:
+    """Let a module compute on another device, with other parameters and buffers."""
+    metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
+    for metric in metrics:
+        metric.update = partial(_update_on_own_device, metric, metric.update)
+    root_device, module._device = module.device, device
+    try:
+        with _reparametrize_module(module, tensors, tie_weights=True):
+            yield
+    finally:
+        module._device = root_device
+        for metric in metrics:
+            metric.update = metric.update.args[1]
+
+
+def _update_on_own_device(metric: Metric, update: Any, *args: Any, **kwargs: Any) -> None:
+    args, kwargs = move_data_to_device((args, kwargs), metric.device)
+    update(*args, **kwargs)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise MisconfigurationException(f"Strategy dp {reason}")
