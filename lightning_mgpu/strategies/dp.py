@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -20,23 +20,22 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mgpu.strategies.join_outputs import join_outputs, weighted_mean
-from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.loss import split_loss, take_share
 from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
     """One process and one set of parameters, copied to the other devices for every step.
 
-    The batch is split over the devices. Each runs the step on its shard, with copies of the
-    parameters. Autograd knows what was copied, so one backward pass of the mean loss adds all
-    gradients up on the first device, where one optimizer makes the update. In `manual_allreduce`
-    every device has its own parameters and optimizer: all get the sum of the gradients, and every
-    replica updates itself.
+    Each device runs the step on its shard of the batch with copies of the parameters. Autograd
+    knows the copies, so one backward pass of the mean loss adds all gradients up on the first
+    device, where one optimizer makes the update. In `manual_allreduce` every device has its own
+    parameters and optimizer: all get the sum of the gradients, and every replica updates itself.
 
-    Python objects see one call of the step per shard. Buffers are copied like parameters, and the
-    first shard's are kept: BatchNorm's running statistics are those of the first shard. Random
-    numbers come from the shard's device. Shards on one device draw one after the other; two GPUs
-    that were seeded alike draw the same.
+    Python objects see one call of the step per shard. Buffers are copied, too, and the first
+    shard's are kept: BatchNorm's running statistics are those of the first shard. Shards on one
+    device draw their random numbers one after the other; two GPUs seeded alike draw the same.
+    Recomputed activations (`torch.utils.checkpoint`) need all shards on one device.
 
     Args:
         split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
@@ -72,20 +71,18 @@ class DataParallelStrategy(SingleDeviceStrategy):
             _refuse(f"has split={[*self.split]}, which must be {num_devices} positive shares.")
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.training and not trainer.lightning_module.automatic_optimization:
-            _refuse("has no manual optimization. Use manual_allreduce or ddp.")
-
-    @override
     def training_step(self, *args: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            outputs, sizes = self._run_shards("training_step", *args)
+        module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            _refuse("has no manual optimization. Use manual_allreduce or ddp.")
+        outputs, sizes = self._run_shards("training_step", *args)
         losses, weights, _ = zip(*map(split_loss, outputs))
         if all(loss is None for loss in losses):
             return None
-        trainer: Any = self.lightning_module and self.lightning_module.trainer
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        if (
+            module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches
+            == 0
+        ):
             self._window.clear()
         has_weights = None not in weights
         self._window.append(sum(weights) if has_weights else None)
@@ -102,41 +99,32 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """If losses have weights, the gradient is a running mean over the accumulated batches."""
-        if (weight := self._window[-1]) is not None:
-            module: Any = self.lightning_module
-            share = weight / (sum(self._window) or 1.0)
-            for param in module.parameters() if len(self._window) > 1 else ():
-                if param.grad is not None:
-                    param.grad.mul_(1 - share)
-            # Lightning has divided the loss by the number of batches.
+        """With weights, gradients of accumulated batches are a running mean."""
+        module: Any = self.lightning_module
+        if self._window[-1] is not None:  # Lightning has divided the loss by the number of batches
+            share = take_share(self._window, module.parameters())
             closure_loss = closure_loss * (share * module.trainer.accumulate_grad_batches)
         return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return join_outputs(*self._run_shards("validation_step", *args))
+        return join_outputs(*self._run_shards("validation_step", *args))
 
     @override
     def test_step(self, *args: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return join_outputs(*self._run_shards("test_step", *args))
+        return join_outputs(*self._run_shards("test_step", *args))
 
     @override
     def predict_step(self, *args: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return join_outputs(*self._run_shards("predict_step", *args))
+        return join_outputs(*self._run_shards("predict_step", *args))
 
     def _run_shards(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], list[int]]:
         """Call a step of the module for every shard. Returns the outputs, and the shards' sizes."""
         module: Any = self.lightning_module
-        num_devices = len(self.parallel_devices)
+        root, num_devices = self.root_device, len(self.parallel_devices)
         size = num_samples(batch) if num_devices > 1 else 1
         if step == "training_step" and size < num_devices:
-            _refuse(
-                f"got a batch of {size} for {num_devices} devices. Use drop_last=True, or fewer."
-            )
+            _refuse(f"cannot split {size} samples over {num_devices} devices. Use drop_last=True.")
         sizes = shard_sizes(size, self.split or [1] * num_devices)
         if not sizes[0]:  # the first device's buffers are kept
             sizes[0], sizes[sizes.index(max(sizes))] = 1, max(sizes) - 1
@@ -148,13 +136,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
         ]
         results, outputs = module.trainer._results, []
         for shard, device, copies in shards:
+            # What a hook has left on another device stays there, for example lengths on the CPU.
+            shard = apply_to_collection(
+                shard, Tensor, lambda X, to=device: X.to(to) if X.device == root else X
+            )
             if results is not None:  # `self.log` takes the size of the shard
                 results.batch, results.batch_size = shard, None
-            # A tensor that a hook has left on another device stays there, for example lengths.
-            shard = apply_to_collection(
-                shard, Tensor, lambda X, to=device: X.to(to) if X.device == self.root_device else X
-            )
-            with _use_tensors(module, copies, device):
+            with self.precision_plugin.forward_context(), _use_tensors(module, copies, device):
                 outputs.append(getattr(module, step)(shard, *args))
         if results is not None:
             results.batch, results.batch_size = batch, None

@@ -183,7 +183,7 @@ def pytest_configure() -> None:
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
         strategy, devices = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1))
-        is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
+        is_ours = isinstance(strategy, str) or hasattr(strategy, "parallel_devices")
         own = getattr(strategy, "parallel_devices", None)
         names_its_own = (devices == "1" and not is_ours) or (own and own[0].type == "cpu")
         has_processes = str(strategy).startswith(("ddp", "fsdp"))
