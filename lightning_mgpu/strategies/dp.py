@@ -79,10 +79,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         losses, weights, _ = zip(*map(split_loss, outputs))
         if all(loss is None for loss in losses):
             return None
-        if (
-            module.trainer.fit_loop.epoch_loop.batch_idx % module.trainer.accumulate_grad_batches
-            == 0
-        ):
+        if module.trainer.fit_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
             self._window.clear()
         has_weights = None not in weights
         self._window.append(sum(weights) if has_weights else None)
