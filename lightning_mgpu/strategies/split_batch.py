@@ -46,7 +46,7 @@ def num_samples(batch: Any) -> int:
     for part in leaves(batch):
         is_odd = isinstance(part, Tensor) and (part.is_nested or part.layout != torch.strided)
         if is_odd or (hasattr(part, "to") and not isinstance(part, Tensor)):
-            raise ValueError(f"A {type(part).__name__} in a batch cannot be split. {fix}")
+            raise ValueError(f"A batch with {type(part).__name__} in it cannot be split. {fix}")
     lengths = {len(array) for array in arrays}
     lengths = lengths - {1} or lengths
     if len(arrays) > 3 and lengths == {3} and all(array.ndim == 3 for array in arrays):

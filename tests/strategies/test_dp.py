@@ -252,6 +252,8 @@ def test_predictions_are_in_order(make_trainer: Callable[..., Trainer]) -> None:
 class Watched(Classifier):
     """Records what shards are and what they compute with."""
 
+    num_seen: Tensor
+
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 4))
         self.register_buffer("num_seen", torch.zeros(2))
