@@ -1,7 +1,6 @@
 """`dp`: training on several devices of one process is that of one device.
 
-Reference runs are Lightning's own, on one CPU. `-p tests.simulated.devices` has devices that
-differ.
+Reference runs are Lightning's own. With `-p tests.simulated.devices` the devices differ.
 """
 
 from collections.abc import Callable
