@@ -1,30 +1,22 @@
 """Devices `sim:0`, `sim:1`, ... that differ as GPUs do, for tests on machines without GPUs.
 
     python -m pytest -p tests.simulated.devices tests/strategies/test_dp.py
-    PYTHONPATH=.:tests/simulated/autoload python -m lightning_mgpu fit --trainer.accelerator=sim
 
-As a pytest plugin (the first line) it lets the tests' `Trainer(accelerator="cpu")` run on
-simulated devices. Processes load the devices themselves (the second line).
-
+As a pytest plugin it lets the tests' `Trainer(accelerator="cpu")` run on simulated devices.
 As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a
 thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
-and GradScalers work. watch.py counts what makes the host wait and what goes between devices, so
-that "a step waits for no device" is a test.
+and GradScalers work. watch.py counts what makes the host wait, and bytes between devices.
 
 What a GPU has and these devices lack: streams (all work is done when a call returns, so no test
 here finds a missing `synchronize` or a race), kernels and speed of their own (the CPU's run, to the
-bit), a limit of memory, collectives (gloo and NCCL do not know the devices: strategies of several
-processes are tested on CPUs), CUDA's name, sparse tensors, and fused recurrent cells.
-A test of what is missing here is marked `gpu`.
+bit), a limit of memory, collectives, CUDA's name, sparse tensors, fused recurrent cells. They exist
+in one process. A test of what is missing here is marked `gpu`.
 """
 
 import functools
 import hashlib
-import importlib.util
 import os
 import subprocess
-import sys
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,8 +27,6 @@ import torch
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
-PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
-"""On PYTHONPATH, these let a process load the devices, for `--trainer.accelerator=sim`."""
 
 
 def build() -> Path:
@@ -86,42 +76,14 @@ def register() -> None:
     torch._register_device_module("sim", module)
 
 
-class AfterLightning(MetaPathFinder):
-    """Registers the accelerator once Lightning's Trainer is imported.
-
-    It cannot be done when torch loads the devices: Lightning, half imported, imports torch.
-    """
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "lightning.pytorch.trainer.connectors.accelerator_connector":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_register(module: ModuleType) -> None:
-            run(module)
-            importlib.import_module("tests.simulated.accelerator")
-
-        spec.loader.exec_module = run_and_register
-        return spec
-
-
-def autoload() -> None:
-    """Called by `import torch` with `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
-    register()
-    sys.meta_path.insert(0, AfterLightning())
-
-
 def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
-    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"command", "command_in"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.skip(reason="processes are tested by test_commands.py"))
+            item.add_marker(pytest.mark.skip(reason="the devices exist in one process"))
 
 
 def pytest_configure() -> None:

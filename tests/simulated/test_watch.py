@@ -1,20 +1,13 @@
-"""Which calls count as waits, and how Lightning sees the simulated accelerator.
-
-python -m pytest -p tests.simulated.devices tests/simulated/test_watch.py
-"""
+"""Which calls count as waits."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
-IS_SIMULATED = hasattr(torch, "sim")
-if IS_SIMULATED:
-    from tests.simulated.watch import bytes_held, watched
-pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs -p tests.simulated.devices")
+from tests.simulated.watch import watched
 
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda X: float(X[0]),
@@ -50,21 +43,3 @@ def test_goes_on(name: str) -> None:
         GOES_ON[name](X)
     assert not seen.waits
     assert seen.num_bytes == {"a copy between devices": 12, "and its gradient": 24}.get(name, 0)
-
-
-def test_bytes_held() -> None:
-    before = bytes_held(1)
-    X = torch.ones(1000, device="sim:1")
-    assert bytes_held(1) == before + 4000
-    del X
-    assert bytes_held(1) == before
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_accelerator(precision: Any, make_trainer: Callable[..., Trainer]) -> None:
-    """As a GPU's: one device, several of one process, and autocast on them."""
-    for options in ({}, {"devices": 2, "strategy": "dp"}):
-        trainer = make_trainer(accelerator="sim", precision=precision, **options)
-        assert trainer.strategy.root_device == torch.device("sim", 0)
-        assert getattr(trainer.precision_plugin, "device", "sim") == "sim"
-    assert trainer.strategy.parallel_devices == [torch.device("sim", i) for i in range(2)]  # type: ignore[attr-defined]

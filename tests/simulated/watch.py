@@ -1,4 +1,4 @@
-"""Counts waits of a GPU's host, messages between simulated devices, and the bytes they hold."""
+"""Counts waits of a GPU's host, bytes between simulated devices, and the bytes they hold."""
 
 import ctypes
 import traceback
@@ -43,16 +43,6 @@ def watched() -> Iterator[Seen]:
     finally:
         LIBRARY.sim_watch(None)
         LIBRARY.sim_watch_peers(0)
-
-
-@contextmanager
-def broken_device() -> Iterator[None]:
-    """Every wait in the block raises CUDA's error, as after a failed assertion in a kernel."""
-    LIBRARY.sim_break(1)
-    try:
-        yield
-    finally:
-        LIBRARY.sim_break(0)
 
 
 def bytes_held(device: int) -> int:
