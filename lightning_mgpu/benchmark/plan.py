@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule
 
 from lightning_mgpu import models as package_models
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 BY_HAND = {"loop": "hand-written loop, one device", "book": "the book's multi-device loop"}

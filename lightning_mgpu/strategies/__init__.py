@@ -2,9 +2,17 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_mgpu.allreduce import (
+    foreach_allreduce,
+    ring_allreduce,
+    sharded_allreduce,
+    textbook_allreduce,
+    tree_allreduce,
+)
 from lightning_mgpu.strategies.dp import DataParallelStrategy
+from lightning_mgpu.strategies.manual_allreduce import ManualAllreduceStrategy
 
-__all__ = ["DataParallelStrategy"]
+__all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
 
 StrategyRegistry.register(
     "dp",
@@ -12,3 +20,19 @@ StrategyRegistry.register(
     description="one set of parameters, copied to several devices of one process for every step",
     override=True,
 )
+
+
+for _name, _allreduce in {
+    "manual_allreduce": textbook_allreduce,
+    "manual_allreduce_tree": tree_allreduce,
+    "manual_allreduce_sharded": sharded_allreduce,
+    "manual_allreduce_ring": ring_allreduce,
+    "manual_allreduce_foreach": foreach_allreduce,
+}.items():
+    StrategyRegistry.register(
+        _name,
+        ManualAllreduceStrategy,
+        description=f"a process per device, {_allreduce.__name__}",
+        override=True,
+        allreduce=_allreduce,
+    )

@@ -3,7 +3,7 @@
 python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -19,9 +18,14 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mgpu.strategies.join_outputs import join_outputs, weighted_mean
-from lightning_mgpu.strategies.loss import split_loss, take_share
-from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
+from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.split_batch import (
+    cut,
+    join_outputs,
+    num_samples,
+    shard_sizes,
+    weighted_mean,
+)
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
@@ -32,10 +36,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
     device, where one optimizer makes the update. In `manual_allreduce` every device has its own
     parameters and optimizer: all get the sum of the gradients, and every replica updates itself.
 
-    Python objects see one call of the step per shard. Buffers are copied, too, and the first
-    shard's are kept: BatchNorm's running statistics are those of the first shard. Shards on one
-    device draw their random numbers one after the other; two GPUs seeded alike draw the same.
-    Recomputed activations (`torch.utils.checkpoint`) need all shards on one device.
+    Python objects see one call of the step per shard. Buffers are the first shard's, BatchNorm's
+    running statistics too. Shards on one device draw their random numbers one after the other; two
+    GPUs seeded alike draw the same. Activations that `torch.utils.checkpoint` computes again need
+    all shards on one device.
 
     Args:
         split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
@@ -50,8 +54,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().__init__()
         self.split = split
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
-        self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None  # the Trainer's
-        self._window: list[Any] = []  # weights of the batches whose gradients add up
+        # the Trainer sets these, and then calls `_configure_launcher`
+        self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
 
     @property
     @override
@@ -60,7 +64,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """The Trainer has set all attributes: refuse what one process cannot do."""
         environment: Any = self.cluster_environment
         if self.num_nodes * environment.world_size() > 1:
             _refuse("is one process on one machine. Start it without a launcher, or use ddp.")
@@ -76,32 +79,17 @@ class DataParallelStrategy(SingleDeviceStrategy):
         if not module.automatic_optimization:
             _refuse("has no manual optimization. Use manual_allreduce or ddp.")
         outputs, sizes = self._run_shards("training_step", *args)
-        losses, weights, _ = zip(*map(split_loss, outputs))
+        losses, weights = zip(*map(split_loss, outputs))
         if all(loss is None for loss in losses):
             return None
-        if module.trainer.fit_loop.batch_idx % module.trainer.accumulate_grad_batches == 0:
-            self._window.clear()
-        has_weights = None not in weights
-        self._window.append(sum(weights) if has_weights else None)
-        if None in losses or len({weight is None for weight in (*weights, *self._window)}) > 1:
-            _refuse("needs a loss from every shard; from all shards and batches a weight, or none.")
-        loss = torch.zeros((), device=self.root_device, requires_grad=True)
-        if self._window[-1] != 0:
-            on_root = [each.to(self.root_device) for each in losses]
-            loss = weighted_mean(on_root, weights if has_weights else sizes)
-        if isinstance(outputs[0], Tensor):
-            return loss
-        weight = {"weight": self._window[-1]} if has_weights else {}
-        return {**join_outputs(outputs, sizes), "loss": loss, **weight}
-
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """With weights, gradients of accumulated batches are a running mean."""
-        module: Any = self.lightning_module
-        if self._window[-1] is not None:  # Lightning has divided the loss by the number of batches
-            share = take_share(self._window, module.parameters())
-            closure_loss = closure_loss * (share * module.trainer.accumulate_grad_batches)
-        return super().backward(closure_loss, *args, **kwargs)
+        given = [weight for weight in weights if weight is not None]
+        if None in losses or (given and (len(given) < len(weights) or not sum(given))):
+            _refuse("needs a loss from every shard, and weights from all or none, with a sum > 0.")
+        if given and module.trainer.accumulate_grad_batches > 1:
+            _refuse("has no weights over accumulated batches. Use manual_allreduce.")
+        loss = weighted_mean(losses, given or sizes)
+        is_dict = isinstance(outputs[0], Mapping)
+        return {**join_outputs(outputs, sizes), "loss": loss} if is_dict else loss
 
     @override
     def validation_step(self, *args: Any) -> Any:
@@ -133,7 +121,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         ]
         results, outputs = module.trainer._results, []
         for shard, device, copies in shards:
-            # What a hook has left on another device stays there, for example lengths on the CPU.
+            # Tensors on other devices than the first stay there, for example lengths on the CPU.
             shard = apply_to_collection(
                 shard, Tensor, lambda X, to=device: X.to(to) if X.device == root else X
             )
@@ -146,7 +134,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         return outputs, [size for size in sizes if size]
 
 
-def _copy_tensors(module: LightningModule, device: torch.device) -> dict[str, Tensor]:
+def _copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
     """Parameters and buffers, without those of metrics, which stay on the first device."""
     metrics = [f"{name}." for name, each in module.named_modules() if isinstance(each, Metric)]
     return {
@@ -157,9 +145,7 @@ def _copy_tensors(module: LightningModule, device: torch.device) -> dict[str, Te
 
 
 @contextmanager
-def _use_tensors(
-    module: LightningModule, tensors: dict[str, Tensor], device: torch.device
-) -> Iterator[None]:
+def _use_tensors(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
     metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
     for metric in metrics:

@@ -1,11 +1,12 @@
-"""`split_batch` of the book, for lists, tuples and dicts of tensors.
+"""`split_batch` of the book, for lists, tuples and dicts of tensors, and its inverse.
 
 Samples lie along dimension 0 of tensors and arrays, and in lists of that length without tensors,
 for example of names. Tensors of length 1 or 0-d, numbers and strings belong to every shard.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,16 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 ARRAYS = (Tensor, np.ndarray)
 
 
-def split_batch(batch: Any, k: int, shards: Sequence[int] | None = None) -> list[Any]:
-    """All of k shards, or the given ones, cut as by `tensor_split`. The last ones may be empty."""
-    whole = cut(batch, shard_sizes(num_samples(batch), [1] * k))
-    return whole if shards is None else [whole[i] for i in shards]
-
-
-def slice_batch(batch: Any, first: int, last: int, k: int) -> Any:
-    """The samples of shards `first` to `last - 1` of k, in one piece."""
-    sizes = shard_sizes(num_samples(batch), [1] * k)
-    return cut(batch, [sum(sizes[:first]), sum(sizes[first:last]), sum(sizes[last:])])[1]
+def split_batch(batch: Any, k: int) -> list[Any]:
+    """k shards, cut as by `tensor_split`. The last ones may be empty."""
+    return cut(batch, shard_sizes(num_samples(batch), [1] * k))
 
 
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
@@ -41,67 +35,100 @@ def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
 
 def num_samples(batch: Any) -> int:
     """The number of samples; a ValueError for a batch that cannot be split."""
-    fix = "Collate it to tensors with one row per sample, in lists, tuples or dicts."
-    arrays = [part for part in leaves(batch) if isinstance(part, ARRAYS) and part.ndim]
-    for part in leaves(batch):
-        is_odd = isinstance(part, Tensor) and (part.is_nested or part.layout != torch.strided)
-        if is_odd or (hasattr(part, "to") and not isinstance(part, Tensor)):
-            raise ValueError(f"A batch with {type(part).__name__} in it cannot be split. {fix}")
+    arrays = [leaf for leaf in leaves(batch) if isinstance(leaf, ARRAYS) and leaf.ndim]
     lengths = {len(array) for array in arrays}
     lengths = lengths - {1} or lengths
     if len(arrays) > 3 and lengths == {3} and all(array.ndim == 3 for array in arrays):
         lengths.add(len(arrays))  # a list of images: three channels are not three samples
-    if len(lengths) != 1 or 0 in lengths:
+    if len(lengths) != 1 or 0 in lengths or any(map(_is_opaque, leaves(batch))):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves(batch)})
         raise ValueError(
-            f"A batch with tensors of lengths {sorted(lengths)} cannot be split. {fix}"
+            f"A batch of {', '.join(kinds)} with lengths {sorted(lengths)} cannot be split. "
+            "Collate it to tensors with one row per sample, in lists, tuples or dicts."
         )
     return lengths.pop()
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a batch into consecutive pieces of the given sizes, without copying tensors."""
+    """Consecutive pieces of a batch, without copying tensors."""
     ends = list(accumulate(sizes))
-    return [_rows(batch, slice(end - size, end), ends[-1]) for size, end in zip(sizes, ends)]
 
-
-def leaves(part: Any) -> Iterator[Any]:
-    """Everything in lists, tuples and dicts but themselves."""
-    if (items := items_of(part)) is None:
-        yield part
-    for item in items or ():
-        yield from leaves(item)
-
-
-def items_of(part: Any) -> list[Any] | None:
-    if isinstance(part, Mapping):
-        return list(part.values())
-    is_list = isinstance(part, (list, tuple)) and not isinstance(part, PackedSequence)
-    return list(part) if is_list else None
-
-
-def like(part: Any, items: Sequence[Any]) -> Any:
-    """The same list, tuple or dict with other items in it."""
-    if not isinstance(part, Mapping):
-        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
-    other: Any = copy.copy(part)
-    for key, item in zip(part, items):
-        other[key] = item
-    return other
-
-
-def _rows(part: Any, rows: slice, total: int) -> Any:
-    if isinstance(part, ARRAYS):
-        if not part.ndim or len(part) != total:
+    def piece(part: Any, rows: slice) -> Any:
+        has_rows = part.ndim if isinstance(part, ARRAYS) else type(part) in (list, tuple)
+        if not has_rows or len(part) != ends[-1]:
             return part
-        shard: Any = part[rows]
-        if isinstance(part, Tensor) and not part.requires_grad:
-            # by `.data` a step may edit its shard in place after another's has saved the batch
-            shard = shard.data.as_subclass(type(part))  # torchvision's tv_tensors: `[]` drops it
-            vars(shard).update(vars(part))
+        if not isinstance(part, Tensor) or part.requires_grad:
+            return part[rows]
+        # by `.data` a step may edit its shard in place after another's has saved the batch
+        shard: Any = part[rows].data.as_subclass(type(part))  # `[]` drops torchvision's subclasses
+        vars(shard).update(vars(part))
         return shard
-    if (items := items_of(part)) is None:
-        return part
-    is_list = not isinstance(part, Mapping) and not hasattr(part, "_fields")
-    if is_list and len(items) == total and not any(isinstance(x, ARRAYS) for x in leaves(part)):
-        return part[rows]  # for example names
-    return like(part, [_rows(item, rows, total) for item in items])
+
+    rows = [slice(end - size, end) for size, end in zip(sizes, ends)]
+    return [_map(batch, partial(piece, rows=each)) for each in rows]
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Everything in lists, tuples and dicts. A list without tensors is one leaf."""
+    found: list[Any] = []
+    _map(batch, found.append)
+    return found
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What one device would return for the whole batch: rows are joined, numbers averaged."""
+    first = outputs[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([output.to(first.device) for output in outputs])
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(outputs)
+    if isinstance(first, (Tensor, float, int)) and not isinstance(first, bool):
+        return weighted_mean(outputs, sizes)
+    if isinstance(first, Mapping):
+        return {key: join_outputs([output[key] for output in outputs], sizes) for key in first}
+    if isinstance(first, list) and all(map(_is_per_sample, outputs, sizes)):
+        return [item for output in outputs for item in output]  # texts, or boxes
+    if isinstance(first, (list, tuple)):
+        return _like(first, [join_outputs(items, sizes) for items in zip(*outputs, strict=True)])
+    if any(output != first for output in outputs[1:]):
+        raise ValueError(
+            f"Shards return different {type(first).__name__} values, which cannot be joined: "
+            "return numbers, or tensors with one row per sample."
+        )
+    return first
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of numbers. What has weight 0 may be NaN: it does not count."""
+    device = values[0].device if isinstance(values[0], Tensor) else None
+    terms = [value * (n / sum(weights)) for value, n in zip(values, weights) if n]
+    return sum(term if device is None else term.to(device) for term in terms)
+
+
+def _map(part: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(part, Mapping):
+        changed: Any = copy.copy(part)
+        for key, value in part.items():
+            changed[key] = _map(value, function)
+        return changed
+    is_list = isinstance(part, (list, tuple)) and not isinstance(part, PackedSequence)
+    if is_list and any(isinstance(leaf, ARRAYS) for item in part for leaf in leaves(item)):
+        return _like(part, [_map(item, function) for item in part])
+    return function(part)
+
+
+def _like(part: Any, items: list[Any]) -> Any:
+    return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+
+
+def _is_opaque(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.is_nested or leaf.layout != torch.strided
+    return hasattr(leaf, "to") or isinstance(leaf, PackedSequence)
+
+
+def _is_per_sample(part: list[Any], size: int) -> bool:
+    """Not so `[logits, features]` of two samples."""
+    return len(part) == size and not any(
+        np.ndim(x) and len(x) == size for x in part if isinstance(x, ARRAYS)
+    )

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_mgpu.commands import run_command
 from lightning_mgpu.errors import UsageError
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.testing.cases import PROMISES
 from lightning_mgpu.testing.check import PromiseResult, check_strategy
 from lightning_mgpu.testing.probe import StrategySpec

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 from lightning_mgpu.testing.probe import (
     Data,

@@ -12,7 +12,7 @@ from torchmetrics import MeanAbsoluteError, SumMetric
 
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.protocols import strategy_facts
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torchvision.tv_tensors import BoundingBoxes
 
-from lightning_mgpu.strategies.join_outputs import join_outputs
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import (
     cut,
+    join_outputs,
     num_samples,
     shard_sizes,
-    slice_batch,
     split_batch,
 )
 
@@ -29,16 +28,12 @@ Pair = namedtuple("Pair", "X y")
 NAMES = list("abcdefghij")
 
 
-@given(st.integers(1, 200), st.integers(1, 20), st.data())
-def test_shards_are_those_of_tensor_split(num: int, k: int, data: st.DataObject) -> None:
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_shards_are_those_of_tensor_split(num: int, k: int) -> None:
     rows = torch.arange(num)
     expected = rows.tensor_split(k)
     assert shard_sizes(num, [1] * k) == [len(shard) for shard in expected]
     assert all(map(torch.equal, split_batch(rows, k), expected))
-    first = data.draw(st.integers(0, k - 1))
-    last = data.draw(st.integers(first + 1, k))
-    assert torch.equal(slice_batch(rows, first, last, k), torch.cat(expected[first:last]))
-    assert all(map(torch.equal, split_batch(rows, k, range(first, last)), expected[first:last]))
 
 
 def test_shares_are_rounded_to_the_nearest_sizes() -> None:
@@ -104,20 +99,14 @@ class Opaque:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "lengths": ([X, X[:3]], "with tensors of lengths [3, 10] cannot be split. Collate it"),
-    "no tensors": (NAMES, "with tensors of lengths [] cannot be split. Collate it"),
-    "no samples": (X[:0], "with tensors of lengths [0] cannot be split. Collate it"),
-    "packed": ([pack_sequence([X])], "A batch with PackedSequence in it"),
-    "a graph": ([X, Opaque()], "A batch with Opaque in it cannot be split. Collate it"),
-    "a module": (
-        {"a": X, "b": nn.Linear(1, 1)},
-        "A batch with Linear in it cannot be split. Collate it",
-    ),
-    "sparse": (X.to_sparse(), "A batch with Tensor in it cannot be split. Collate it"),
-    "images": (
-        [torch.zeros(3, 4 + i, 4) for i in range(5)],
-        "with tensors of lengths [3, 5] cannot be split. Collate it",
-    ),
+    "lengths": ([X, X[:3]], "A batch of Tensor with lengths [3, 10]"),
+    "no tensors": (NAMES, "A batch of list with lengths []"),
+    "no samples": (X[:0], "with lengths [0]"),
+    "packed": ([X, pack_sequence([X])], "PackedSequence"),
+    "a graph": ([X, Opaque()], "A batch of Opaque, Tensor with lengths [10]"),
+    "a module": ({"a": X, "b": nn.Linear(1, 1)}, "A batch of Linear, Tensor"),
+    "sparse": (X.to_sparse(), "A batch of Tensor"),
+    "images": ([torch.zeros(3, 4 + i, 4) for i in range(5)], "lengths [3, 5] cannot be split"),
 }
 
 
@@ -158,19 +147,19 @@ def test_two_outputs_of_two_samples_are_not_a_list_per_sample() -> None:
 
 @pytest.mark.parametrize("outputs", [[object(), object()], ["a", "b"], [[1.0], [1.0, 2.0]]])
 def test_what_cannot_be_joined_is_refused(outputs: list[Any]) -> None:
-    with pytest.raises(ValueError, match="for every shard, which cannot be joined"):
+    with pytest.raises(ValueError, match=r"cannot be joined|zip"):
         join_outputs(outputs, [3, 3])
 
 
 def test_losses() -> None:
     loss = torch.ones(1)
-    assert split_loss(None) == (None, None, None)
-    found, weight, output = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
-    assert found is not None and found.ndim == 0 and weight == 3.0 and output["a"] == 1
+    assert split_loss(None) == (None, None)
+    found, weight = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
+    assert found is not None and found.ndim == 0 and weight == 3.0
     assert split_loss(loss)[1] is None
-    for wrong in (X, {"a": 1}, 3.0, [loss]):
-        with pytest.raises(MisconfigurationException, match="as its loss, which must be a tensor"):
+    for wrong in (X, {"loss": 3.0}, 3.0, [loss]):
+        with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
             split_loss(wrong)
-    for number in (-1, float("nan"), float("inf"), X, "a"):
-        with pytest.raises(MisconfigurationException, match="must be one finite number"):
+    for number in (-1, float("nan"), float("inf")):
+        with pytest.raises(MisconfigurationException, match="must be 0 or more"):
             split_loss({"loss": loss, "weight": number})
