@@ -1,7 +1,4 @@
-"""`Trainer(accelerator="sim")`, and `--trainer.accelerator=sim` on the command line.
-
-Imported once Lightning is: see `load` and `autoload` in devices.py.
-"""
+"""`Trainer(accelerator="sim")`, and `--trainer.accelerator=sim` on a command line in a test."""
 
 from typing import Any
 
@@ -40,20 +37,15 @@ choose_precision = _AcceleratorConnector._check_and_init_precision
 def choose_strategy_for_any_device(self: Any) -> Any:
     """Lightning's own takes the CPU for one device that is not CUDA's, Apple's or an XLA device."""
     chosen = choose_strategy(self)
-    if isinstance(self.accelerator, SimulatedAccelerator) and isinstance(
-        chosen, SingleDeviceStrategy
-    ):
-        return SingleDeviceStrategy(self._parallel_devices[0])
-    return chosen
+    is_one = isinstance(chosen, SingleDeviceStrategy) and self._accelerator_flag == "sim"
+    return SingleDeviceStrategy(self._parallel_devices[0]) if is_one else chosen
 
 
 def choose_precision_for_any_device(self: Any) -> Any:
     """Lightning's own takes CUDA's autocast for every accelerator but the CPU and Apple's."""
     chosen = choose_precision(self)
-    is_mixed = isinstance(chosen, MixedPrecision) and chosen is not self._precision_plugin_flag
-    if isinstance(self.accelerator, SimulatedAccelerator) and is_mixed:
-        return MixedPrecision(chosen.precision, "sim")
-    return chosen
+    is_mixed = isinstance(chosen, MixedPrecision) and self._accelerator_flag == "sim"
+    return MixedPrecision(chosen.precision, "sim") if is_mixed else chosen
 
 
 _AcceleratorConnector._choose_strategy = choose_strategy_for_any_device  # type: ignore[method-assign]

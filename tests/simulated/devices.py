@@ -1,44 +1,22 @@
 """Devices `sim:0`, `sim:1`, ... that differ as GPUs do, for tests on machines without GPUs.
 
-    python -m pytest -p tests.simulated.devices tests/strategies/test_parity.py
-    PYTHONPATH=.:tests/simulated/autoload python -m lightning_mgpu fit --trainer.accelerator=sim
+    python -m pytest -p tests.simulated.devices tests/strategies/test_dp.py
 
-As a pytest plugin (the first line) it lets the tests' `Trainer(accelerator="cpu")` run on
-simulated devices. Processes load the devices themselves (the second line).
-
+As a pytest plugin it lets the tests' `Trainer(accelerator="cpu")` run on simulated devices.
 As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Autograd has a
 thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
-and GradScalers work. watch.py counts what makes the host wait (`.item()`, a copy to the CPU,
-`nonzero`, `equal`, a copy from memory that is not pinned) and what goes between devices, so that
-"a step waits for no device" is a test. In `broken_device()` every wait raises CUDA's error.
+and GradScalers work. watch.py counts what makes the host wait, and bytes between devices.
 
-What a GPU has and these devices lack, and what follows for the tests:
-
-- Streams, and kernels that run while the host goes on. All work is done when a call returns: no
-  test here finds a missing `synchronize`, the race of a non-blocking copy, or devices that do
-  not overlap. A wait is counted where CUDA would wait, by a list of operators in devices.cpp;
-  others are not seen.
-- Kernels of their own. The CPU's run, so figures are the CPU's to the bit: neither speed, nor
-  CUDA's rounding, nor the need for deterministic kernels shows. Inductor generates no code for
-  them.
-- A limit of memory. `bytes_held` counts, but nothing is ever full.
-- Collectives. Gloo and NCCL do not know the devices: `ddp` and FSDP are tested on CPU processes,
-  and by tests/test_gpu.py where there are several GPUs.
-- CUDA's name. What asks for CUDA itself (Lightning's hints, cuDNN, `torch.cuda`) goes the CPU's
-  way.
-- Sparse tensors and fused recurrent cells: see `UNLIKE_GPUS`. `ON_ONE_DEVICE` has what GPUs
-  refuse, too.
-
-A test of what is missing here is marked `gpu`.
+What a GPU has and these devices lack: streams (all work is done when a call returns, so no test
+here finds a missing `synchronize` or a race), kernels and speed of their own (the CPU's run, to the
+bit), a limit of memory, collectives, CUDA's name, sparse tensors, fused recurrent cells. They exist
+in one process. A test of what is missing here is marked `gpu`.
 """
 
 import functools
 import hashlib
-import importlib.util
 import os
 import subprocess
-import sys
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,28 +24,9 @@ from typing import Any
 import pytest
 import torch
 
-UNLIKE_GPUS = {  # a part of a test's name, and why it is skipped here
-    "-sparse embedding]": "no sparse tensors",
-    "-lstm]": "no fused cells of recurrent layers",
-    "test_a_compiled_model_trains_the_same": "Inductor generates no code for them",
-    "test_what_wandbs_agent_starts": "W&B starts late on a busy machine, and knows no devices",
-    "test_what_cannot_be_compiled_is_refused": "Inductor generates no code for them",
-}
-SCRIPTED = "TorchScript layers keep their parameters on the first device"
-ON_ONE_DEVICE = {  # what torch refuses where devices differ: all replicas have the one object
-    "test_models[manual_allreduce-scripted layers]": SCRIPTED,
-    "test_models[dp-scripted layers]": SCRIPTED,
-    "test_python_objects_get_one_call_a_replica": "a list that steps append to holds "
-    "tensors of all devices",
-    "test_what_cannot_be_split[an object that holds tensors-": "an object without `to` stays "
-    "on the CPU",
-}
-IN_PROCESSES = {"command", "command_in", "shell"}  # fixtures; see test_commands.py
 TORCH = Path(torch.__file__).parent
 SOURCE = Path(__file__).with_name("devices.cpp")
 NUM_DEVICES = 8  # as there
-PATHS = [str(SOURCE.parents[2]), str(SOURCE.with_name("autoload"))]
-"""On PYTHONPATH, these let a process load the devices, for `--trainer.accelerator=sim`."""
 
 
 def build() -> Path:
@@ -78,19 +37,10 @@ def build() -> Path:
         library.parent.mkdir(exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-        options = [
-            "-std=c++20",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            abi,
-            f"-I{TORCH / 'include'}",
-            f"-L{TORCH / 'lib'}",
-        ]
-        libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
-        subprocess.run(
-            ["g++", *options, str(SOURCE), "-o", str(unfinished), *libraries], check=True
-        )
+        options = ["-std=c++20", "-O1", "-fPIC", "-shared", abi, f"-I{TORCH / 'include'}"]
+        libraries = [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        line = ["g++", *options, str(SOURCE), "-o", str(unfinished), *libraries]
+        subprocess.run(line, check=True)
         unfinished.replace(library)
     return library
 
@@ -126,47 +76,14 @@ def register() -> None:
     torch._register_device_module("sim", module)
 
 
-class AfterLightning(MetaPathFinder):
-    """Registers the accelerator once Lightning's Trainer is imported.
-
-    It cannot be done when torch loads the devices: Lightning, half imported, imports torch.
-    """
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "lightning.pytorch.trainer.connectors.accelerator_connector":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_register(module: ModuleType) -> None:
-            run(module)
-            importlib.import_module("tests.simulated.accelerator")
-
-        spec.loader.exec_module = run_and_register
-        return spec
-
-
-def autoload() -> None:
-    """Called by `import torch` with `PATHS` on PYTHONPATH, by the entry point in `autoload/`."""
-    register()
-    sys.meta_path.insert(0, AfterLightning())
+def pytest_load_initial_conftests() -> None:
+    register()  # before a conftest.py asks for the devices
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reasons = [
-            why for part, why in {**UNLIKE_GPUS, **ON_ONE_DEVICE}.items() if part in item.name
-        ]
-        if IN_PROCESSES.intersection(getattr(item, "fixturenames", ())):
-            reasons.append("processes are tested by test_commands.py")
-        if reasons:
-            item.add_marker(pytest.mark.skip(reason=f"on simulated devices: {reasons[0]}"))
-
-
-def pytest_load_initial_conftests() -> None:
-    register()  # before a conftest.py asks for the devices
-    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+        if {"command", "command_in"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.skip(reason="the devices exist in one process"))
 
 
 def pytest_configure() -> None:
@@ -175,6 +92,7 @@ def pytest_configure() -> None:
     Those stay there that start processes, and those whose strategy names its own devices.
     """
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
     import tests.simulated.accelerator  # noqa: F401
 
@@ -182,12 +100,11 @@ def pytest_configure() -> None:
 
     @functools.wraps(init)
     def on_simulated_devices(self: Trainer, **kwargs: Any) -> None:
-        strategy, devices = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1))
-        is_ours = isinstance(strategy, str) or hasattr(strategy, "num_replicas")
-        own = getattr(strategy, "parallel_devices", None)
-        names_its_own = (devices == "1" and not is_ours) or (own and own[0].type == "cpu")
-        has_processes = str(strategy).startswith(("ddp", "fsdp"))
-        has_processes |= strategy == "auto" and devices not in ("1", "auto")
+        strategy, has_one = kwargs.get("strategy", "auto"), str(kwargs.get("devices", 1)) == "1"
+        is_dp = strategy == "dp" or hasattr(strategy, "split")
+        names_its_own = bool(getattr(strategy, "parallel_devices", None))
+        names_its_own |= isinstance(strategy, SingleDeviceStrategy) and not is_dp
+        has_processes = str(strategy).startswith("ddp") or not (has_one or is_dp)
         if kwargs.get("accelerator") == "cpu" and not names_its_own and not has_processes:
             kwargs["accelerator"] = "sim"
         init(self, **kwargs)

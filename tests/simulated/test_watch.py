@@ -1,30 +1,19 @@
-"""Which calls count as waits; how Lightning sees the simulated accelerator.
-
-python -m pytest -p tests.simulated.devices tests/simulated/test_watch.py
-"""
+"""Which calls count as waits."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
-IS_SIMULATED = hasattr(torch, "sim")
-if IS_SIMULATED:
-    from tests.simulated.watch import bytes_held, watched
-pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs -p tests.simulated.devices")
+from tests.simulated.watch import watched
 
 WAITS: dict[str, Callable[[Tensor], Any]] = {
-    "item": lambda X: X.sum().item(),
     "a number": lambda X: float(X[0]),
     "a condition": lambda X: bool(X[0] > 0),
     "a copy to the CPU": lambda X: X.cpu(),
-    "a copy from the CPU": lambda X: torch.ones(3).to(X.device),
-    "a copy from memory that is not pinned": lambda X: torch.ones(3).to(
-        X.device, non_blocking=True
-    ),
+    "a copy from memory not pinned": lambda X: torch.ones(3).to(X.device, non_blocking=True),
     "a number's copy": lambda X: torch.tensor(3.0, device=X.device),
     "nonzero": lambda X: X.nonzero(),
     "equal": lambda X: torch.equal(X, X.clone()),
@@ -34,8 +23,8 @@ GOES_ON: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda X: (X + 1).square().sum(),
     "a pinned copy": lambda X: torch.ones(3).pin_memory().to(X.device, non_blocking=True),
     "a copy between devices": lambda X: X.to("sim:1"),
+    "and its gradient": lambda X: X.requires_grad_().to("sim:1").sum().backward(),
     "masked_fill": lambda X: X.masked_fill(X > 0, 0.0),
-    "indices": lambda X: X[torch.arange(2, device=X.device)],
 }
 
 
@@ -53,22 +42,4 @@ def test_goes_on(name: str) -> None:
     with watched() as seen:
         GOES_ON[name](X)
     assert not seen.waits
-    assert seen.num_bytes == (12 if name == "a copy between devices" else 0)
-
-
-def test_bytes_held() -> None:
-    before = bytes_held(1)
-    X = torch.ones(1000, device="sim:1")
-    assert bytes_held(1) == before + 4000
-    del X
-    assert bytes_held(1) == before
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_accelerator(precision: Any, make_trainer: Callable[..., Trainer]) -> None:
-    """As a GPU's: one device, several of one process, and autocast on them."""
-    trainer = make_trainer(accelerator="sim", precision=precision)
-    assert trainer.strategy.root_device == torch.device("sim", 0)
-    assert getattr(trainer.precision_plugin, "device", "sim") == "sim"
-    trainer = make_trainer(accelerator="sim", precision=precision, devices=2, strategy="dp")
-    assert trainer.strategy.parallel_devices == [torch.device("sim", i) for i in range(2)]  # type: ignore[attr-defined]
+    assert seen.num_bytes == {"a copy between devices": 12, "and its gradient": 24}.get(name, 0)

@@ -1,0 +1,352 @@
+"""`dp`: training on several devices of one process is that of one device.
+
+Reference runs are Lightning's own. With `-p tests.simulated.devices` the devices differ.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_mgpu.strategies import DataParallelStrategy
+
+IS_SIMULATED = torch._C._get_privateuse1_backend_name() == "sim"
+SECOND = torch.device("sim:1" if IS_SIMULATED else "cpu")
+
+
+def loader(num_samples: int = 27, batch_size: int = 8) -> DataLoader:
+    """X (N, 6), classes (N,) in float64. Uneven shards: 8, 8, 8, 3 samples."""
+    X = torch.randn(num_samples, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return DataLoader(TensorDataset(X, X[:, :4].argmax(1)), batch_size)
+
+
+def sgd(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def lbfgs(module: nn.Module) -> Any:
+    return torch.optim.LBFGS(module.parameters(), 0.01, max_iter=3)
+
+
+class Classifier(LightningModule):
+    """Logs losses and metrics in all the usual ways."""
+
+    def __init__(self, net: nn.Module | None = None, optimizer: Callable[..., Any] = sgd) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.configure_optimizers = lambda: optimizer(self)  # type: ignore[method-assign]
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        self.metrics = MetricCollection([MulticlassF1Score(4), MulticlassAccuracy(4)])
+        self.num_steps = 0
+        self.double()
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.net(X)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        X, y = batch
+        assert self.device == X.device
+        self.num_steps += 1
+        loss = F.cross_entropy(self(X), y)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.accuracy(self(X), y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.metrics.update(logits, batch[1])
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"X": batch[0], "y": batch[1].numpy(force=True), "names": ["n"] * len(batch[0])}
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.head(self.lstm(X.reshape(-1, 3, 2))[0][:, -1])
+
+
+def tied_net() -> nn.Module:
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, nn.Linear(6, 4))
+
+
+def weight_norm_net() -> nn.Module:
+    old = torch.nn.utils.weight_norm(nn.Linear(6, 6))
+    new = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+    return nn.Sequential(old, nn.Tanh(), new)
+
+
+def frozen_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 4))
+
+
+def hooked_net() -> nn.Module:
+    net = nn.Linear(6, 4)
+    net.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return net
+
+
+def compiled_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    net.compile(backend="aot_eager")
+    return net
+
+
+class PenalisedGradient(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        gradients = torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True)
+        return loss + 0.1 * sum(gradient.sum() for gradient in gradients)
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., Trainer]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """The trained module, and what was logged."""
+
+    def run(make: Callable[[], Any], k: int = 1, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        seed_everything(1, verbose=False)
+        given = {"max_epochs": 2, "strategy": "dp" if k > 1 else "auto", "devices": k, **kwargs}
+        module, trainer = make(), make_trainer(**given)
+        trainer.fit(module, loader(), loader(13, 4))
+        return module, {**trainer.callback_metrics}
+
+    return run
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-10) -> None:
+    found = {name: value.detach().cpu() for name, value in found.items()}
+    torch.testing.assert_close(found, {**expected}, rtol=rtol, atol=1e-13)
+
+
+RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "sgd": (Classifier, {}),
+    "adamw, a scheduler": (lambda: Classifier(optimizer=adamw), {}),
+    "lbfgs": (lambda: Classifier(optimizer=lbfgs), {"max_epochs": 1}),
+    "clipping by norm": (Classifier, {"gradient_clip_val": 0.1}),
+    "clipping by value": (
+        Classifier,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
+    "lstm": (lambda: Classifier(LSTM()), {}),
+    "tied weights": (lambda: Classifier(tied_net()), {}),
+    "weight norm": (lambda: Classifier(weight_norm_net()), {}),
+    "frozen": (lambda: Classifier(frozen_net()), {}),
+    "a hook on a weight": (lambda: Classifier(hooked_net()), {}),
+    "gradients of gradients": (PenalisedGradient, {}),
+    "compiled": (lambda: Classifier(compiled_net()), {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_is_that_of_one_device(fit: Callable[..., Any], name: str) -> None:
+    make, kwargs = RUNS[name]
+    if name == "lstm" and IS_SIMULATED:
+        pytest.skip("simulated devices have no fused cells of recurrent layers")
+    module, logged = fit(make, 1, **kwargs)
+    for k in (2, 3):
+        other, other_logged = fit(make, k, **kwargs)
+        assert_same(other.state_dict(), module.state_dict())
+        assert_same(other_logged, logged, rtol=1e-6)
+        assert other.num_steps == k * module.num_steps
+
+
+class Weighted(Classifier):
+    """The loss is a mean over samples of some classes, of which a shard may have none."""
+
+    def __init__(self, shift: int = 0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        counted = batch[1] % 3 == self.shift
+        loss = F.cross_entropy(self(batch[0])[counted], batch[1][counted])
+        return {"loss": loss, "weight": counted.sum()}
+
+
+def test_weights_count(fit: Callable[..., Any]) -> None:
+    """As on one device, where the loss is that mean anyway."""
+    module, _ = fit(Weighted)
+    for k in (1, 2, 3):
+        assert_same(fit(Weighted, k, strategy="dp")[0].state_dict(), module.state_dict())
+
+
+class Outputs(Callback):
+    """What the Trainer hands on after training batches."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append((args[2], args[3]))
+
+
+class Returns(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "X": batch[0], "size": float(len(batch[0])), "name": "a"}
+
+
+def test_outputs_are_joined(fit: Callable[..., Any]) -> None:
+    outputs = Outputs()
+    fit(Returns, 3, callbacks=[outputs], max_epochs=1)
+    for output, (X, _) in outputs.seen:
+        torch.testing.assert_close(output["X"].detach().cpu(), X.cpu())
+        assert output["name"] == "a" and output["loss"].ndim == 0
+    assert outputs.seen[0][0]["size"] == pytest.approx((3 * 3 + 3 * 3 + 2 * 2) / 8)
+
+
+def test_predictions_are_in_order(make_trainer: Callable[..., Trainer]) -> None:
+    trainer, data = make_trainer(strategy="dp", devices=3), loader(9, 4)  # the last batch has one
+    predictions: Any = trainer.predict(Classifier(), data)
+    for found, (X, y) in zip(predictions, data, strict=True):
+        assert torch.equal(found["X"].cpu(), X) and (found["y"] == y.numpy()).all()
+        assert found["names"] == ["n"] * len(X)
+
+
+class Watched(Classifier):
+    """Records what shards are and what they compute with."""
+
+    num_seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 4))
+        self.register_buffer("num_seen", torch.zeros(2))
+        self.shards: list[tuple[int, torch.device, bool]] = []
+        self.num_forwards = 0
+        self.register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.num_forwards += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight: Any = self.net.weight
+        self.num_seen[0] += len(batch[0])
+        self.num_seen = self.num_seen + torch.tensor([0, len(batch[0])], device=self.device)
+        self.shards.append((len(batch[0]), weight.device, weight.is_leaf))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "options", [{"split": [0.7, 0.3]}, {"split": [0.01, 0.99]}, {"parallel_devices": ["cpu"] * 2}]
+)
+def test_shares_devices_and_copies(fit: Callable[..., Any], options: dict[str, Any]) -> None:
+    """All shards but the first have copies, on one device too; buffers are the first shard's."""
+    module, _ = fit(Watched, 2, strategy=DataParallelStrategy(**options), max_epochs=1)
+    sizes, devices, are_leaves = zip(*module.shards)
+    expected = {0.7: (6, 2) * 3 + (2, 1), 0.01: (1, 7) * 3 + (1, 2)}
+    assert sizes == expected.get(options.get("split", [0])[0], (4, 4) * 3 + (2, 1))
+    assert are_leaves == (True, False) * 4
+    assert set(devices[1::2]) == {torch.device("cpu") if "parallel_devices" in options else SECOND}
+    assert module.num_forwards == 2 * len(sizes) + 7  # validation has 4, 4, 4 and 1 samples
+    assert module.num_seen.tolist() == [sum(sizes[::2])] * 2
+
+
+def test_checkpoints_are_the_plain_modules(
+    fit: Callable[..., Any], make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    """A run that goes on from a checkpoint of the other strategy ends as one without a break."""
+
+    def run(k: int, max_epochs: int, ckpt_path: Any = None) -> Any:
+        seed_everything(1, verbose=False)
+        module = Classifier(optimizer=adamw)
+        strategy = "dp" if k > 1 else "auto"
+        trainer = make_trainer(strategy=strategy, devices=k, max_epochs=max_epochs)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path, weights_only=False)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        return module
+
+    expected = run(1, 2)
+    for first, second in ((1, 2), (2, 1), (3, 2)):
+        run(first, 1)
+        assert_same(run(second, 2, tmp_path / "a.ckpt").state_dict(), expected.state_dict())
+        saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
+        assert saved.keys() == expected.state_dict().keys()
+
+
+class Unequal(Classifier):
+    """Returns something else for shards of other sizes: 3, 3, 2 samples over three devices."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if len(batch[0]) == 3 else self.make(loss)
+
+
+def manual() -> Classifier:
+    module = Classifier()
+    module.automatic_optimization = False
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "manual optimization": (manual, {}, "has no manual optimization"),
+    "sync_batchnorm": (Classifier, {"sync_batchnorm": True}, "has no sync_batchnorm"),
+    "two machines": (Classifier, {"num_nodes": 2}, "is one process on one machine"),
+    "a share too few": (
+        Classifier,
+        {"strategy": DataParallelStrategy(split=[0.7, 0.3])},
+        "has split=[0.7, 0.3], which must be 3 positive shares",
+    ),
+    "few samples": (Classifier, {"devices": 4}, "cannot split 3 samples over 4 devices"),
+    "no loss of a shard": (lambda: Unequal(lambda loss: None), {}, "needs a loss from every shard"),
+    "a weight of a shard": (
+        lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
+        {},
+        "weights from all or none",
+    ),
+    "nothing counts": (lambda: Weighted(5), {}, "with a sum > 0"),
+    "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "over accumulated batches"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(fit: Callable[..., Any], name: str) -> None:
+    make, kwargs, said = REFUSED[name]
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(make, 3, **kwargs)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_launchers_are_refused(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the processes would train a model of its own."""
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2"}
+    started = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}
+    for variables in ({**torchrun, **started}, slurm):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            with pytest.raises(MisconfigurationException, match="is one process on one machine"):
+                make_trainer(strategy="dp", devices=2)

@@ -1,0 +1,165 @@
+"""Batches are cut as `tensor_split` cuts tensors, and what steps return is joined."""
+
+import re
+from collections import UserDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torchvision.tv_tensors import BoundingBoxes
+
+from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.split_batch import (
+    cut,
+    join_outputs,
+    num_samples,
+    shard_sizes,
+    split_batch,
+)
+
+X = torch.arange(20.0).reshape(10, 2)
+Pair = namedtuple("Pair", "X y")
+NAMES = list("abcdefghij")
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_shards_are_those_of_tensor_split(num: int, k: int) -> None:
+    rows = torch.arange(num)
+    expected = rows.tensor_split(k)
+    assert shard_sizes(num, [1] * k) == [len(shard) for shard in expected]
+    assert all(map(torch.equal, split_batch(rows, k), expected))
+
+
+def test_shares_are_rounded_to_the_nearest_sizes() -> None:
+    assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
+    assert shard_sizes(9, [3, 1]) == [7, 2]
+    assert shard_sizes(1, [0.01, 0.99]) == [0, 1]
+
+
+CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
+    "tensor": (X, X[7:]),
+    "array": (np.arange(10), np.arange(7, 10)),
+    "list": ([X, X + 1], [X[7:], X[7:] + 1]),
+    "named tuple": (Pair(X, X[:, 0]), Pair(X[7:], X[7:, 0])),
+    "defaultdict": (defaultdict(list, a=X), {"a": X[7:]}),
+    "UserDict": (UserDict(a=[X]), {"a": [X[7:]]}),
+    "names": ([X, NAMES], [X[7:], NAMES[7:]]),
+    "a tuple of names": ([X, tuple(NAMES)], [X[7:], tuple(NAMES[7:])]),
+    "a list for every sample": ([X, [[1, 2]] * 10], [X[7:], [[1, 2]] * 3]),
+    "of every shard": ([X, X[:1], torch.tensor(3), "b" * 10, 10, None], None),
+    "a list of another length": ([X, ["a", "b"]], [X[7:], ["a", "b"]]),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_cut(name: str) -> None:
+    batch, expected = CUT[name]
+    assert num_samples(batch) == 10
+    shard = cut(batch, [7, 3])[1]
+    assert type(shard) is type(batch)
+    expected = [X[7:], *batch[1:]] if expected is None else expected
+    np.testing.assert_equal(plain(shard), plain(expected))
+
+
+def plain(part: Any) -> Any:
+    """Tensors as nested lists, mappings as dicts."""
+    if isinstance(part, (Tensor, np.ndarray)):
+        return part.tolist()
+    if isinstance(part, (dict, UserDict)):
+        return {key: plain(value) for key, value in part.items()}
+    return [plain(item) for item in part] if isinstance(part, (list, tuple)) else part
+
+
+def test_shards_are_views_that_count_their_own_edits() -> None:
+    """A step may edit its shard in place after another has saved its own for the backward pass."""
+    w = torch.ones(2, requires_grad=True)
+    first, second = split_batch(X.clone(), 2)
+    loss = (first * w).sum()
+    second.mul_(2)
+    loss.backward()
+    assert w.grad is not None and torch.equal(w.grad, X[:5].sum(0))
+    assert split_batch(X, 2)[1].data_ptr() == X[5:].data_ptr()
+
+
+def test_tensors_of_other_classes_stay_what_they_are() -> None:
+    boxes = BoundingBoxes(torch.ones(10, 4), format="XYXY", canvas_size=(4, 4))
+    shard = split_batch(boxes, 2)[1]
+    assert type(shard) is BoundingBoxes and shard.format == boxes.format and len(shard) == 5
+
+
+class Opaque:
+    def to(self, device: Any) -> "Opaque":
+        return self
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "lengths": ([X, X[:3]], "A batch of Tensor with lengths [3, 10]"),
+    "no tensors": (NAMES, "A batch of list with lengths []"),
+    "no samples": (X[:0], "with lengths [0]"),
+    "packed": ([X, pack_sequence([X])], "PackedSequence"),
+    "a graph": ([X, Opaque()], "A batch of Opaque, Tensor with lengths [10]"),
+    "a module": ({"a": X, "b": nn.Linear(1, 1)}, "A batch of Linear, Tensor"),
+    "sparse": (X.to_sparse(), "A batch of Tensor"),
+    "images": ([torch.zeros(3, 4 + i, 4) for i in range(5)], "lengths [3, 5] cannot be split"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_split_is_refused(name: str) -> None:
+    batch, said = BAD[name]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        split_batch(batch, 2)
+
+
+JOINED: dict[str, tuple[list[Any], Any]] = {  # of three samples and one
+    "rows": ([X[:3], X[3:4]], X[:4]),
+    "0-d": ([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.25)),
+    "0-d integers": ([torch.tensor(4), torch.tensor(8)], torch.tensor(5.0)),
+    "floats": ([1.0, 2.0], 1.25),
+    "equal": (["a", "a"], "a"),
+    "None": ([None, None], None),
+    "arrays": ([np.ones((3, 2)), np.zeros((1, 2))], np.array([[1, 1]] * 3 + [[0, 0]])),
+    "dict": ([{"a": X[:3], "b": 1.0}, {"a": X[3:4], "b": 1.0}], {"a": X[:4], "b": 1.0}),
+    "named tuple": ([Pair(X[:3], 1.0), Pair(X[3:4], 2.0)], Pair(X[:4], 1.25)),
+    "an item per sample": ([["a", "b", "c"], ["d"]], ["a", "b", "c", "d"]),
+    "boxes of three images": ([[X[:2], X[:1], X], [X]], [X[:2], X[:1], X, X]),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_outputs_are_joined(name: str) -> None:
+    outputs, expected = JOINED[name]
+    joined = join_outputs(outputs, [3, 1])
+    assert type(joined) is type(expected)
+    np.testing.assert_equal(plain(joined), plain(expected))
+
+
+def test_two_outputs_of_two_samples_are_not_a_list_per_sample() -> None:
+    logits, features = join_outputs([[X[:2], X[2:4]], [X[4:6], X[6:8]]], [2, 2])
+    assert torch.equal(logits, X[[0, 1, 4, 5]]) and torch.equal(features, X[[2, 3, 6, 7]])
+
+
+@pytest.mark.parametrize("outputs", [[object(), object()], ["a", "b"], [[1.0], [1.0, 2.0]]])
+def test_what_cannot_be_joined_is_refused(outputs: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be joined|zip"):
+        join_outputs(outputs, [3, 3])
+
+
+def test_losses() -> None:
+    loss = torch.ones(1)
+    assert split_loss(None) == (None, None)
+    found, weight = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
+    assert found is not None and found.ndim == 0 and weight == 3.0
+    assert split_loss(loss)[1] is None
+    for wrong in (X, {"loss": 3.0}, 3.0, [loss]):
+        with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
+            split_loss(wrong)
+    for number in (-1, float("nan"), float("inf")):
+        with pytest.raises(MisconfigurationException, match="must be 0 or more"):
+            split_loss({"loss": loss, "weight": number})
