@@ -29,7 +29,7 @@ import lightning_mgpu.strategies  # registers them, for Trainers made in Python
 from lightning_mgpu import __main__ as program
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.fashion_mnist import synthetic_fashion_mnist
-from lightning_mgpu.data.sources import FILES, IdxFile, ensure_fashion_mnist
+from lightning_mgpu.data.sources import FILES, ensure_fashion_mnist
 
 torch.set_num_threads(1)
 # in a shell's background job, whose child processes would ignore Ctrl-C, too
@@ -39,11 +39,11 @@ REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
 
 
-def write_idx(path: Path, values: Tensor) -> IdxFile:
-    """Write uint8 values (N, 28, 28) or (N,) as an IDX file."""
+def write_idx(path: Path, values: Tensor) -> str:
+    """Write uint8 values (N, 28, 28) or (N,) as an IDX file; returns its MD5."""
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     path.write_bytes(content := header + values.to(torch.uint8).numpy().tobytes())
-    return IdxFile(path.name, len(content), hashlib.md5(content).hexdigest())
+    return hashlib.md5(content).hexdigest()
 
 
 def run_devices(num: int) -> list[torch.device]:
@@ -71,8 +71,8 @@ def run_files() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[IdxFile, ...]]:
-    """`data.root` of a dataset of 503 and 107 images, and its files' sizes and checksums."""
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """`data.root` of a dataset of 503 and 107 images, and its files' checksums."""
     root = tmp_path_factory.mktemp("data")
     raw = root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
@@ -81,14 +81,14 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Id
         for num, seed in ((NUM_TRAIN, 1), (NUM_TEST, 0))
         for part in synthetic_fashion_mnist(num, seed)
     ]
-    return root, tuple(
-        write_idx(raw / file.name, part.flatten(0, -3) if part.ndim > 1 else part)
-        for file, part in zip(FILES, values)
-    )
+    return root, {
+        name: write_idx(raw / name, part.flatten(0, -3) if part.ndim > 1 else part)
+        for name, part in zip(FILES, values)
+    }
 
 
 @pytest.fixture
-def root(tiny_files: tuple[Path, tuple[IdxFile, ...]], monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tiny_files: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes `FashionMNIST(root=...)` accept the tiny dataset, by the real checks."""
     root, files = tiny_files
     ensure = partial(ensure_fashion_mnist, files=files)

@@ -152,7 +152,7 @@ def batch_loader(
         seed: For the order, and for what samples draw. The default is `seed_everything`'s.
         drop_last: Leave out a last global batch that is smaller than the others.
         collate_fn: Makes a batch of a list of samples; a `BatchDataset` needs none.
-        kwargs: Of `DataLoader`. By default, `pin_memory` is on if the trainer trains on CUDA.
+        kwargs: Of `DataLoader`. By default, `pin_memory` is on if the trainer's device is a GPU.
     """
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else [torch.empty(0)]
     indices = torch.arange(len(dataset), device=tensors[0].device)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def batch_loader(
         share = (trainer.world_size, trainer.global_rank, num_shards)
         shuffle = shuffle and not trainer.overfit_batches  # type: ignore[attr-defined]
         if indices.is_cpu:
-            kwargs.setdefault("pin_memory", trainer.strategy.root_device.type == "cuda")
+            kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))
     new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = new_sampler(indices, batch_size, shuffle, seed, drop_last, *share)
     if not isinstance(dataset, BatchDataset):
