@@ -24,7 +24,7 @@ def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
     X, y = map(torch.cat, zip(*data.test_dataloader()))
     assert X.dtype == torch.float32 and y.dtype == torch.int64 and torch.equal(y, theirs.targets)
     torch.testing.assert_close(X, (theirs.data[:, None] / 255 - MEAN) / STD)
-    assert data.summary.startswith(f"402 train, 101 val, 107 test; files under {root}")
+    assert data.summary.startswith("402 train, 101 val, 107 test; files ")
 
 
 @pytest.mark.skipif(not SYSTEM_DIR.exists(), reason="needs the package dataset-fashion-mnist")
