@@ -3,10 +3,9 @@
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
 python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
 
-The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch.
-The new edition in the making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step
-on one and two devices (tests/test_book.py) and the time of a step on k devices:
-t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+The chapter's five functions: lenet, get_params, allreduce, split_batch, train_batch. The new
+edition (`smolix/d2l-neu`, 2026) adds the time of a step of B samples and gradients of N bytes on k
+devices: t(k) = t_compute(B/k) + 2N/bandwidth.
 """
 
 import argparse
@@ -86,16 +85,17 @@ def evaluate_accuracy(
     batches: Iterable, device_params: list[Params], devices: list[torch.device]
 ) -> float:
     """The share of samples that LeNet gets right. All devices work; in the chapter, the first."""
-    shards = (
-        shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params)
-    )
-    hits = [(lenet(X, params).argmax(1) == y).cpu() for X, y, params in shards]
+    hits = [
+        lenet(X_shard, params).argmax(1).eq(y_shard).cpu()
+        for X, y in batches
+        for X_shard, y_shard, params in zip(*split_batch(X, y, devices), device_params)
+    ]
     return torch.cat(hits).double().mean().item()
 
 
 def mark_end(devices: list[torch.device]) -> list[torch.Event]:
     """An event per GPU, after all that is queued there. A CPU has no queue: it has worked."""
-    gpus = {device for device in devices if device.type != "cpu"}
+    gpus = {device for device in devices if device.type in ("cuda", "xpu")}
     return [torch.accelerator.current_stream(gpu).record_event() for gpu in gpus]
 
 
@@ -108,17 +108,16 @@ def train(
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    available = gpus() or [torch.device("cpu")]
-    all_devices = (available * devices)[:devices]  # repeated if there are too few
-    params = init_params()
-    device_params = [get_params(params, device) for device in all_devices]
+    # repeated if there are too few
+    all_devices = ((gpus() or [torch.device("cpu")]) * devices)[:devices]
+    device_params = [get_params(init_params(), device) for device in all_devices]
     in_flight: deque[list[torch.Event]] = deque()  # the ends of the last steps
     seconds, test_accs = 0.0, []
     for epoch in range(num_epochs):
         train_iter.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seconds -= time.perf_counter()
         for X, y in train_iter:
-            if len(in_flight) == overlap:  # step t begins when step t - 2 has ended
+            if len(in_flight) == overlap:  # with 2, step t begins when step t - 2 has ended
                 for event in in_flight.popleft():
                     event.synchronize()
             train_batch(X, y, device_params, all_devices, lr)
@@ -138,10 +137,7 @@ def train(
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of `python -m lightning_mgpu.book`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "lightning_mgpu.book", description=__doc__, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser("lightning_mgpu.book", description="The chapter from scratch.")
     add = parser.add_argument
     add("--devices", type=int, default=2, help="GPUs if there are any, else the CPU, several times")
     add("--batch_size", type=int, default=256, help="global: split over the devices")
