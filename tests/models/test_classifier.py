@@ -18,8 +18,7 @@ from lightning_mgpu.models.classifier import MeanLoss, compiled_call
 
 
 def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
-    """The second epoch counts only its own samples. Only the training loss is smoothed, and mirror
-    images count only in evaluation."""
+    """In the second of two epochs. Labels are smoothed in training, images mirrored otherwise."""
     data = make_data(batch_size=150)  # 402 samples in batches of 150, 150, 102
     model = LeNet(lr=0.0, label_smoothing=0.3, flip_tta=True)
     for parameter in model.parameters():  # so large that batches differ in loss
@@ -51,12 +50,12 @@ def test_mean_loss_keeps_its_digits() -> None:
 
 @pytest.fixture
 def rates(make_data: Callable, make_trainer: Callable) -> Callable[..., list[float]]:
-    def rates(num_epochs: int = 2, num_batches: int = 4, **kwargs: Any) -> list[float]:
+    def rates(num_epochs: int = 2, num_batches: int = 4, **options: Any) -> list[float]:
         """The learning rates of every step."""
-        model, found = LeNet(lr=0.1, **kwargs), []
-        model.on_train_batch_start = lambda *_: found.append(  # type: ignore[method-assign]
-            model.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-        )
+        model: Any = LeNet(lr=0.1, **options)
+        found: list[float] = []
+        note = lambda *_: found.append(model.optimizers().param_groups[0]["lr"])  # noqa: E731
+        model.on_train_batch_start = note
         make_trainer(max_epochs=num_epochs, limit_train_batches=num_batches).fit(model, make_data())
         return found
 
@@ -79,41 +78,36 @@ def test_one_cycle_steps_every_batch_and_is_over_when_the_run_is(rates: Callable
     for scheduler, highest in ((partial(OneCycleLR, max_lr=0.4), 0.4), (OneCycle, 0.1)):
         found = rates(lr_scheduler=scheduler)
         assert len({*found}) == 8 and max(found) == pytest.approx(highest, rel=0.1)
-        # torch's default factors
-        assert (found[0], found[-1]) == pytest.approx((highest / 25, highest / 25 / 1e4))
+        assert (found[0], found[-1]) == pytest.approx((highest / 25, highest / 25e4))
 
 
 def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callable) -> None:
-    with pytest.raises(ValueError, match=r"when the run ends: set trainer\.max_epochs"):
-        make_trainer(max_epochs=-1).fit(LeNet(lr_scheduler=OneCycle), make_data())
-    with pytest.raises(ValueError, match=r"model\.lr, .*Invalid learning rate: -1"):
-        make_trainer().fit(LeNet(lr=-1), make_data())
-    with pytest.raises(ValueError, match=r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"):
-        LeNet(lr=0.1, optimizer=AdamW)
-    with pytest.raises(ValueError, match=r"model\.label_smoothing=2: choose from 0"):
-        LeNet(label_smoothing=2)
+    for kwargs, epochs, said in (
+        ({"lr_scheduler": OneCycle}, -1, r"when the run ends: set trainer\.max_epochs"),
+        ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
+        ({"lr": 0.1, "optimizer": AdamW}, 1, r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"),
+        ({"label_smoothing": 2}, 1, r"model\.label_smoothing=2: choose from 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_trainer(max_epochs=epochs).fit(LeNet(**kwargs), make_data())
 
 
 def test_the_optimizer_and_its_rate() -> None:
-    def optimizer(model: Any) -> tuple[type, float]:
-        found = model.configure_optimizers()
-        return type(found), found.param_groups[0]["lr"]
-
-    assert optimizer(LeNet()) == (SGD, 0.2) and optimizer(ResNet18()) == (SGD, 0.1)
-    assert optimizer(LeNet(lr=0.3)) == (SGD, 0.3)
-    assert optimizer(LeNet(optimizer=AdamW)) == (AdamW, 0.001)
+    models = [LeNet(), ResNet18(), LeNet(lr=0.3), LeNet(optimizer=AdamW)]
+    optimizers: list[Any] = [model.configure_optimizers() for model in models]
+    assert [type(optimizer) for optimizer in optimizers] == [SGD, SGD, SGD, AdamW]
+    assert [each.param_groups[0]["lr"] for each in optimizers] == [0.2, 0.1, 0.3, 0.001]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_checkpoint_reloads_in_python(
     make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.argv", ["fit"])
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
     args = {"model": {"optimizer": optimizer, "num_classes": 12}}
-    options: Any = {"run": False, "save_config_callback": None, "seed_everything_default": False}
     trainer = make_trainer(fast_dev_run=True)
-    trainer.fit(LightningCLI(LeNet, args=args, **options).model, make_data())
+    cli = LightningCLI(LeNet, args=args, run=False, seed_everything_default=False)
+    trainer.fit(cli.model, make_data())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     model = LeNet.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert model.num_classes == 12 and isinstance(found := model.configure_optimizers(), AdamW)
@@ -124,12 +118,8 @@ def test_a_channels_last_or_compiled_model_trains_the_same(
     make_data: Callable, make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    eager = partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(torch, "compile", eager)
     compiled_call.cache_clear()
 
     def train(**options: bool) -> dict[str, torch.Tensor]:
