@@ -54,7 +54,7 @@ def run_in_group(command: Sequence[str], output: IO[Any] | None = None) -> int:
 def program() -> str:
     """The package that was started by `python -m`: this one, or a project's that uses it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return str(spec and spec.parent.partition(".")[0] or PACKAGE)
+    return str((spec and spec.parent.partition(".")[0]) or PACKAGE)
 
 
 def command() -> str:
