@@ -1,10 +1,5 @@
-"""A sweep's trials: which comes next, its arguments, its result. All state is in its directory.
+"""A sweep's trials: which comes next, its arguments, its result. `sweep.db` is Optuna's."""
 
-Optuna draws the parameters. Its JournalStorage would not do for the records: a line that a full
-disk cuts off makes the file unreadable for good, and a trial that failed cannot succeed later.
-"""
-
-import csv
 import fcntl
 import itertools
 import json
@@ -14,184 +9,147 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import matplotlib.pyplot as plt
 import optuna
-from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.trial import create_trial
+from optuna.trial import TrialState
 from optuna.visualization.matplotlib import plot_slice
 
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import replace_text, replacing
-from lightning_mgpu.processes import run_in_group
-from lightning_mgpu.project import program
+from lightning_mgpu.runs.checkpoints import LAST
+from lightning_mgpu.runs.metrics import read_rows
+from lightning_mgpu.tools import UsageError, program, replacing, run_in_group
 
-TRIAL = "--trainer.callbacks+=lightning_mgpu.sweep.Trial"
-NO_CURVE = "--curve=false"  # the sweep has a picture of all trials
-FAILED = "status "  # how the note begins on a trial whose process did not end with status 0
+# a trial does not look at the test set, and the sweep has a picture of all trials
+TRIAL = ("--output.test=false", "--output.curve=false")
 
 
 @dataclass
 class Sweep:
-    """A sweep in its directory, on which any number of processes may work.
+    """A sweep in its directory, on which any number of processes of one machine may work.
 
-    `trial_000.json` has the trial's `params` and, when it has ended, its `value` and a `note`,
-    which is empty if all went well. A running trial holds a lock on its log, `trial_000.log`.
-    A trial without a lock and a note is started, or resumed.
+    The processes of a trial hold a lock on its log, `trial_000.log`. A trial that has not ended,
+    and whose log is not locked, was killed: it goes on by `--resume`.
     """
 
     dir: Path
-    method: str
     metric: str
-    direction: Literal["minimize", "maximize"]
-    space: dict[str, BaseDistribution]  # what varies, by the dotted name of the option
+    direction: str  # minimize or maximize
+    method: str  # grid, random or bayes
+    space: dict[str, Any]  # Optuna's distributions by the dotted name of the option
     fit_args: list[str]  # arguments that all trials share
-    num_trials: int
-
-    def create_or_check_dir(self) -> None:
-        """Create the directory, or check that this same sweep has created it."""
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--sweep_dir={self.dir} cannot be made: {error.strerror}") from error
-        settings = json.dumps(
-            [self.method, self.metric, self.direction, str(self.space), self.fit_args], indent=1
-        )
-        with self._lock():
-            if not (path := self.dir / "sweep.json").exists():
-                replace_text(path, settings)
-        if path.read_text() != settings:
-            raise UsageError(
-                f"{self.dir} holds another sweep, that of its {path.name}: repeat the command that "
-                "began it, name a new directory with --sweep_dir, or delete this one"
-            )
+    num_trials: int | None  # `None` for all points of a grid
 
     def run(self) -> None:
-        """Run every trial that has not ended and that no other process runs."""
+        """Run every trial that has not ended and that no other process runs; print a table."""
         os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
-        for number in range(self.num_trials):
-            run_dir = self.dir / f"trial_{number:03}"
-            with run_dir.with_suffix(".log").open("a") as log:
-                try:
-                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                trial = self.records().get(run_dir.name) or {"params": self._draw(number)}
-                # what has failed is tried once more: the disk may have been full
-                if "note" in trial and not trial["note"].startswith(FAILED):
-                    continue
-                replace_text(record := run_dir.with_suffix(".json"), json.dumps(trial))
-                value, note = self._run_trial(run_dir, trial["params"], log)
-                replace_text(record, json.dumps({**trial, "value": value, "note": note}))
-            self.write_report()
+        study = self._open_study()
+        print(f"trials in {self.dir}; Ctrl-C stops, the same command goes on", flush=True)
+        for trial, log in self._take_trials(study):
+            with log:
+                value = self._run_trial(trial, log)
+                study.tell(trial.number, value, TrialState.FAIL if value is None else None)
+            with self._lock("sweep.lock"):
+                self.write_report(study)
+        print(f"\n{self.write_report(study)}\nreport: {self.dir}/sweep.md, sweep.png", flush=True)
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """The records of the trials, by the names of their run directories."""
-        paths = sorted(self.dir.glob("trial_*.json"))
-        return {path.stem: json.loads(path.read_text()) for path in paths}
-
-    def write_report(self) -> str:
-        """Write `sweep.md`, a table, the best trial first, and `sweep.png`; returns the table."""
-        sign = -1 if self.direction == "maximize" else 1
-        with self._lock():
-            ended = [(name, trial) for name, trial in self.records().items() if "note" in trial]
-            ended.sort(key=lambda each: (each[1]["note"], sign * (each[1]["value"] or 0)))
-            rows = [["trial", *self.space, self.metric, "note"], ["---"] * (len(self.space) + 3)]
-            for name, trial in ended:
-                cells = [name, *trial["params"].values(), trial["value"], trial["note"]]
-                rows.append([_format(cell) for cell in cells])
-            table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-            replace_text(self.dir / "sweep.md", table)
-            if self.space and any(trial["value"] is not None for _, trial in ended):
-                self._draw_picture()
-        return table
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Wait for the lock on the files that all processes write."""
-        with (self.dir / "sweep.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def _draw(self, number: int) -> dict[str, Any]:
-        """A new trial's parameters. Except for `bayes` they depend only on its number."""
-        if self.method == "grid":  # the last parameter varies fastest
-            choices: Any = [each.choices for each in self.space.values()]  # type: ignore[attr-defined]
-            return dict(zip(self.space, list(itertools.product(*choices))[number]))
-        sampler = TPESampler(seed=number) if self.method == "bayes" else RandomSampler(seed=number)
-        return self._study(sampler).ask(self.space).params
-
-    def _study(self, sampler: BaseSampler | None = None) -> optuna.Study:
-        """The trials that have a value, for Optuna to draw from and to make its picture of."""
+    def _open_study(self) -> optuna.Study:
+        """Begin the sweep, or go on with it."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        study = optuna.create_study(direction=self.direction, sampler=sampler)
-        study.add_trials(
-            create_trial(params=trial["params"], distributions=self.space, value=trial["value"])
-            for trial in self.records().values()
-            if trial.get("value") is not None
-        )
+        self.dir.mkdir(parents=True, exist_ok=True)
+        settings = str([self.method, self.metric, self.direction, self.space, self.fit_args])
+        storage = f"sqlite:///{self.dir}/sweep.db"
+        with self._lock("sweep.lock"):
+            study = optuna.create_study(
+                storage=storage, study_name="sweep", direction=self.direction, load_if_exists=True
+            )
+            if study.user_attrs.get("settings", settings) != settings:
+                raise UsageError(f"{self.dir} holds another sweep: take another --sweep_dir")
+            study.set_user_attr("settings", settings)
+            if self.method == "grid":  # the last parameter varies fastest
+                points = [*itertools.product(*(each.choices for each in self.space.values()))]
+                for values in points[len(study.trials) :]:
+                    study.enqueue_trial(dict(zip(self.space, values)))
         return study
 
-    def _run_trial(
-        self, run_dir: Path, params: dict[str, Any], log: IO[str]
-    ) -> tuple[float | None, str]:
-        """Run a trial to its end; returns its value, if it has one, and a note on what failed."""
+    def _take_trials(self, study: optuna.Study) -> Iterator[tuple[Any, Any]]:
+        """Trials to run, with their locked logs: killed ones first, then new ones."""
+        while True:
+            with self._lock("sweep.lock"):
+                begun = [trial for trial in study.trials if trial.state != TrialState.WAITING]
+                running = (trial for trial in begun if trial.state == TrialState.RUNNING)
+                pairs = ((trial, self._lock(f"{name(trial)}.log", wait=False)) for trial in running)
+                taken = next((pair for pair in pairs if pair[1]), None)
+                if taken is None:
+                    is_over = self.method == "grid" and len(begun) == len(study.trials)
+                    if is_over or len(begun) == self.num_trials:
+                        return
+                    num_random = 10 if self.method == "bayes" else sys.maxsize  # all of them
+                    study.sampler = optuna.samplers.TPESampler(
+                        seed=len(begun), n_startup_trials=num_random, constant_liar=True
+                    )
+                    trial = study.ask(self.space)
+                    taken = trial, self._lock(f"{name(trial)}.log")
+            yield taken
+
+    def _lock(self, file_name: str, wait: bool = True) -> Any:
+        """A file, locked until it is closed; `None` if it is locked and we are not to wait."""
+        file = (self.dir / file_name).open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return file.close()
+        return file
+
+    def _run_trial(self, trial: Any, log: Any) -> float | None:
+        """Run a trial to its end; returns its best value over the epochs, if it has one."""
         # in the YAML's order: --model before --model.lr
-        trial_args = [as_argument(option, params[option]) for option in self.space]
-        print(f"{run_dir.name}: {' '.join(trial_args)}", flush=True)
-        if (run_dir / "checkpoints" / "last.ckpt").exists():
-            args = [f"--resume={run_dir}"]
-        else:
+        trial_args = [as_argument(option, trial.params[option]) for option in self.space]
+        print(f"{name(trial)}: {' '.join(trial_args)}", flush=True)
+        run_dir = self.dir / name(trial)
+        args = [f"--resume={run_dir}"]
+        if not (run_dir / "checkpoints" / LAST).exists():
             shutil.rmtree(run_dir, ignore_errors=True)
-            args = [NO_CURVE, *self.fit_args, *trial_args, f"--run_dir={run_dir}", TRIAL]
-        # the process inherits the lock on its log, and keeps the lock if this one is killed
+            args = [*TRIAL, *self.fit_args, *trial_args, f"--run_dir={run_dir}"]
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
-        if status == 0:
-            value, note = self._result(run_dir / "metrics.csv")
-        else:
-            value, note = None, f"{FAILED}{status}: {_last_error(Path(log.name))}"
-        result = f"failed: {note}" if note else f"{self.metric} {value:.4f}"
-        print(f"{run_dir.name}: {result}", flush=True)
-        return value, note
-
-    def _result(self, metrics: Path) -> tuple[float | None, str]:
-        """The metric's best value over the epochs, as the best checkpoint is what a run is for.
-
-        The last value tells whether the run has diverged; the first may not be finite, either.
-        """
-        rows = csv.DictReader(metrics.read_text().splitlines()) if metrics.exists() else ()
+        rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
-        if not values:
-            return None, f"metric: name: {self.metric}: no such metric is logged"
-        if not math.isfinite(values[-1]):
-            return None, f"diverged: {self.metric} is {values[-1]}"
-        return (max if self.direction == "maximize" else min)(filter(math.isfinite, values)), ""
+        value, told = None, f"failed, status {status}, {values[-1:]}: see {log.name}"
+        if values and math.isfinite(values[-1]):  # else it has diverged
+            value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))
+            told = f"{self.metric} {value:.4f}"
+        print(f"{name(trial)}: {told}", flush=True)
+        return value
 
-    def _draw_picture(self) -> None:
-        with replacing(self.dir / "sweep.png") as path, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # experimental functions, axes with one value
-            plt.switch_backend("agg")
-            plot_slice(self._study(), list(self.space), target_name=self.metric)
-            plt.savefig(path, dpi=110, format="png", bbox_inches="tight")
-            plt.close()
+    def write_report(self, study: optuna.Study) -> str:
+        """Write `sweep.md`, a table, the best trial first, and `sweep.png`; returns the table."""
+        sign = -1 if self.direction == "maximize" else 1
+        ended = [trial for trial in study.trials if trial.state.is_finished()]
+        ended.sort(key=lambda trial: math.inf if trial.value is None else sign * trial.value)
+        table = f"| trial | {' | '.join([*self.space, self.metric])} |\n"
+        table += "| --- " * (len(self.space) + 2) + "|\n"
+        for trial in ended:
+            cells = [*map(trial.params.get, self.space), trial.value]
+            texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+            table += f"| {name(trial)} | {' | '.join(texts)} |\n"
+        with replacing(self.dir / "sweep.md") as part:
+            part.write_text(table)
+        if self.space and any(trial.value is not None for trial in ended):
+            with replacing(self.dir / "sweep.png") as part, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # experimental functions, axes with one value
+                plt.switch_backend("agg")
+                plot_slice(study, list(self.space), target_name=self.metric)
+                plt.savefig(part, dpi=110, bbox_inches="tight")
+                plt.close()
+        return table
 
 
-def as_argument(name: str, value: Any) -> str:
+def name(trial: Any) -> str:
+    return f"trial_{trial.number:03}"
+
+
+def as_argument(option: str, value: Any) -> str:
     """An option as on a command line: `null` and `true`, where Python writes None and True."""
-    text = value if isinstance(value, str) else json.dumps(value).replace("Infinity", ".inf")
-    return f"--{name}={text}"
-
-
-def _last_error(log: Path) -> str:
-    """The last line that begins with `error: `, else the last line."""
-    lines = log.read_text(errors="replace").splitlines()
-    return ([line for line in lines if line.startswith("error: ")] or lines or [""])[-1]
-
-
-def _format(cell: Any) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str("" if cell is None else cell)
+    return f"--{option}={value if isinstance(value, str) else json.dumps(value)}"
