@@ -112,7 +112,7 @@ class RunOutput(Checkpoint):
         if not self.header or not trainer.is_global_zero:
             return
         self.header = False
-        replicas = getattr(trainer.strategy, "num_replicas", len(devices(trainer)))
+        replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
         data = trainer.datamodule  # type: ignore[attr-defined]
         size = f"{count_parameters(pl_module):,} parameters"
         lines = {

@@ -18,7 +18,7 @@ from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
-from lightning_mgpu.runs.directory import config_beside, find_run, flatten
+from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten
 from lightning_mgpu.tools import UsageError
 
 STRATEGY = "--trainer.strategy"
@@ -58,7 +58,9 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
         run_dir = find_run(resumed[-1])
-        base = read_config(str(run_dir / "config.yaml"))
+        base = read_config(str(run_dir / CONFIG))
+        if "ckpt_path" not in base:  # the last line
+            raise UsageError(f"{run_dir / CONFIG} is not whole: put back the one of the run")
         if given.get("run_dir") and Path(given["run_dir"]) != run_dir:
             raise UsageError(f"--run_dir={given['run_dir']}: the run to resume is in {run_dir}")
     else:

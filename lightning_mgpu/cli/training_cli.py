@@ -138,6 +138,7 @@ class TrainingCLI(LightningCLI):
         if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
             self.config.seed_everything = draw_seed()
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
+        self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
 
     def parse(self, args: list[str], given: dict[str, Any]) -> Namespace:
         """Parse options over the base configuration.

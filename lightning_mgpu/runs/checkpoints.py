@@ -205,7 +205,8 @@ class LastCheckpoint(Callback):
 
     def save(self, trainer: Trainer, name: str) -> None:
         if self.saves and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            trainer.save_checkpoint(Path(trainer.default_root_dir, "checkpoints", name))
+            path = Path(trainer.default_root_dir, "checkpoints", name)
+            trainer.save_checkpoint(path, weights_only=False)
 
     @override
     def on_save_checkpoint(

@@ -94,7 +94,8 @@ class RunRecord(Callback):
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
         stop_on_signals()  # once more: Lightning has put its own handler in place
-        if self.lock is not None and not self.content["num_parameters"]:
+        is_first = self.lock is not None and self.content["num_parameters"] is None
+        if is_first and not trainer.sanity_checking:
             self.write_config()  # a resumed run may be a longer one
             (self.run_dir / "model.txt").write_text(f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
