@@ -20,7 +20,7 @@ from lightning_mgpu.tools import UsageError
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
-MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)")
+MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
 CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 # lines of jsonargparse that name its internals or repeat the first line, and parts of lines
 NOISE_LINE = re.compile(
@@ -57,7 +57,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
             raise
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
-            lines = [lines[0], f"to install it: pip install {missing[1]}"]
+            lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(line[:300] for line in lines[:6])
         notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
         where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
