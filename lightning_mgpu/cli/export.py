@@ -26,33 +26,22 @@ def export_command(args: list[str]) -> None:
     parser.add_argument("--ckpt_path", type=Path, required=True, help="in its run directory")
     parser.add_argument("--output", type=Path, required=True, help="*.onnx or *.pt2")
     options = parser.parse_args(args)
-    if options.output.suffix not in (".onnx", ".pt2"):
-        parser.error(f"--output={options.output}: end the name in .onnx or .pt2")
-    model = load_model(options.ckpt_path)
-    name = type(model).__name__
-    try:
-        content = export(model, options.output.suffix)
-        with replacing(options.output) as part:
-            part.write_bytes(content)
-    except Exception as error:  # the disk's, and whatever the exporters raise for a model
-        raise UsageError(f"{name} cannot be written as {options.output}: {error!r}") from error
-    print(f"{options.output}: {name}, batches of any size")
-
-
-def load_model(path: Path) -> LightningModule:
-    """The model of a run's checkpoint, with its weights, in evaluation mode."""
+    path, output = options.ckpt_path, options.output
     state_dict = read_checkpoint(path)["state_dict"]
-    if (config := config_beside(path)) is None:
-        raise UsageError(f"--ckpt_path={path}: take it from its run directory, with a config.yaml")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
+    if (config := config_beside(path)) is None or output.suffix not in (".onnx", ".pt2"):
+        parser.error("give a checkpoint in its run directory, and --output=*.onnx or *.pt2")
+    model_parser = ArgumentParser(exit_on_error=False)
+    model_parser.add_subclass_arguments(LightningModule, "model")
     try:
-        options = parser.parse_object({"model": read_config(str(config))["model"]})
-        model: LightningModule = parser.instantiate(options).model
+        model_config = model_parser.parse_object({"model": read_config(str(config))["model"]})
+        model: LightningModule = model_parser.instantiate(model_config).model
         model.load_state_dict(state_dict)
-    except Exception as error:
-        raise UsageError(f"--ckpt_path={path}: {type(error).__name__}: {error}") from error
-    return model.float().eval()
+        content = export(model.float().eval(), output.suffix)
+        with replacing(output) as part:
+            part.write_bytes(content)
+    except Exception as error:  # of the model's code, of the exporters, of the disk
+        raise UsageError(f"{path} cannot be exported to {output}: {error!r}") from error
+    print(f"{output}: {type(model).__name__}, batches of any size")
 
 
 def export(model: LightningModule, suffix: str) -> bytes:

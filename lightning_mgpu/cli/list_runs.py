@@ -46,8 +46,8 @@ def runs_command(args: list[str]) -> None:
         return
     texts = [[shorten(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*texts)]
-    for cells in texts:
-        print("  ".join(map(str.ljust, cells, widths)).rstrip())
+    for row in texts:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:

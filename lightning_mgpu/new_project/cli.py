@@ -28,7 +28,7 @@ def new_command(arguments: Sequence[str]) -> None:
     if target.exists():
         parser.error(f"{target} exists: name a new directory")
     if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name) or keyword.iskeyword(name):
-        parser.error(f"{name} is no name for a package: take small letters, digits and _")
+        parser.error(f"{name} cannot be the name of a package: take small letters, digits and _")
     if find_spec(name):
         parser.error(f"Python has a package {name} already: take another name")
     words = {"my_project": name, "my-project": name.replace("_", "-")}

@@ -11,19 +11,17 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import optuna
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 from optuna.visualization.matplotlib import plot_slice
 
 from lightning_mgpu.runs.checkpoints import LAST
 from lightning_mgpu.runs.metrics import read_rows
 from lightning_mgpu.tools import UsageError, program, replacing, run_in_group
-
-# a trial does not look at the test set, and the sweep has a picture of all trials
-TRIAL = ("--output.test=false", "--output.curve=false")
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Sweep:
 
     dir: Path
     metric: str
-    direction: str  # minimize or maximize
+    direction: Literal["minimize", "maximize"]
     method: str  # grid, random or bayes
     space: dict[str, Any]  # Optuna's distributions by the dotted name of the option
     fit_args: list[str]  # arguments that all trials share
@@ -56,11 +54,10 @@ class Sweep:
         print(f"\n{self.write_report(study)}\nreport: {self.dir}/sweep.md, sweep.png", flush=True)
 
     def _open_study(self) -> optuna.Study:
-        """Begin the sweep, or go on with it."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.dir.mkdir(parents=True, exist_ok=True)
-        settings = str([self.method, self.metric, self.direction, self.space, self.fit_args])
         storage = f"sqlite:///{self.dir}/sweep.db"
+        settings = str([self.method, self.metric, self.direction, self.space, self.fit_args])
         with self._lock("sweep.lock"):
             study = optuna.create_study(
                 storage=storage, study_name="sweep", direction=self.direction, load_if_exists=True
@@ -70,35 +67,35 @@ class Sweep:
             study.set_user_attr("settings", settings)
             if self.method == "grid":  # the last parameter varies fastest
                 points = [*itertools.product(*(each.choices for each in self.space.values()))]
+                self.num_trials = min(self.num_trials or len(points), len(points))
                 for values in points[len(study.trials) :]:
                     study.enqueue_trial(dict(zip(self.space, values)))
         return study
 
     def _take_trials(self, study: optuna.Study) -> Iterator[tuple[Any, Any]]:
         """Trials to run, with their locked logs: killed ones first, then new ones."""
+        trial: Any
         while True:
             with self._lock("sweep.lock"):
-                begun = [trial for trial in study.trials if trial.state != TrialState.WAITING]
-                running = (trial for trial in begun if trial.state == TrialState.RUNNING)
-                pairs = ((trial, self._lock(f"{name(trial)}.log", wait=False)) for trial in running)
-                taken = next((pair for pair in pairs if pair[1]), None)
-                if taken is None:
-                    is_over = self.method == "grid" and len(begun) == len(study.trials)
-                    if is_over or len(begun) == self.num_trials:
+                num_begun = sum(each.state != TrialState.WAITING for each in study.trials)
+                for trial in study.get_trials(states=(TrialState.RUNNING,)):
+                    if log := self._lock(f"{name(trial)}.log", fcntl.LOCK_NB):
+                        break
+                else:
+                    if num_begun == self.num_trials:
                         return
-                    num_random = 10 if self.method == "bayes" else sys.maxsize  # all of them
-                    study.sampler = optuna.samplers.TPESampler(
-                        seed=len(begun), n_startup_trials=num_random, constant_liar=True
-                    )
+                    study.sampler = RandomSampler(num_begun)
+                    if self.method == "bayes":
+                        study.sampler = TPESampler(seed=num_begun, constant_liar=True)
                     trial = study.ask(self.space)
-                    taken = trial, self._lock(f"{name(trial)}.log")
-            yield taken
+                    log = self._lock(f"{name(trial)}.log")
+            yield trial, log
 
-    def _lock(self, file_name: str, wait: bool = True) -> Any:
-        """A file, locked until it is closed; `None` if it is locked and we are not to wait."""
+    def _lock(self, file_name: str, flag: int = 0) -> Any:
+        """A file, locked until it is closed; with `LOCK_NB`, `None` if it is locked already."""
         file = (self.dir / file_name).open("a")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | flag)
         except BlockingIOError:
             return file.close()
         return file
@@ -112,7 +109,9 @@ class Sweep:
         args = [f"--resume={run_dir}"]
         if not (run_dir / "checkpoints" / LAST).exists():
             shutil.rmtree(run_dir, ignore_errors=True)
-            args = [*TRIAL, *self.fit_args, *trial_args, f"--run_dir={run_dir}"]
+            # a trial does not look at the test set, and the sweep has a picture of all trials
+            off = ("--output.test=false", "--output.curve=false")
+            args = [*off, *self.fit_args, *trial_args, f"--run_dir={run_dir}"]
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
@@ -136,7 +135,7 @@ class Sweep:
             table += f"| {name(trial)} | {' | '.join(texts)} |\n"
         with replacing(self.dir / "sweep.md") as part:
             part.write_text(table)
-        if self.space and any(trial.value is not None for trial in ended):
+        if self.space:
             with replacing(self.dir / "sweep.png") as part, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # experimental functions, axes with one value
                 plt.switch_backend("agg")

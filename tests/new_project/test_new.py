@@ -100,8 +100,8 @@ def test_it_trains_resumes_exports_and_sweeps(
 
 REFUSED = {
     "there": "there exists",
-    "my-project": "my-project is no name for a package",
-    "class": "class is no name for a package",
+    "my-project": "my-project cannot be the name of a package",
+    "class": "class cannot be the name of a package",
     "torch": "Python has a package torch already",
 }
 
