@@ -13,6 +13,14 @@ Read in this order:
 The other directories and `book.py` can be deleted, because nothing in these imports them.
 """
 
+import os
+import tempfile
+
+if not os.access(os.path.expanduser("~"), os.W_OK):
+    # matplotlib, which the next import brings, and W&B would complain in twenty lines
+    for _name in ("MPLCONFIGDIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        os.environ.setdefault(_name, tempfile.mkdtemp())
+
 import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
 
 __version__ = "0.1.0"

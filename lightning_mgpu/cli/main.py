@@ -5,9 +5,7 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 
 from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
@@ -35,7 +33,6 @@ INFO = (
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Detected KeyboardInterrupt, attempting graceful shutdown",  # our line says how to go on
 )
-HOMES = ("MPLCONFIGDIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
 
 
 def main() -> None:
@@ -46,9 +43,6 @@ def main() -> None:
             print(text, end="")
             return
         hide_messages()
-        if not os.access(Path.home(), os.W_OK):  # matplotlib and W&B would complain in many lines
-            for name in HOMES:
-                os.environ.setdefault(name, tempfile.mkdtemp())
         sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
         stop_on_signals()
         subcommand, others = args[0], args[1:]

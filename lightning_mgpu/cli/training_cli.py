@@ -5,11 +5,12 @@ all over `configs/default.yaml`. A relative `--config` that is not here is looke
 """
 
 import errno
-import math
 import os
 import shlex
 import sys
 from argparse import ArgumentError
+from math import inf
+from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
@@ -39,18 +40,15 @@ from lightning_mgpu.runs.checkpoints import (
     WholeFiles,
     read_checkpoint,
 )
-from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
-from lightning_mgpu.runs.resume import choose_checkpoint, refuse_changes
+from lightning_mgpu.runs.resume import read_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import draw_seed, seed_generators
 from lightning_mgpu.tools import UsageError, command
 
-TEXTS = {  # options beside those of model, data, Trainer and callbacks
-    "run_dir": (str | None, None, "Where the run's files go; must be new."),
-    "weights": (str | None, None, "fit: a checkpoint, whose weights are the first ones."),
-    "malloc": (Literal["default", "keep"], "default", "keep: glibc keeps memory; faster on CPUs."),
-}
+# what a file system says that is full or must not be written
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -71,35 +69,27 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         sys.exit(1)
     except OSError as error:
         ending = error
-        if cli.record.lock is not None and not (cli.run_dir / CONFIG).is_file():
-            raise UsageError(cli.is_deleted) from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            ending = UsageError(f"{cli.run_dir}: {error.strerror}; once there is room, {way_on}")
-            raise ending from error
-        raise
+        if error.errno in UNWRITABLE:
+            where = error.filename or cli.run_dir
+            ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
+        if cli.is_deleted():
+            ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
+        raise ending from error
     except BaseException as error:
         ending = error
         raise
     finally:
-        cli.record.close(cli.trainer, ending, cli.last.why_stopped)
-        # Lightning does so for NCCL alone. Gloo's threads may still hold tensors while Python ends,
-        # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
+        cli.record.close(cli.trainer, ending, cli.best.best)
         if is_initialized() and ending is None:
+            # Lightning does so for NCCL alone. Gloo's threads may still hold tensors as Python ends,
+            # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
             destroy_process_group()
 
 
 class TrainingCLI(LightningCLI):
-    """The options of `fit`, `validate`, `test` or `predict`, and what is built from them.
-
-    Made, it has parsed the options. `build` makes the objects, `run` runs them.
-    """
+    """Made, it has parsed the options. `build` makes the objects, `run` runs them."""
 
     def __init__(self, subcommand: str, options: Options) -> None:
-        """Parse.
-
-        Raises:
-            UsageError: If an option is unknown, its value is of a wrong type, or may not change.
-        """
         self.method, self.options = subcommand, options
         super().__init__(
             LightningModule,
@@ -119,8 +109,12 @@ class TrainingCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, (kind, default, text) in TEXTS.items():
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        text, malloc = str | None, Literal["default", "keep"]
+        parser.add_argument("--run_dir", type=text, default=None, help="A new directory.")
+        parser.add_argument(
+            "--weights", type=text, default=None, help="A checkpoint to start from."
+        )
+        parser.add_argument("--malloc", type=malloc, default="default", help="See malloc.py.")
         parser.add_argument(TRACEBACK_FLAG, action="store_true", help="Show where an error is.")
         parser.add_class_arguments(WandbOptions, "wandb")
         parser.add_class_arguments(BestCheckpoint, "checkpoint")
@@ -130,121 +124,115 @@ class TrainingCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = self.parse(self.options.args, self.options.given)
-        if self.options.run_dir:
-            base = parser.dump(self.parse([], {CONFIG: self.options.run_dir}), format="yaml")
-            now = parser.dump(self.config, format="yaml")
-            refuse_changes(self.options.run_dir, yaml.safe_load(base), yaml.safe_load(now))
+        self.config = self.parse(self.options.args)
         if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
             self.config.seed_everything = draw_seed()
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
         self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
+        if run_dir := self.options.run_dir:
+            before = yaml.safe_load(parser.dump(self.parse([]), skip_unset=False, format="yaml"))
+            refuse_changes(run_dir, before, self.config_dump)
 
-    def parse(self, args: list[str], given: dict[str, Any]) -> Namespace:
+    def parse(self, args: list[str]) -> Namespace:
         """Parse options over the base configuration.
 
         That is a first --config, not an object: jsonargparse would check that alone, and refuse a
         class whose required arguments come from the command line.
         """
-        base = yaml.safe_dump(self.options.base, default_flow_style=True, width=math.inf)
+        base = yaml.safe_dump(self.options.base, default_flow_style=True, width=inf)
         try:
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
-            raise UsageError(explain(str(error), given, known)) from error
+            raise UsageError(explain(str(error), self.options.given, known)) from error
 
     @override
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
 
     def build(self, command_line: str) -> None:
-        """Make the model, the data, the callbacks and the Trainer.
-
-        Raises:
-            UsageError: If a constructor refuses an argument, or the run directory is taken.
-        """
-        config, given, num_steps = self.config, self.options.given, None
-        self.ckpt_path = config.get("ckpt_path")
-        if config.malloc == "keep":
-            keep_freed_memory()
+        """Make the model, the data, the callbacks and the Trainer."""
+        config, given = self.config, self.options.given
+        self.ckpt_path, num_steps, notes = config.get("ckpt_path"), None, {}
         if self.options.run_dir is None:
             words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
             parts = map(last_part, (config.model.class_path, *words))
             self.run_dir = name_run_dir(config.run_dir, config.trainer.default_root_dir, *parts)
         else:
-            self.run_dir, num_steps, length = self.options.run_dir, 0, config.trainer.max_epochs
-            if path := choose_checkpoint(self.run_dir, self.options.base, length):
-                loops = read_checkpoint(path)["loops"]["fit_loop"]
-                num_steps = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
-                self.ckpt_path = path
+            self.run_dir, limit = self.options.run_dir, config.trainer.max_epochs
+            if last := read_last(self.run_dir, self.options.base, limit):
+                self.ckpt_path = str(self.run_dir / "checkpoints" / "last.ckpt")
+                loop = last["loops"]["fit_loop"]["epoch_loop.state_dict"]
+                num_steps = loop["_batches_that_stepped"]
+            else:
+                notes["ckpt"], num_steps = "none: no epoch was over, training starts again", 0
         os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+        if config.malloc == "keep":
+            keep_freed_memory()
         with constructor_errors():
             objects = self.parser.instantiate(config)
-        self.model, self.datamodule, self.output = objects.model, objects.data, objects.output
+        self.model, self.datamodule, self.best = objects.model, objects.data, objects.checkpoint
+        self.output, options = objects.output, objects.trainer
+        self.output.notes = notes
+        if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
+            raise UsageError("--output.test=false: but the data validate on the test set")
         if config.weights and not self.ckpt_path:
             self.model.load_state_dict(read_checkpoint(config.weights)["state_dict"])
-        arguments, is_dev_run = objects.trainer, objects.trainer.fast_dev_run
-        users = [each for each in as_list(arguments.callbacks) if each is not None]
-        saves = arguments.enable_checkpointing is not False
-        wandb_options = None if arguments.logger is False else config.wandb
-        facts = {"command": command_line, "options": given, "seed": config.seed_everything}
-        self.best = objects.checkpoint
+        saves = options.enable_checkpointing is not False
         self.last = LastCheckpoint(config.seed_everything, saves and self.best.keeps_last)
-        self.record = RunRecord(self.run_dir, self.config_text, wandb_options, facts, num_steps)
-        self.record.notes = self.output.notes  # lines of the header
-        if num_steps == 0:
-            self.output.notes["ckpt"] = "none: no epoch was over, training starts again"
+        wandb = None if options.logger is False else config.wandb
+        facts = {"command": command_line, "options": given, "seed": config.seed_everything}
+        self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
+        users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
         has_bar = any(isinstance(each, ProgressBar) for each in users)
-        draws_bar = sys.stdout.isatty() and arguments.enable_progress_bar is not False
-        arguments.enable_progress_bar = draws_bar or has_bar
-        in_use = {
+        draws_bar = sys.stdout.isatty() and options.enable_progress_bar is not False
+        ours = {
             RichProgressBar(1): draws_bar and not has_bar,
-            LearningRateMonitor(): wandb_options and self.method == "fit" and not is_dev_run,
+            LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
             PredictionWriter(): self.output.predictions and self.method == "predict",
             self.best: saves,
+            self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
-        ours = [callback for callback, is_used in in_use.items() if is_used]
         with constructor_errors(TypeError):
             self.trainer = Trainer(
                 **{
-                    **arguments,
-                    "callbacks": [*first, *users, *ours, self.output],
+                    **options,
+                    "callbacks": [*first, *users, *(each for each in ours if ours[each])],
                     "default_root_dir": str(self.run_dir),
                     "enable_checkpointing": True,  # as RunOutput is a Checkpoint
-                    "logger": [x for x in as_list(arguments.logger) if isinstance(x, Logger)],
-                    "plugins": [*as_list(arguments.plugins), WholeFiles()],
+                    "enable_progress_bar": draws_bar or has_bar,
+                    "logger": [
+                        each for each in as_list(options.logger) if isinstance(each, Logger)
+                    ],
+                    "plugins": [*as_list(options.plugins), WholeFiles()],
                 }
             )
-        started = int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
-        if SLURMEnvironment.detect():
-            started = int(os.environ["SLURM_NTASKS"])
-        if started > 1 and self.trainer.world_size == 1:
+        variable = "SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE"
+        if int(os.environ.get(variable) or 1) > 1 and self.trainer.world_size == 1:
             raise UsageError(
-                f"{started} processes were started, and each would train a model of its own: "
+                f"{variable}={os.environ[variable]} processes would train a model each: "
                 "--trainer.strategy=ddp with --trainer.devices joins them"
             )
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
-        trainer = self.trainer
         arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
         if self.method == "fit":
-            trainer.fit(**arguments, ckpt_path=self.ckpt_path)
+            self.trainer.fit(**arguments, ckpt_path=self.ckpt_path)
             self.report()
-        else:
-            if self.ckpt_path is None and not self.config.weights:
-                rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained.")
-            seed_generators(self.config.seed_everything, "test")
-            getattr(trainer, self.method)(
-                **arguments, **{name: self.config[name] for name in self.method_options}
-            )
+            return
+        if self.ckpt_path is None and not self.config.weights:
+            rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained.")
+        arguments |= {name: self.config[name] for name in self.method_options}
+        seed_generators(self.config.seed_everything, "test")
+        getattr(self.trainer, self.method)(**arguments)
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        trainer, results = self.trainer, self.record.results
-        results["fingerprint"] = fingerprint(self.model.parameters())
+        trainer, results, why = self.trainer, self.record.results, self.last.why_stopped
+        results |= {"fingerprint": fingerprint(self.model.parameters()), "why": why or None}
         lines = [f"fingerprint: {results['fingerprint']}"]
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
@@ -252,37 +240,38 @@ class TrainingCLI(LightningCLI):
         for name, value in trainer.callback_metrics.items():
             if "loss" in name and not value.isfinite():
                 lines.append(f"warning: {name} is {value.item()}: the training has diverged")
-        if self.last.why_stopped:
-            self.print_once(f"stopped early: {self.last.why_stopped}")
+        if why:
+            self.print_once(f"stopped early: {why}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
         seconds = self.output.seconds
         time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
-        if not trainer.fast_dev_run and not (self.run_dir / CONFIG).is_file():
-            raise UsageError(f"{self.run_dir} was deleted while it was on: its weights are gone")
+        if self.is_deleted():
+            raise FileNotFoundError(self.run_dir)
         self.print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
 
     def test_best(self) -> dict[str, float]:
         """The metrics of the test; none where there is no test."""
-        trainer, has_test = self.trainer, is_overridden("test_step", self.model)
-        if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
-            raise UsageError("--output.test=false: and yet the data validate on the test set")
-        if not (
-            has_test and is_overridden("test_dataloader", self.datamodule) and self.output.test
-        ):
+        trainer, data, best = self.trainer, self.datamodule, self.best.best
+        has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
+        if not has_test or not self.output.test:
             return {}
-        path, which = None, "the last epoch: no metric says which one is the best"
-        if best := self.best.best:
-            path, facts = best
-            which = f"epoch {facts['epoch']}: the last one saved by --checkpoint"
-            if facts["value"] is not None:
-                extreme = "smallest" if self.best.mode == "min" else "largest"
-                which = "epoch {epoch}: {monitor} {value:.4f} ".format(**facts) + f"({extreme})"
+        which = "the last epoch: no metric says which one is the best"
+        if best and best["value"] is None:
+            which = f"epoch {best['epoch']}: the last one saved by --checkpoint"
+        elif best:
+            extreme = "smallest" if self.best.mode == "min" else "largest"
+            which = "epoch {epoch}: {monitor} {value:.4f} ".format(**best) + f"({extreme})"
         self.print_once(f"testing {which}")
         seed_generators(self.config.seed_everything, "test")
-        tested = trainer.test(self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True)
+        path = best.get("path")
+        tested = trainer.test(self.model, data, path, verbose=False, weights_only=True)
         return dict(tested[0]) if tested else {}
+
+    def is_deleted(self) -> bool:
+        """Whether the run directory that this process has made is gone."""
+        return self.record.lock is not None and not (self.run_dir / RUN_JSON).is_file()
 
     def print_once(self, text: str) -> None:
         """Print in the first process."""
@@ -292,4 +281,4 @@ class TrainingCLI(LightningCLI):
 
 def as_list(value: Any) -> list[Any]:
     """A list of one callback or logger, of several, of none."""
-    return value if isinstance(value, list) else [value] if value else []
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,9 +1,7 @@
 """Checkpoints: whole files, the best epoch's, which `fit` tests, and the last one's.
 
-`last.ckpt`, from which `--resume` goes on, is saved when the next epoch starts: then all of the
-epoch is logged, stepped and validated. After the last epoch it is saved when callbacks and modules
-can set no more weights. Nothing of an epoch in progress is kept. Every epoch begins with random
-numbers of its own (`seeds.py`), so that there is no state of generators to keep.
+`--resume` goes on from `last.ckpt`, which is saved when the next epoch starts: then all of the epoch
+is logged, stepped and validated. Every epoch begins with random numbers of its own (`seeds.py`).
 """
 
 import re
@@ -17,6 +15,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from typing_extensions import override
 
@@ -25,61 +24,54 @@ from lightning_mgpu.tools import UsageError, replacing
 
 LAST = "last.ckpt"
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
-KEY = "lightning_mgpu"  # under which `last.ckpt` has what this file adds to Lightning's
-SMALLEST = re.compile(r"loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # names of what is to fall
+KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
+SMALLEST = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of what is to fall
 
 
-def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint: tensors and plain values, never code (`weights_only=True`).
-
-    Raises:
-        UsageError: If it is not there, damaged in a single bit, or not a Trainer's.
-    """
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a Trainer's checkpoint: tensors and plain values, never code; one wrong bit is noticed."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
     try:
-        with zipfile.ZipFile(path) as file:
-            if damaged := file.testzip():  # torch writes checksums, and does not read them
-                raise ValueError(f"wrong checksum of {damaged}")
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # whatever the zip reader and the unpickler make of noise
-        told = "it is damaged, or it holds objects of classes, whose code is never run"
-        raise UsageError(f"{path} cannot be read: {told}") from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise UsageError(f"{path} is not a checkpoint of a Trainer: it has no state_dict")
-    return checkpoint
+        damaged = zipfile.ZipFile(path).testzip()  # torch writes checksums, but does not read them
+        checkpoint = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever the zip reader and the unpickler make of noise
+        checkpoint = {}
+    if "state_dict" not in checkpoint:
+        told = (
+            "it is damaged, or not a Trainer's, or holds objects of classes, whose code never runs"
+        )
+        raise UsageError(f"{path} cannot be read: {told}")
+    return dict(checkpoint)
 
 
 class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its name and renames it: a kill leaves the old one, or none."""
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, **_: Any) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         torch.save(checkpoint, content := BytesIO())
         content.seek(0)
         if classes := get_unsafe_globals_in_checkpoint(content):  # such as numpy's numbers
-            names = ", ".join(sorted(classes))
-            raise UsageError(f"{path} could not be read again, as it holds objects of {names}")
-        try:
-            Path(path).parent.mkdir(exist_ok=True)  # but not the run directory, if it is deleted
-            with replacing(Path(path)) as part:
-                part.write_bytes(content.getbuffer())
-        except OSError as error:
-            raise UsageError(f"{path} cannot be saved: {error.strerror}") from error
+            raise UsageError(f"{path} could not be read again: it holds objects of {classes}")
+        Path(path).parent.mkdir(exist_ok=True)  # but not the run directory, if it was deleted
+        with replacing(Path(path)) as part:
+            part.write_bytes(content.getbuffer())
 
     @override
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", **_: Any) -> dict[str, Any]:
-        return read_checkpoint(path, map_location or "cpu")
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_checkpoint(path)
 
 
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint` in the run directory; `fit` tests its best one.
 
     Args:
-        monitor: The metric to watch. A model that does not log it has no best checkpoint, and
-            nobody has one by a validation on the test set.
-        mode: Whether the least (`min`) or the largest (`max`) value is the best. Left out: `min`
-            for names with loss, err, mae, mse, nll, ppl, perplexity, wer or cer, else `max`.
+        monitor: The metric to watch. There is no best one where it is not logged, or is one of the
+            test set.
+        mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
@@ -90,11 +82,10 @@ class BestCheckpoint(ModelCheckpoint):
         save_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        falls = monitor is not None and SMALLEST.search(monitor)
         super().__init__(
             dirpath=None,  # see setup
             monitor=monitor,
-            mode=mode or ("min" if falls else "max"),
+            mode=mode or ("min" if SMALLEST.search(monitor or "") else "max"),
             save_last=False,  # Lightning's own is the last *best* one
             enable_version_counter=False,
             **kwargs,
@@ -103,7 +94,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").resolve())
         super().setup(trainer, pl_module, stage)
 
     @override
@@ -119,66 +110,51 @@ class BestCheckpoint(ModelCheckpoint):
     def may_choose(self, trainer: Trainer) -> bool:
         """Whether the metric is there and is not one of the test set."""
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        is_there = self.monitor is None or self.monitor in trainer.callback_metrics
-        return is_there and not (on_test_set and self.monitor)
+        is_there = self.monitor in trainer.callback_metrics and not on_test_set
+        return self.monitor is None or is_there
 
     @property
-    def best(self) -> tuple[str, dict[str, Any]] | None:
-        """The path of the best checkpoint, its epoch (from 1), metric and value; if there is one.
-
-        A kill may have come before its file was renamed.
-        """
-        if not Path(self.best_model_path).is_file():
-            return None
-        checkpoint = torch.load(self.best_model_path, "cpu", weights_only=True, mmap=True)
-        score = None if self.best_model_score is None else float(self.best_model_score)
-        facts = {"epoch": int(checkpoint["epoch"]) + 1, "monitor": self.monitor, "value": score}
-        return self.best_model_path, facts
+    def best(self) -> dict[str, Any]:
+        """Epoch (from 1), metric, value and path of the best checkpoint; empty if there is none."""
+        path, score = self.best_model_path, self.best_model_score
+        if not Path(path).is_file():  # a kill may have come before it was renamed
+            return {}
+        epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
+        value = None if score is None else float(score)
+        return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the best so far, also where the run directory has been moved."""
-        here, before = str(self.dirpath), state_dict["dirpath"]
-
-        def moved(path: str) -> str:
-            return str(Path(here, Path(path).relative_to(before))) if path else ""
-
-        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
-        scores = {moved(path): score for path, score in state_dict["best_k_models"].items()}
-        state = {**state_dict, **{key: moved(state_dict[key]) for key in paths}}
-        super().load_state_dict({**state, "dirpath": here, "best_k_models": scores})
+        if state_dict["dirpath"] == self.dirpath:
+            super().load_state_dict(state_dict)
+        else:
+            rank_zero_warn(f"{self.dirpath} was moved: which epoch was the best is forgotten")
 
 
 class LastCheckpoint(Callback):
     """Saves `last.ckpt` after every epoch, seeds every epoch, and goes on from a whole epoch.
 
-    Must be the first callback: it saves the finished epoch before any other one changes something
-    for the next.
-
-    Args:
-        seed: Of the random numbers of a step, such as dropout's.
-        saves: Whether `last.ckpt` is saved.
+    It is the first callback, to save the epoch before another changes something for the next.
     """
 
     def __init__(self, seed: int, saves: bool) -> None:
         self.seed, self.saves = seed, saves
         self.first_epoch = 0  # of this process
         self.has_finished = False
-        self.loaded: dict[str, Any] = {}
+        self.loaded_metrics: dict[str, Any] = {}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
-        trainer.callback_metrics.update(self.loaded.get("callback_metrics", {}))
+        trainer.callback_metrics.update(self.loaded_metrics)
         for config in trainer.lr_scheduler_configs:
-            by_step, last = config.interval == "step", getattr(config.scheduler, "total_steps", inf)
-            num_steps = trainer.estimated_stepping_batches if by_step else trainer.max_epochs
-            if last < (num_steps or 0) < inf:
-                name = type(config.scheduler).__name__
+            end, by_step = getattr(config.scheduler, "total_steps", inf), config.interval == "step"
+            steps = trainer.estimated_stepping_batches if by_step else trainer.max_epochs
+            if end < (steps or 0) < inf:
                 raise UsageError(
-                    f"--trainer.max_epochs={trainer.max_epochs}: the {name} ends after {last} of "
-                    f"{num_steps} steps: start a longer run anew, from --weights if you like"
+                    f"--trainer.max_epochs={trainer.max_epochs}: {type(config.scheduler).__name__} "
+                    f"ends after {end} of {steps} steps: start a longer run anew"
                 )
 
     @override
@@ -212,11 +188,9 @@ class LastCheckpoint(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[KEY] = {
-            "streams": VERSION,
-            "why_stopped": why_stopped(trainer),
-            "callback_metrics": dict(trainer.callback_metrics),  # ReduceLROnPlateau reads old ones
-        }
+        metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
+        stopped = why_stopped(trainer)
+        checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
 
     @override
     def on_load_checkpoint(
@@ -224,8 +198,8 @@ class LastCheckpoint(Callback):
     ) -> None:
         if trainer.state.fn != "fit":
             return
-        self.loaded = checkpoint[KEY]
-        if why := self.loaded["why_stopped"]:
+        self.loaded_metrics = checkpoint[KEY]["metrics"]
+        if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
         loop = checkpoint["loops"]["fit_loop"]
         for counts in loop["epoch_progress"].values():
@@ -235,9 +209,11 @@ class LastCheckpoint(Callback):
 
 def why_stopped(trainer: Trainer) -> str:
     """Why a run wants to stop before its end; empty where it does not, or a time limit ends it."""
-    timers = [each for each in trainer.callbacks if isinstance(each, Timer)]  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    timers = [each for each in callbacks if isinstance(each, Timer)]
     if not trainer.should_stop or any((each.time_remaining() or 1) <= 0 for each in timers):
         return ""
-    stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-    reasons = [each.stopping_reason_message for each in stopping if each.stopping_reason_message]
-    return reasons[0] if reasons else "trainer.should_stop was set"
+    reasons = [
+        each.stopping_reason_message for each in callbacks if isinstance(each, EarlyStopping)
+    ]
+    return next(filter(None, reasons), "trainer.should_stop was set")

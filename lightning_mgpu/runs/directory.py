@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,12 @@ LOCK_SECONDS = 6  # the DataLoader's workers of a killed run hold its lock, unti
 
 
 def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
-    """Where a new run will be: `run_dir`, or a name of the time and `parts` in `root` or `runs/`.
-
-    The directory is made later, when the data are there and no mistake was found.
-    """
+    """Where a new run will be: `run_dir`, or a name of the time and `parts` in `root` or `runs/`."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR_ENV, "runs"))
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart
     path = Path(run_dir or Path(root or "runs", "_".join(map(str, (now, *parts)))))
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise UsageError(f"--run_dir={path} exists and is not empty: name a new directory")
     return path
 
@@ -48,10 +44,7 @@ def find_run(name: str) -> Path:
 
 def lock_run_dir(run_dir: Path) -> int:
     """Make a run directory if need be, and lock it; closing the descriptor returned frees it."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--run_dir={run_dir} cannot be made: {error.strerror}") from error
+    run_dir.mkdir(parents=True, exist_ok=True)
     directory = os.open(run_dir, os.O_RDONLY)
     for _ in range(LOCK_SECONDS * 10):
         try:
@@ -65,13 +58,6 @@ def lock_run_dir(run_dir: Path) -> int:
     raise UsageError(f"{run_dir} is still running: stop that process first")
 
 
-def read_run_json(run_dir: Path) -> dict[str, Any]:
-    """What `run.json` says; empty where there is none, or a broken one."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((run_dir / RUN_JSON).read_text(encoding="utf-8")))
-    return {}
-
-
 def find_state(run_dir: Path) -> str:
     """running, finished, stopped (by itself), interrupted or failed; empty if nothing says it."""
     record = read_run_json(run_dir)
@@ -80,13 +66,18 @@ def find_state(run_dir: Path) -> str:
     directory = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "running"
-    except OSError:
-        return ""  # a network file system without locks
+    except OSError as error:
+        return "running" if isinstance(error, BlockingIOError) else ""
     finally:
         os.close(directory)
     return "interrupted" if record else ""
+
+
+def read_run_json(run_dir: Path) -> dict[str, Any]:
+    """What `run.json` says; empty where there is none, or a broken one."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((run_dir / RUN_JSON).read_text(encoding="utf-8")))
+    return {}
 
 
 def config_beside(ckpt_path: str | Path) -> Path | None:
@@ -95,23 +86,17 @@ def config_beside(ckpt_path: str | Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def flatten(config: dict[str, Any]) -> dict[str, Any]:
+def flatten(config: dict[Any, Any], key: str = "") -> dict[str, Any]:
     """A nested configuration under the names of the command line, one row of a table.
 
     `{"model": {"class_path": "LeNet", "init_args": {"lr": 0.1}}}`
     -> `{"model": "LeNet", "model.lr": 0.1}`. The items of a list of mappings are numbered.
     """
-    return dict(_items("", config))
-
-
-def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict) or not value:
-        yield key, value
-        return
-    for name, item in value.items():
-        if name == "init_args" and not item:
-            continue  # a class without arguments, whose name would be overwritten
-        part = "" if name in ("class_path", "init_args") else f".{name}"  # as in no flag's name
-        yield from _items(f"{key}{part}".lstrip("."), item)
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        path = key if name in ("class_path", "init_args") else f"{key}.{name}".lstrip(".")
+        if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            value = dict(enumerate(value))
+        is_nested = isinstance(value, dict) and (value or name == "init_args")
+        flat |= flatten(value, path) if is_nested else {path: value}
+    return flat

@@ -14,26 +14,21 @@ from typing_extensions import override
 
 from lightning_mgpu.tools import UsageError, replacing
 
-Rows = list[dict[str, str]]
 FILE = "metrics.csv"
-# `train/loss`, `val_f1`, `test_acc`; Lightning's own names may be followed by /dataloader_idx_1
-STAGE_AND_METRIC = re.compile(r"(train|val|test)(?:ing|id|idation)?[/_.](.+)")
+STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
 
 
 class MetricsFile(Logger):
-    """Writes `metrics.csv` into the run directory.
+    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
 
-    Args:
-        run_dir: The run directory.
-        num_steps: Of a resumed run, whose later rows go, as these steps are trained again.
-    """
-
-    def __init__(self, run_dir: Path, num_steps: int | None = None) -> None:
+    def __init__(self, run_dir: Path, num_steps: int | None) -> None:
         super().__init__()
         self.run_dir = run_dir
         self.columns: list[str] = []
         if num_steps is not None:
-            self.cut(num_steps)
+            rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
+            self.columns = sorted({name for row in rows for name in row})
+            self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
 
     @property
     @override
@@ -62,15 +57,6 @@ class MetricsFile(Logger):
             csv.DictWriter(file, self.columns).writerow(row)
 
     @rank_zero_only
-    def cut(self, num_steps: int) -> None:
-        rows = [
-            row
-            for row in read_rows(self.run_dir)
-            if None not in row.values() and row.get("step", "").isdigit()  # else it is torn
-        ]
-        self.columns = sorted({name for row in rows for name in row})
-        self.rewrite(row for row in rows if int(row["step"]) < num_steps)
-
     def rewrite(self, rows: Iterable[dict[str, str]]) -> None:
         with replacing(self.run_dir / FILE) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
@@ -78,7 +64,7 @@ class MetricsFile(Logger):
             writer.writerows(rows)
 
 
-def read_rows(run_dir: Path) -> Rows:
+def read_rows(run_dir: Path) -> list[dict[str, str]]:
     """The rows of a run's `metrics.csv`; none if there is no file."""
     path = run_dir / FILE
     try:
@@ -95,14 +81,11 @@ def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
     values: dict[str, float] = {}
     seconds: list[float] = []
     for row in read_rows(run_dir):
+        is_validation = epoch is None or row.get("epoch") == str(epoch - 1)
         for name, text in row.items():
-            stage = STAGE_AND_METRIC.match(name or "")
-            is_shown = stage and stage[1] == "test"
-            if stage and stage[1] == "val":
-                is_shown = epoch is None or row.get("epoch") == str(epoch - 1)
-            with suppress(TypeError, ValueError):  # users log texts, too
+            with suppress(AttributeError, TypeError, ValueError):  # torn rows, texts of users
                 if name == "epoch_seconds":
                     seconds.append(float(text))
-                elif is_shown:
+                elif name.startswith("test") or (name.startswith("val") and is_validation):
                     values[name] = float(text)
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

@@ -1,8 +1,5 @@
 """`fit --resume`: go on with a run in its own directory, as if it had never stopped.
 
-    python -m lightning_mgpu fit --resume=last
-    python -m lightning_mgpu fit --resume=runs/NAME --trainer.max_epochs=20
-
 The run's `config.yaml` is the configuration. Only options in `MAY_CHANGE` may have other values.
 """
 
@@ -24,11 +21,7 @@ MAY_CHANGE = (
 
 
 def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse options with other values than those of the run; both configurations are nested.
-
-    Raises:
-        UsageError: One line with both values.
-    """
+    """Refuse options with other values than those of the run, in one line with both values."""
     old, new = flatten(before), flatten(now)
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key) and not f"{key}.".startswith(MAY_CHANGE):
@@ -38,13 +31,8 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
             )
 
 
-def choose_checkpoint(run_dir: Path, config: dict[str, Any], max_epochs: int | None) -> str | None:
-    """The `last.ckpt` of a run; none if it was stopped before its first epoch was over.
-
-    Args:
-        run_dir: The run directory.
-        config: Its configuration, nested.
-        max_epochs: How many epochs the run may train from now on, in all.
+def read_last(run_dir: Path, config: dict[str, Any], max_epochs: int | None) -> dict[str, Any]:
+    """The `last.ckpt` of a run; empty if it was stopped before its first epoch was over.
 
     Raises:
         UsageError: If no training can go on from there, or none was to be saved.
@@ -54,13 +42,11 @@ def choose_checkpoint(run_dir: Path, config: dict[str, Any], max_epochs: int | N
         for option in ("checkpoint.save_last", "trainer.enable_checkpointing"):
             if flatten(config).get(option) is False:
                 raise UsageError(f"--resume={run_dir}: it saved no {LAST}: --{option}=false")
-        return None
+        return {}
     checkpoint = read_checkpoint(path)
-    if "optimizer_states" not in checkpoint:
-        raise UsageError(f"{path} holds weights only: start a new run with --weights={path}")
     if checkpoint.get(KEY, {}).get("streams") != VERSION:
         raise UsageError(f"{path} is of another version: start a new run with --weights={path}")
     trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained}")
-    return str(path)
+    return checkpoint

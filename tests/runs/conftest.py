@@ -27,12 +27,15 @@ class Net(Classifier):
     """Draws random numbers in its steps, and logs values of its own beside torchmetrics objects."""
 
     def __init__(
-        self, lr: float = 0.1, schedule: Literal["step", "plateau", "cycle"] = "step", width: int = 16
+        self,
+        lr: float = 0.1,
+        schedule: Literal["step", "plateau", "cycle"] = "step",
+        width: int = 16,
     ) -> None:
         super().__init__()
         self.rate, self.schedule = lr, schedule
-        layers = nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 10)
-        self.net = nn.Sequential(*layers)
+        first, last = nn.Linear(784, width), nn.Linear(width, 10)
+        self.net = nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Dropout(0.5), last)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

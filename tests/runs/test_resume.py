@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -79,11 +78,11 @@ def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test")]
     args = (*RUN, *DATA, "--data.source=synthetic", "--trainer.limit_train_batches=20", *few)
     assert command("fit", *args, *STRATEGIES[strategy], "--run_dir=whole")[0] == 0
-    for line, number, *args in (
+    for line, number, *words in (
         ("epoch 2/", signal.SIGKILL, *args, *STRATEGIES[strategy], "--run_dir=stopped"),
         ("epoch 3/", signal.SIGTERM, "--resume=stopped"),
     ):
-        process = command.start("fit", *args)
+        process = command.start("fit", *words)
         while (printed := process.stdout.readline()) and not printed.startswith(line):
             pass
         assert printed, process.stderr.read()
@@ -98,22 +97,21 @@ def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_longer_run_elsewhere_under_another_strategy(
+def test_a_longer_run_under_another_strategy(
     run: Path, fit: Callable[..., int], capfd: Any
 ) -> None:
-    """Flags that only say how long and where are taken, and equal ones; the best is still known."""
-    before, moved = metrics(run), run.rename(run.with_name("moved"))
-    equal_ones = ("--model=own_run.Net", "--model.lr=0.10", "--run_dir=moved")
-    others = ("--trainer.max_epochs=3", *STRATEGIES["dp"])
-    assert fit("--resume=moved", *equal_ones, *others) == 0
+    """Flags that only say how long and where are taken, and equal ones."""
+    before = metrics(run)
+    equal_ones = ("--model=own_run.Net", "--model.lr=0.10", "--run_dir=run")
+    assert fit("--resume=run", *equal_ones, "--trainer.max_epochs=3", *STRATEGIES["dp"]) == 0
     out = capfd.readouterr().out
-    assert "ckpt:     moved/checkpoints/last.ckpt" in out
+    assert "ckpt:     run/checkpoints/last.ckpt" in out
     assert "epoch 3/3" in out and "epoch 2/" not in out
-    assert metrics(moved)[: len(before) - 1] == before[:-1]  # but the test at the end
-    assert len(list((moved / "checkpoints").iterdir())) == 2
-    assert fit("--resume=moved") == 0  # finished: tested once more, and nothing else
+    assert metrics(run)[: len(before) - 1] == before[:-1]  # but the test at the end
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    assert fit("--resume=run") == 0  # finished: tested once more, and nothing else
     assert "epoch 3/3" not in capfd.readouterr().out
-    assert [bool(row["test_acc"]) for row in metrics(moved)].count(True) == 1
+    assert [bool(row["test_acc"]) for row in metrics(run)].count(True) == 1
 
 
 def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
@@ -150,7 +148,7 @@ def test_mistakes_leave_the_run_as_it_is(
 def test_a_damaged_run_is_refused(
     run: Path, fit: Callable[..., int], capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One flipped bit, half a file, code in a file, another version, a lock, a cut configuration."""
+    """A flipped bit, half a file, code in a file, another version, a lock, a cut configuration."""
 
     def refused(*args: str) -> str:
         assert fit("--resume=run", "--trainer.max_epochs=3", *args) == 2
