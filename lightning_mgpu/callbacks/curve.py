@@ -14,8 +14,7 @@ from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_rows
 from lightning_mgpu.tools import replacing
 
 MAX_PANELS = 4
-Points = dict[str, dict[int, float]]
-"""By the metric's name: epoch (from 1) -> value."""
+Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
 def draw_curve(trainer: Trainer, upload: bool) -> None:
@@ -27,7 +26,7 @@ def draw_curve(trainer: Trainer, upload: bool) -> None:
         for row in read_rows(Path(trainer.default_root_dir)):
             for name, text in row.items():
                 match = STAGE_AND_METRIC.fullmatch(name)
-                if text and row["epoch"] and match and match[1] != "test":
+                if text and row["epoch"] and match:
                     points.setdefault(name, {})[int(row["epoch"]) + 1] = float(text)
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
         if points:

@@ -1,8 +1,4 @@
-"""What a run prints, and the seconds of training per epoch; it draws the curve, too.
-
-strategy: DDPStrategy on 2 x cpu
-epoch 3/10  train_acc 0.7731  train_loss 0.5982  val_acc 0.7720  val_loss 0.6020  10.5 s
-"""
+"""What a run prints: a header, and a line per epoch; it draws the curve, too."""
 
 import re
 import time
@@ -25,17 +21,16 @@ FORKED = re.compile(r"_(step|epoch)(?=$|/dataloader_idx_)")
 
 
 class RunOutput(Checkpoint):
-    """Prints a header and a line per epoch, logs `epoch_seconds`, draws `curve.png`.
+    """What a run prints and draws. It saves no checkpoint, but Lightning calls a `Checkpoint` last.
 
-    It saves nothing: Lightning calls callbacks that are a `Checkpoint` after the module's own
-    `on_train_epoch_end`, so that all of the epoch is logged.
+    So all of an epoch is logged, also by the module's own `on_train_epoch_end`.
 
     Args:
         header: Print a few lines about the run at its start.
         lines: Print a line per epoch.
         curve: Draw `curve.png` after every epoch.
-        pictures: Draw `confusion.png` and `predictions.png` in a test (`pictures.py`).
-        predictions: Write `predictions.csv` in `predict` (`predictions.py`).
+        pictures: Draw `confusion.png` and `predictions.png` in a test.
+        predictions: Write `predictions.csv` in `predict`.
         test: `fit` tests the best epoch. Without it, a run never looks at the test set.
     """
 
@@ -58,7 +53,27 @@ class RunOutput(Checkpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.print_header(trainer, pl_module)
+        batch = global_batch_size(trainer)  # warns
+        if not self.header or not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        self.header = False
+        replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
+        allreduce = getattr(trainer.strategy, "allreduce", None)
+        how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
+        strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
+        size = f"{count_parameters(pl_module):,} parameters"
+        lines = {
+            "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",
+            "strategy": f"{type(strategy).__name__}{how} on {describe_devices(devices(trainer))}",
+            "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
+            "data": f"{type(data).__name__} {getattr(data, 'summary', '')}" if data else "",
+            "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
+            "ckpt": trainer.ckpt_path,
+            **self.notes,
+        }
+        for label, text in lines.items():
+            if text:
+                print(f"{label + ':':<10}{text}", flush=True)
 
     on_test_start = on_predict_start = on_train_start
 
@@ -66,7 +81,7 @@ class RunOutput(Checkpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_clock(trainer)
         if trainer.state.fn == "validate":
-            self.print_header(trainer, pl_module)
+            self.on_train_start(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,8 +100,8 @@ class RunOutput(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_clock(trainer)
         self.seconds.append(self.elapsed)
-        values = epoch_values(trainer, self.metrics_before)  # all processes reduce them
         pl_module.log("epoch_seconds", self.elapsed, sync_dist=True)  # the mean over processes
+        values = epoch_values(trainer, self.metrics_before)  # all processes reduce them
         if self.lines and trainer.is_global_zero:
             end = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
             epoch = f"epoch {trainer.current_epoch + 1}{end}"
@@ -107,48 +122,14 @@ class RunOutput(Checkpoint):
             self.elapsed += time.perf_counter() - self.started
             self.started = None
 
-    def print_header(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        batch = global_batch_size(trainer)  # warns
-        if not self.header or not trainer.is_global_zero:
-            return
-        self.header = False
-        replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        size = f"{count_parameters(pl_module):,} parameters"
-        lines = {
-            "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",
-            "strategy": f"{name_strategy(trainer)} on {describe_devices(devices(trainer))}",
-            "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
-            "data": f"{type(data).__name__} {getattr(data, 'summary', '')}" if data else "",
-            "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
-            "ckpt": trainer.ckpt_path,
-            **self.notes,
-        }
-        for label, text in lines.items():
-            if text:
-                print(f"{label + ':':<10}{text}", flush=True)
-
-
-def name_strategy(trainer: Trainer) -> str:
-    """`DDPStrategy`; `ManualAllreduceStrategy (ring_allreduce)`."""
-    name = type(trainer.strategy).__name__
-    if allreduce := getattr(trainer.strategy, "allreduce", None):
-        name += f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})"
-    return name
-
 
 def global_batch_size(trainer: Trainer) -> int | None:
     """The size of a batch, summed over processes; `None` if the loader does not know it.
 
     Warns if it trains and processes do not share a batch.
     """
-    loaders = {
-        "fit": trainer.train_dataloader,
-        "validate": trainer.val_dataloaders,
-        "test": trainer.test_dataloaders,
-        "predict": trainer.predict_dataloaders,
-    }
-    loader = loaders[str(trainer.state.fn.value)]  # type: ignore[union-attr]
+    stages = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
+    loader = trainer.train_dataloader or next(filter(None, stages), None)
     loader = loader[0] if isinstance(loader, list) else loader
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return sampler.batch_size
@@ -170,9 +151,8 @@ def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
     validation; one that was logged again is another tensor.
     """
     values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
-    for name in [*values]:
-        if (short := FORKED.sub("", name)) != name and short in values:
-            del values[name]
+    values.pop("epoch_seconds")
+    values = {k: v for k, v in values.items() if (n := FORKED.sub("", k)) == k or n not in values}
     bar = trainer.progress_bar_metrics
     shown = [name for name in values if STAGE_AND_METRIC.fullmatch(name) or name in bar]
     return [f"{name} {float(values[name]):.4f}" for name in shown or values]

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassConfusionMatrix as Matrix
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.curve import picture_errors_as_warnings, save_picture
 
 IGNORED_LABEL = -100  # as in torch's losses
-NUM_IMAGES = 24  # of the first batch
-MAX_CLASSES = 50  # in a confusion matrix
+NUM_IMAGES, MAX_CLASSES = 24, 50  # images of the first batch; classes of a confusion matrix
 
 
 class TestPictures(Callback):
@@ -22,11 +20,10 @@ class TestPictures(Callback):
     Needs batches (X, y) with labels y (N,) in 0..C-1, where -100 is ignored, and a `test_step` that
     returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Other models and
     batches get no picture, and neither do further loaders.
-
     """
 
     __test__ = False  # pytest takes a class named Test... for tests
-    confusion: MulticlassConfusionMatrix | None = None
+    confusion: Matrix | None = None
 
     @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,27 +39,23 @@ class TestPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        match outputs, batch:
-            case {"logits": Tensor(ndim=2) as logits}, [
-                Tensor() as X,
-                Tensor(ndim=1, dtype=torch.int64) as y,
-            ] if dataloader_idx == 0:
-                pass
+        match outputs, batch, dataloader_idx:
+            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
+                if y.is_floating_point():
+                    return
             case _:
                 return  # another kind of model
-        num_classes = logits.shape[1]
-        if self.confusion is None and num_classes <= MAX_CLASSES:
-            self.confusion = MulticlassConfusionMatrix(
-                num_classes, ignore_index=IGNORED_LABEL, validate_args=False
-            ).to(logits.device)
-        if self.confusion is not None:
-            with picture_errors_as_warnings("confusion.png"):
+        names = label_names(trainer, logits.shape[1])
+        with picture_errors_as_warnings("confusion.png"):
+            if self.confusion is None and len(names) <= MAX_CLASSES:
+                matrix = Matrix(len(names), IGNORED_LABEL, validate_args=False)
+                self.confusion = matrix.to(logits.device)
+            if self.confusion is not None:
                 self.confusion.update(logits.detach(), y)
         if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
             with picture_errors_as_warnings("predictions.png"):
                 X, y, classes = (t[:NUM_IMAGES].cpu() for t in (X, y, logits.argmax(1)))
-                figure = plot_predictions(X, y, classes, label_names(trainer, num_classes))
-                save_picture(trainer, figure, "predictions.png")
+                save_picture(trainer, plot_predictions(X, y, classes, names), "predictions.png")
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,22 +68,21 @@ class TestPictures(Callback):
             figure = Figure(figsize=(size, size - 1), layout="constrained")
             labels = label_names(trainer, len(counts))
             self.confusion.plot(counts, ax=figure.add_subplot(), labels=labels, cmap="Blues")
-            save_picture(trainer, figure, "confusion.png")
+            if trainer.is_global_zero:
+                save_picture(trainer, figure, "confusion.png")
 
 
 def plot_predictions(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
     """Images (N, 1 or 3, H, W) in rows of eight under their predictions; mistakes are red."""
-    num_columns = min(len(X), 8)
     num_rows = -(-len(X) // 8)
-    figure = Figure(figsize=(1.5 * num_columns, 2 * num_rows), layout="constrained")
+    figure = Figure(figsize=(12, 2 * num_rows), layout="constrained")
     for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
-        axes = figure.add_subplot(num_rows, num_columns, i + 1)
+        axes = figure.add_subplot(num_rows, 8, i + 1)
         axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
         axes.set_axis_off()
-        if label in (prediction, IGNORED_LABEL):
-            axes.set_title(names[prediction], fontsize=9)
-        else:
-            axes.set_title(f"{names[prediction]}\n(is: {names[label]})", fontsize=9, color="red")
+        is_right = label in (prediction, IGNORED_LABEL)
+        title = names[prediction] + ("" if is_right else f"\n(is: {names[label]})")
+        axes.set_title(title, fontsize=9, color="black" if is_right else "red")
     return figure
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import label_names
@@ -39,11 +38,11 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        tables: list[Table | None] = [make_table(trainer, predictions, batch_indices)]
+        table = make_table(trainer, predictions, batch_indices)
+        tables: list[Table | None] = [table] * trainer.world_size
         if trainer.world_size > 1:
-            mine, tables = tables[0], [None] * trainer.world_size
-            dist.all_gather_object(tables, mine)
-        if any(table is None for table in tables):
+            dist.all_gather_object(tables, table)
+        if None in tables:
             rank_zero_warn(
                 "predictions.csv is not written: it needs one loader that says which samples are "
                 "in a batch, as a DataLoader with a batch_size does, and a "
@@ -55,7 +54,7 @@ class PredictionWriter(BasePredictionWriter):
             path = Path(trainer.default_root_dir, "predictions.csv")
             with replacing(path) as part, part.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(tables[0] or ())
+                writer.writerow(table or ())
                 writer.writerows(rows[index] for index in sorted(rows))
             print(f"predictions: {path}")
 
@@ -65,28 +64,21 @@ def make_table(
 ) -> Table | None:
     """The samples of this process; `None` if the predictions are not a table."""
     try:
-        loader = trainer.predict_dataloaders
-        loader = loader[0] if isinstance(loader, list) else loader
+        loader: Any = trainer.predict_dataloaders
+        sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
         indices = batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
-        if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
+        if isinstance(sampler, GlobalBatchSampler):
             indices = [each.tolist() for _, each in sampler]
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: Table = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         for key in batches[0]:
-            values = torch.cat([batch[key].detach().cpu() for batch in batches])
+            values = torch.cat([batch[key].cpu() for batch in batches])
+            names, columns = [key], [values]
             if values.ndim == 2:
                 prefix = "p" if key == "probabilities" else key
-                names = [f"{prefix}({name})" for name in label_names(trainer, values.shape[1])]
-                table |= dict(zip(names, map(to_list, values.T)))
-            else:
-                table[key] = to_list(values)
+                labels = label_names(trainer, values.shape[1])
+                names, columns = [f"{prefix}({label})" for label in labels], [*values.T]
+            table |= {name: column.tolist() for name, column in zip(names, columns)}
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
     return table if len({len(column) for column in table.values()}) == 1 else None
-
-
-def to_list(values: Tensor) -> list[Any]:
-    """Numbers (N,) with as many digits as tell them from others of their precision."""
-    if values.ndim == 1 and values.dtype in (torch.float32, torch.float16):
-        return [float(str(number)) for number in values.numpy()]
-    return (values.int() if values.dtype == torch.bool else values).tolist()  # type: ignore[no-any-return]
