@@ -10,13 +10,21 @@ NAMES = {
     "_augment_message": "Lightning's reducer of a DDP module, which there is none of here",
     "_device": "what SingleDeviceStrategy keeps its device in",
     "_results": "what `self.log` has logged: each shard's batch size, mean over all samples",
-    "_setup_model": "DDPStrategy's wrapping in DistributedDataParallel, left out",
+    "_collect_rng_states": "random numbers of all generators; Lightning's own use it, too",
+    "_set_rng_states": "the same",
     "_reparametrize_module": "torch's functional_call for a whole step, not only for `forward`",
     "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
     "_foreach_copy_": "the same for copies",
     "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",
 }
-WORDS = {"_acc", "_loss", "_fields", "_replace"}  # parts of texts; a namedtuple's, documented
+WORDS = {
+    "_acc",
+    "_allreduce",
+    "_benchmark",
+    "_loss",
+    "_fields",
+    "_replace",
+}  # parts of texts; a namedtuple's, documented
 
 
 def private_names(package: Path) -> set[str]:

@@ -40,7 +40,8 @@ def export_command(args: list[str]) -> None:
         with replacing(output) as part:
             part.write_bytes(content)
     except Exception as error:  # of the model's code, of the exporters, of the disk
-        raise UsageError(f"{path} cannot be exported to {output}: {error!r}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be exported to {output}: {reason}") from error
     print(f"{output}: {type(model).__name__}, batches of any size")
 
 

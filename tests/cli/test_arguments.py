@@ -39,11 +39,11 @@ def test_configurations_compose(config: Config, tmp_path: Path) -> None:
 
 
 DEFAULTS = {
-    ("--model=ResNet18",): (0.1, None, {}),
     ("--model.lr=0.3",): (0.3, None, {}),
-    ("--model.optimizer=AdamW",): (0.2, "AdamW", {"lr": 0.001, "weight_decay": 0.01}),
+    ("--model.lr=0.3", "--model=ResNet18"): (0.3, None, {}),
+    ("--model.optimizer=AdamW",): (None, "AdamW", {"lr": 0.001, "weight_decay": 0.01}),
     ("--model.optimizer=SGD", "--model.optimizer.momentum=0.9", "--model.optimizer.lr=1"): (
-        *(0.2, "SGD"),
+        *(None, "SGD"),
         {"lr": 1.0, "momentum": 0.9},
     ),
 }
