@@ -31,20 +31,16 @@ OPTIONS = {
     "--weights FILE": "fit: start from the weights in a checkpoint, with any other settings",
     "--ckpt_path FILE": "validate, test, predict: the checkpoint, which knows its model",
     "--output.curve false": "no curve.png; and so with header, lines, pictures, predictions, test",
-    "--help.all": "every option",
-    "--model.help, --data.help": "those of the model and the data module",
-    "--trainer.strategy.help NAME": "those of a strategy",
+    "--help.all": "every option; --model.help, --data.help, --trainer.strategy.help NAME: of one",
 }
 OVERVIEW = """\
 usage: {prog} SUBCOMMAND [options]
 
     {prog} fit --trainer.devices=2
-    {prog} fit --config model/resnet18.yaml --trainer.limit_train_batches=10
     {prog} fit --resume=last
     {prog} test --ckpt_path runs/NAME/checkpoints/last.ckpt
 
-subcommands: {subcommands}
-SUBCOMMAND --help shows the options of one.
+subcommands: {subcommands}; SUBCOMMAND --help shows the options of one
 """
 
 

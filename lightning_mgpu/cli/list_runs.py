@@ -28,26 +28,25 @@ def runs_command(args: list[str]) -> None:
     parser.add_argument("directory", type=Path, nargs="?", default="runs", help="default: runs")
     parser.add_argument("--csv", action="store_true", help="every digit, for a spreadsheet")
     options = parser.parse_args(args)
-    runs = find_runs(options.directory)
-    if not runs:
+    if not (runs := find_runs(options.directory)):
         raise UsageError(f"{options.directory}: no run is in it, a directory with a config.yaml")
     names = dict.fromkeys(name for settings, _ in runs.values() for name in settings)
     values = {name: {str(each.get(name)) for each, _ in runs.values()} for name in names}
     differ = [name for name in names if len(values[name]) > 1 and name != "run_dir"]
     metrics = {name for _, results in runs.values() for name in results} - {*LAST_COLUMNS}
     by_split = sorted(metrics, key=lambda name: (name.startswith("test"), name))
-    columns = [*differ, *by_split, *LAST_COLUMNS]
-    table: list[list[Any]] = [["run", *columns]]
+    columns = ["run", *differ, *by_split, *LAST_COLUMNS]
+    table: list[list[Any]] = [columns]
     for path, (settings, results) in runs.items():
-        cells = [{**settings, **results}.get(name) for name in columns]
-        table.append([path.relative_to(options.directory), *cells])
+        row = {"run": path.relative_to(options.directory), **settings, **results}
+        table.append([row.get(name) for name in columns])
     if options.csv:
         writer(sys.stdout, lineterminator="\n").writerows(table)
         return
-    texts = [[shorten(cell) for cell in row] for row in table]
+    texts = [[*map(shorten, cells)] for cells in table]
     widths = [max(map(len, column)) for column in zip(*texts)]
-    for row in texts:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    for cells in texts:
+        print("  ".join(map(str.ljust, cells, widths)).rstrip())
 
 
 def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:

@@ -11,10 +11,7 @@ from lightning_mgpu.tools import UsageError
 
 
 def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
-    """What makes a strategy, and its arguments: `dp` -> `(DataParallelStrategy, {})`.
-
-    `name` is a registered one, or the path of a Strategy or of a function that returns one.
-    """
+    """What makes a strategy of this name or path, and its arguments: `(DDPStrategy, {})`."""
     if name in StrategyRegistry:
         entry = StrategyRegistry[name]
         return entry["strategy"], dict(entry["init_params"])
