@@ -95,7 +95,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     hint = CLASS_HINT if re.search("import|has no attribute", message) else ""
     if re.search("unrecognized|not accept", message):
         hint = did_you_mean(name, options)
-    about_what = [f"--{name}={given[name]}:"] if about else []
+    about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
 
 
