@@ -25,11 +25,10 @@ WARNINGS = (
 )
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (
-    *("GPU available: ", "TPU available: ", "💡 Tip: ", "Seed set to ", "Initializing distributed"),
-    *("----------", "distributed_backend=", "All distributed processes registered"),
-    *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to estimate"),
-    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
-    *("LOCAL_RANK: ", "Using bfloat16 Automatic", "Using 16bit Automatic"),
+    *("GPU available", "TPU available", "💡 Tip", "Seed set to", "Using bfloat16", "Using 16bit"),
+    *("----------", "distributed_backend=", "Initializing distributed", "All distributed proc"),
+    *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to"),
+    *("Restoring states", "Restored all states", "Loaded model weights", "LOCAL_RANK: "),
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Detected KeyboardInterrupt, attempting graceful shutdown",  # our line says how to go on
 )
@@ -45,7 +44,7 @@ def main() -> None:
         hide_messages()
         sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
         stop_on_signals()
-        subcommand, others = args[0], args[1:]
+        subcommand, *others = [arg for arg in args if arg != TRACEBACK_FLAG]
         if subcommand not in subcommands():
             hint = did_you_mean(subcommand, subcommands())
             names = ", ".join(subcommands())
@@ -54,8 +53,7 @@ def main() -> None:
             run_trainer(subcommand, others)
         else:
             module, _, function = TOOLS[subcommand].rpartition(".")
-            tool = getattr(importlib.import_module(module), function)
-            tool([argument for argument in others if argument != TRACEBACK_FLAG])
+            getattr(importlib.import_module(module), function)(others)
 
 
 def hide_messages() -> None:

@@ -6,6 +6,7 @@ place of the first two.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,27 +27,16 @@ STRATEGY = "--trainer.strategy"
 
 @dataclass
 class Options:
-    """The options of a subcommand.
+    """The options of a subcommand."""
 
-    Attributes:
-        args: The command line in jsonargparse's form, each option and its value in one string.
-        given: The values given by flags and in files, by name: `{"trainer.devices": "2"}`.
-        base: The configuration that they change, nested.
-        run_dir: The directory of the run to resume.
-    """
-
-    args: list[str]
-    given: dict[str, Any]
-    base: dict[str, Any]
-    run_dir: Path | None
+    args: list[str]  # as jsonargparse takes them, each option and its value in one string
+    given: dict[str, Any]  # by flags and in files, by name: `{"trainer.devices": "2"}`
+    base: dict[str, Any]  # the configuration that they change, nested
+    run_dir: Path | None  # of the run to resume
 
 
 def read_options(subcommand: str, args: Sequence[str]) -> Options:
-    """Find the files, the run and the checkpoint that are named, and what lies below the options.
-
-    Raises:
-        UsageError: If one of them is not there or cannot be read, or the strategy is unknown.
-    """
+    """Find the files, the run, the checkpoint that are named, and what lies below the options."""
     joined = one_string_per_option(args)
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
@@ -76,17 +66,15 @@ def one_string_per_option(args: Sequence[str]) -> list[str]:
     """`["--a", "1", "-c", "x.yaml"]` -> `["--a=1", "--config=/path/to/x.yaml"]`."""
     joined: list[str] = []
     for arg in args:
-        before = joined[-1] if joined else ""
         is_value = arg != "-c" and not arg.startswith(("--", "-c="))
-        if is_value and before.startswith("-") and "=" not in before:
-            joined[-1] = f"{before}={arg}"
+        if is_value and joined and "=" not in joined[-1]:
+            joined[-1] += f"={arg}"
         else:
-            joined.append(arg)
-    for i, arg in enumerate(joined):
-        name, _, value = arg.partition("=")
-        if name in ("-c", "--config") and not value.startswith("{"):
-            joined[i] = f"--config={find_config(value)}"
-    return joined
+            joined.append("--config" + arg[2:] if arg[:3] in ("-c", "-c=") else arg)
+    return [
+        f"--config={find_config(arg[9:])}" if re.match("--config=[^{]", arg) else arg
+        for arg in joined
+    ]
 
 
 def options_by_name(args: Sequence[str]) -> dict[str, Any]:
@@ -107,44 +95,35 @@ def options_by_name(args: Sequence[str]) -> dict[str, Any]:
 def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Model, data and seed of the run that a checkpoint belongs to."""
     read_checkpoint(ckpt_path)
-    if (path := config_beside(ckpt_path)) is None:
-        if "model" not in given:
-            raise UsageError(
-                f"{ckpt_path} is in no run directory, whose config.yaml names the "
-                "model: give its configuration with --config, or its --model"
-            )
-        return {}
-    config = read_config(str(path))
+    path = config_beside(ckpt_path)
+    if path is None and "model" not in given:
+        told = "is in no run directory, whose config.yaml names the model: give it with --config"
+        raise UsageError(f"{ckpt_path} {told}")
+    config = read_config(str(path)) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 
 def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
     """The arguments with a strategy's class for its name where the class or options are given.
 
-    jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options. `--model.help`
-    gets the class that would run, and `--help.all` is the parser's help.
+    jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
+    `--model.help` gets the class that would run, and `--help.all` is the parser's help.
     """
-    helps = {
-        f"--{key}.help": given.get(key) or base[key]["class_path"] for key in ("model", "data")
-    }
-    args = [f"{arg}={helps[arg]}" if arg in helps else arg for arg in args]
-    args = ["--help" if arg == "--help.all" else arg for arg in args]
-    options, others, name = [], [], (base.get("trainer") or {}).get("strategy", "auto")
-    name = given.get("trainer.strategy", name)
+    helps = {"--help.all": "--help"}
+    for key in ("model", "data"):
+        helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"
     for arg in args:
-        flag, _, value = arg.partition("=")
-        if flag == f"{STRATEGY}.help":
-            others.append(f"{flag}={strategy_config(value or 'manual_allreduce')['class_path']}")
-        elif flag.startswith(f"{STRATEGY}."):
-            options.append(arg)
-        elif flag == STRATEGY and value.startswith("{"):
-            return args  # it has a class and its arguments
-        elif flag != STRATEGY:
-            others.append(arg)
-    is_registered = name == "auto" or name in StrategyRegistry
-    is_flag = len(others) + len(options) < len(args)
-    if not isinstance(name, str) or not (options if is_registered else is_flag):
+        if arg.startswith(f"{STRATEGY}.help"):
+            name = arg.partition("=")[2] or "manual_allreduce"
+            helps[arg] = f"{STRATEGY}.help={strategy_config(name)['class_path']}"
+    args = [helps.get(arg, arg) for arg in args]
+    flags = [arg for arg in args if arg.startswith(f"{STRATEGY}=")]
+    options = [arg for arg in args if arg.startswith(f"{STRATEGY}.") and ".help=" not in arg]
+    name = given.get("trainer.strategy") or (base.get("trainer") or {}).get("strategy") or "auto"
+    is_class = not isinstance(name, str) or any("={" in flag for flag in flags)
+    if is_class or not (options if name == "auto" or name in StrategyRegistry else flags):
         return args
     if name == "auto":
         raise UsageError(f"{options[0]}: of which strategy? Add {STRATEGY}=manual_allreduce, or so")
+    others = [arg for arg in args if arg not in flags and arg not in options]
     return [*others, f"{STRATEGY}={json.dumps(strategy_config(name))}", *options]

@@ -9,8 +9,8 @@ import os
 import shlex
 import sys
 from argparse import ArgumentError
+from functools import partial
 from math import inf
-from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
@@ -22,27 +22,22 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch.distributed import destroy_process_group, is_initialized
 from typing_extensions import override
 
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.errors import TRACEBACK_FLAG, constructor_errors, explain, last_part
+from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import Options, read_options
 from lightning_mgpu.devices import devices
 from lightning_mgpu.malloc import keep_freed_memory
-from lightning_mgpu.runs.checkpoints import (
-    BestCheckpoint,
-    LastCheckpoint,
-    WholeFiles,
-    read_checkpoint,
-)
+from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
-from lightning_mgpu.runs.resume import read_last, refuse_changes
+from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import draw_seed, seed_generators
 from lightning_mgpu.tools import UsageError, command
@@ -62,28 +57,26 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     ending: BaseException | None = None
     try:
         cli.run()
-    except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes one of the other
-        ending = error
-        if cli.record.lock is not None and subcommand == "fit":
-            print(f"stopped; {way_on if cli.last.saves else 'it saves no last.ckpt'}", flush=True)
-        sys.exit(1)
-    except OSError as error:
-        ending = error
-        if error.errno in UNWRITABLE:
-            where = error.filename or cli.run_dir
-            ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
-        if cli.is_deleted():
-            ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
-        raise ending from error
     except BaseException as error:
         ending = error
-        raise
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = error.filename or cli.run_dir
+            ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
+        if isinstance(error, OSError) and cli.is_deleted():
+            ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):  # Lightning turns one into the other
+            if cli.record.lock is not None and subcommand == "fit":
+                print("stopped;", way_on if cli.last.saves else "it saves no last.ckpt", flush=True)
+            sys.exit(1)
+        if ending is error:
+            raise
+        raise ending from error
     finally:
-        cli.record.close(cli.trainer, ending, cli.best.best)
-        if is_initialized() and ending is None:
-            # Lightning does so for NCCL alone. Gloo's threads may still hold tensors as Python ends,
-            # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
-            destroy_process_group()
+        cli.record.close(cli.trainer, ending, cli.best)
+    if is_initialized():
+        # Lightning does so for NCCL alone. Gloo's threads may still hold tensors while Python ends,
+        # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
+        destroy_process_group()
 
 
 class TrainingCLI(LightningCLI):
@@ -99,25 +92,19 @@ class TrainingCLI(LightningCLI):
             run=False,
             auto_configure_optimizers=False,  # the model does
             save_config_callback=None,  # RunRecord writes config.yaml
-            parser_kwargs={
-                "exit_on_error": False,
-                "allow_abbrev": False,
-                "prog": command(),
-                "usage": f"{command()} {subcommand} [options]",
-            },
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "prog": command()},
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        text, malloc = str | None, Literal["default", "keep"]
-        parser.add_argument("--run_dir", type=text, default=None, help="A new directory.")
-        parser.add_argument(
-            "--weights", type=text, default=None, help="A checkpoint to start from."
-        )
-        parser.add_argument("--malloc", type=malloc, default="default", help="See malloc.py.")
-        parser.add_argument(TRACEBACK_FLAG, action="store_true", help="Show where an error is.")
+        for name, kind, default in (
+            ("run_dir", str | None, None),
+            ("weights", str | None, None),
+            ("malloc", Literal["default", "keep"], "default"),
+        ):
+            parser.add_argument(f"--{name}", type=kind, default=default)
         parser.add_class_arguments(WandbOptions, "wandb")
-        parser.add_class_arguments(BestCheckpoint, "checkpoint")
+        parser.add_class_arguments(checkpoints.BestCheckpoint, "checkpoint")
         parser.add_class_arguments(RunOutput, "output")
         skip = {*self.subcommands()[self.method], "weights_only"}
         self.method_options = parser.add_method_arguments(Trainer, self.method, skip=skip)
@@ -125,6 +112,8 @@ class TrainingCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = self.parse(self.options.args)
+        # a repeated run gets a directory of its own
+        self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
             self.config.seed_everything = draw_seed()
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
@@ -157,15 +146,12 @@ class TrainingCLI(LightningCLI):
         if self.options.run_dir is None:
             words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
             parts = map(last_part, (config.model.class_path, *words))
-            self.run_dir = name_run_dir(config.run_dir, config.trainer.default_root_dir, *parts)
+            self.run_dir = name_run_dir(self.named_run_dir, config.trainer.default_root_dir, *parts)
         else:
             self.run_dir, limit = self.options.run_dir, config.trainer.max_epochs
-            if last := read_last(self.run_dir, self.options.base, limit):
-                self.ckpt_path = str(self.run_dir / "checkpoints" / "last.ckpt")
-                loop = last["loops"]["fit_loop"]["epoch_loop.state_dict"]
-                num_steps = loop["_batches_that_stepped"]
-            else:
-                notes["ckpt"], num_steps = "none: no epoch was over, training starts again", 0
+            self.ckpt_path, num_steps = find_last(self.run_dir, self.options.base, limit)
+            if not self.ckpt_path:
+                notes["ckpt"] = "none: no epoch was over, training starts again"
         os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
         if config.malloc == "keep":
             keep_freed_memory()
@@ -177,9 +163,11 @@ class TrainingCLI(LightningCLI):
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
         if config.weights and not self.ckpt_path:
-            self.model.load_state_dict(read_checkpoint(config.weights)["state_dict"])
+            self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
         saves = options.enable_checkpointing is not False
-        self.last = LastCheckpoint(config.seed_everything, saves and self.best.keeps_last)
+        self.last = checkpoints.LastCheckpoint(
+            config.seed_everything, saves and self.best.keeps_last
+        )
         wandb = None if options.logger is False else config.wandb
         facts = {"command": command_line, "options": given, "seed": config.seed_everything}
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
@@ -203,18 +191,14 @@ class TrainingCLI(LightningCLI):
                     "default_root_dir": str(self.run_dir),
                     "enable_checkpointing": True,  # as RunOutput is a Checkpoint
                     "enable_progress_bar": draws_bar or has_bar,
-                    "logger": [
-                        each for each in as_list(options.logger) if isinstance(each, Logger)
-                    ],
-                    "plugins": [*as_list(options.plugins), WholeFiles()],
+                    "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
+                    "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
                 }
             )
-        variable = "SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE"
-        if int(os.environ.get(variable) or 1) > 1 and self.trainer.world_size == 1:
-            raise UsageError(
-                f"{variable}={os.environ[variable]} processes would train a model each: "
-                "--trainer.strategy=ddp with --trainer.devices joins them"
-            )
+        started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
+        if int(started) > 1 and self.trainer.world_size == 1:
+            way = "--trainer.strategy=ddp with --trainer.devices joins them"
+            raise UsageError(f"{started} processes would train a model of their own each: {way}")
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
@@ -241,7 +225,7 @@ class TrainingCLI(LightningCLI):
             if "loss" in name and not value.isfinite():
                 lines.append(f"warning: {name} is {value.item()}: the training has diverged")
         if why:
-            self.print_once(f"stopped early: {why}")
+            print_once(f"stopped early: {why}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
@@ -249,7 +233,7 @@ class TrainingCLI(LightningCLI):
         time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
         if self.is_deleted():
             raise FileNotFoundError(self.run_dir)
-        self.print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
+        print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
 
     def test_best(self) -> dict[str, float]:
         """The metrics of the test; none where there is no test."""
@@ -258,12 +242,15 @@ class TrainingCLI(LightningCLI):
         if not has_test or not self.output.test:
             return {}
         which = "the last epoch: no metric says which one is the best"
-        if best and best["value"] is None:
-            which = f"epoch {best['epoch']}: the last one saved by --checkpoint"
-        elif best:
+        if best:
             extreme = "smallest" if self.best.mode == "min" else "largest"
-            which = "epoch {epoch}: {monitor} {value:.4f} ".format(**best) + f"({extreme})"
-        self.print_once(f"testing {which}")
+            by = (
+                f"{best['monitor']} {best['value']:.4f} ({extreme})"
+                if best["monitor"]
+                else "the last"
+            )
+            which = f"epoch {best['epoch']}: {by}"
+        print_once(f"testing {which}")
         seed_generators(self.config.seed_everything, "test")
         path = best.get("path")
         tested = trainer.test(self.model, data, path, verbose=False, weights_only=True)
@@ -273,10 +260,8 @@ class TrainingCLI(LightningCLI):
         """Whether the run directory that this process has made is gone."""
         return self.record.lock is not None and not (self.run_dir / RUN_JSON).is_file()
 
-    def print_once(self, text: str) -> None:
-        """Print in the first process."""
-        if self.trainer.is_global_zero:
-            print(text, flush=True)
+
+print_once = rank_zero_only(partial(print, flush=True))
 
 
 def as_list(value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Checkpoints: whole files, the best epoch's, which `fit` tests, and the last one's.
 
-`--resume` goes on from `last.ckpt`, which is saved when the next epoch starts: then all of the epoch
-is logged, stepped and validated. Every epoch begins with random numbers of its own (`seeds.py`).
+`--resume` goes on from `last.ckpt`, which is saved when the next epoch starts: all of the epoch is
+logged, stepped and validated then. Every epoch has random numbers of its own (`seeds.py`).
 """
 
 import re
@@ -25,11 +25,11 @@ from lightning_mgpu.tools import UsageError, replacing
 LAST = "last.ckpt"
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
-SMALLEST = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of what is to fall
+FALLS = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of metrics
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a Trainer's checkpoint: tensors and plain values, never code; one wrong bit is noticed."""
+    """Read a Trainer's checkpoint: tensors and plain values, never code; a wrong bit is noticed."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
     try:
@@ -38,10 +38,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception:  # whatever the zip reader and the unpickler make of noise
         checkpoint = {}
     if "state_dict" not in checkpoint:
-        told = (
-            "it is damaged, or not a Trainer's, or holds objects of classes, whose code never runs"
-        )
-        raise UsageError(f"{path} cannot be read: {told}")
+        why = "it is damaged, or no Trainer's, or holds objects of classes, whose code never runs"
+        raise UsageError(f"{path} cannot be read: {why}")
     return dict(checkpoint)
 
 
@@ -85,7 +83,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(
             dirpath=None,  # see setup
             monitor=monitor,
-            mode=mode or ("min" if SMALLEST.search(monitor or "") else "max"),
+            mode=mode or ("min" if FALLS.search(monitor or "") else "max"),
             save_last=False,  # Lightning's own is the last *best* one
             enable_version_counter=False,
             **kwargs,
@@ -116,11 +114,10 @@ class BestCheckpoint(ModelCheckpoint):
     @property
     def best(self) -> dict[str, Any]:
         """Epoch (from 1), metric, value and path of the best checkpoint; empty if there is none."""
-        path, score = self.best_model_path, self.best_model_score
-        if not Path(path).is_file():  # a kill may have come before it was renamed
+        if not Path(path := self.best_model_path).is_file():  # a kill may have come before
             return {}
         epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
-        value = None if score is None else float(score)
+        value = float(self.best_model_score) if self.best_model_score is not None else None
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
 
     @override
@@ -138,9 +135,8 @@ class LastCheckpoint(Callback):
     """
 
     def __init__(self, seed: int, saves: bool) -> None:
-        self.seed, self.saves = seed, saves
+        self.seed, self.saves, self.has_finished = seed, saves, False
         self.first_epoch = 0  # of this process
-        self.has_finished = False
         self.loaded_metrics: dict[str, Any] = {}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
@@ -166,7 +162,6 @@ class LastCheckpoint(Callback):
             # Lightning would take the old epoch's batches for those of this one. Now it counts them
             # from 0 and calls iter(loader) again, after the seed above.
             loop.epoch_loop.restarting = False
-            loop.epoch_loop.reset_restart_stage()
             loop.on_iteration_done()
 
     @override

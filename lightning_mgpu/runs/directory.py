@@ -19,7 +19,7 @@ LOCK_SECONDS = 6  # the DataLoader's workers of a killed run hold its lock, unti
 
 
 def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
-    """Where a new run will be: `run_dir`, or a name of the time and `parts` in `root` or `runs/`."""
+    """Where a new run will be: `run_dir`, or a name of time and `parts` in `root` or `runs/`."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_DIR_ENV, "runs"))
     now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]  # milliseconds tell runs apart

@@ -24,31 +24,23 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_mgpu.devices import describe_devices, devices
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten, lock_run_dir, read_run_json
 from lightning_mgpu.runs.metrics import MetricsFile, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
-from lightning_mgpu.tools import UsageError, replacing
+from lightning_mgpu.tools import replacing
 
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and the loggers when the data are there: earlier mistakes leave none.
-
-    Args:
-        run_dir: The directory.
-        config: The text of `config.yaml`.
-        wandb_options: `None` if nothing is logged.
-        content: What `run.json` gets when the run begins.
-        notes: Lines of the run's header: this adds where W&B records.
-        num_steps: How many steps a resumed run has done.
-    """
+    """Makes the run directory and the loggers when the data are there: no mistake leaves one."""
 
     run_dir: Path
-    config: str
-    wandb_options: WandbOptions | None
-    content: dict[str, Any]
-    notes: dict[str, str]
-    num_steps: int | None
+    config: str  # the text of `config.yaml`
+    wandb_options: WandbOptions | None  # `None` if nothing is logged
+    content: dict[str, Any]  # what `run.json` gets when the run begins
+    notes: dict[str, str]  # lines of the run's header: this adds where W&B records
+    num_steps: int | None  # of a resumed run, so far
     results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
     lock: int | None = None  # once the directory is there, in the first process
 
@@ -95,14 +87,13 @@ class RunRecord(Callback):
         with replacing(self.run_dir / RUN_JSON) as part:
             part.write_text(json.dumps(self.content, indent=2, default=str) + "\n")
 
-    def close(self, trainer: Trainer, error: BaseException | None, best: dict[str, Any]) -> None:
+    def close(self, trainer: Trainer, error: BaseException | None, best: BestCheckpoint) -> None:
         """Write how the run ended, close the W&B run and free the directory."""
         if self.lock is None:
             return
-        why = self.results.get("why")
-        end: dict[str, Any] = {"state": "stopped" if why else "finished", **self.results}
+        end = {"state": "stopped" if self.results.get("why") else "finished", **self.results}
         # the disk may be full, metrics.csv broken, the directory deleted: that error counts
-        with contextlib.suppress(OSError, UsageError):
+        with contextlib.suppress(Exception):
             if isinstance(error, Exception):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
                 with replacing(self.run_dir / "error.log") as part:
@@ -110,9 +101,9 @@ class RunRecord(Callback):
                 error.add_note(f"{self.run_dir}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            metrics = summarize(self.run_dir, best.get("epoch"))
-            end |= {"time": now(), "epochs": trainer.current_epoch, "best": best}
-            self.write(end={**end, "metrics": metrics})
+            end |= {"time": now(), "epochs": trainer.current_epoch, "best": best.best}
+            end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
+            self.write(end=end)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()
@@ -157,7 +148,6 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     Two runs with the same fingerprint have trained the same bits.
     """
     digest = hashlib.sha256()
-    for parameter in parameters:
-        flat = parameter.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
+    for p in parameters:
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

@@ -15,7 +15,7 @@ LENGTH = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")
 WHERE = ("accelerator", "devices", "num_nodes", "strategy", "logger", "enable_progress_bar")
 MAY_CHANGE = (
     *(f"trainer.{name}." for name in (*LENGTH, *WHERE)),
-    *("wandb.", "output.", "traceback.", "malloc.", "run_dir."),
+    *("wandb.", "output.", "malloc.", "run_dir."),
     *("data.root.", "data.num_workers.", "data.pin_memory."),  # of a machine
 )
 
@@ -31,8 +31,10 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
             )
 
 
-def read_last(run_dir: Path, config: dict[str, Any], max_epochs: int | None) -> dict[str, Any]:
-    """The `last.ckpt` of a run; empty if it was stopped before its first epoch was over.
+def find_last(
+    run_dir: Path, config: dict[str, Any], max_epochs: int | None
+) -> tuple[str | None, int]:
+    """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch.
 
     Raises:
         UsageError: If no training can go on from there, or none was to be saved.
@@ -42,11 +44,12 @@ def read_last(run_dir: Path, config: dict[str, Any], max_epochs: int | None) -> 
         for option in ("checkpoint.save_last", "trainer.enable_checkpointing"):
             if flatten(config).get(option) is False:
                 raise UsageError(f"--resume={run_dir}: it saved no {LAST}: --{option}=false")
-        return {}
+        return None, 0
     checkpoint = read_checkpoint(path)
     if checkpoint.get(KEY, {}).get("streams") != VERSION:
         raise UsageError(f"{path} is of another version: start a new run with --weights={path}")
-    trained = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    loop = checkpoint["loops"]["fit_loop"]
+    trained = loop["epoch_progress"]["current"]["processed"]
     if max_epochs is not None and 0 <= max_epochs < trained:
         raise UsageError(f"--trainer.max_epochs={max_epochs}: {run_dir} has trained {trained}")
-    return checkpoint
+    return str(path), loop["epoch_loop.state_dict"]["_batches_that_stepped"]

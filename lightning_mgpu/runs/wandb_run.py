@@ -14,7 +14,12 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_mgpu.tools import program
 
 # A server may take 8 s to make a run, which then goes offline; the end waits 30 s for uploads.
-SETTINGS = {"silent": True, "console": "off", "init_timeout": 8.0, "finish_timeout": 30.0}
+SETTINGS: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "init_timeout": 8.0,
+    "finish_timeout": 30.0,
+}
 
 
 @dataclass
@@ -54,21 +59,21 @@ def start_run(
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
         mode, reason = "offline", "no login"
     default = program().replace("_", "-")
-    for mode in ("online", "offline")[mode == "offline" :]:
+    for try_mode in ("online", "offline")[mode == "offline" :]:
         try:
             logger = WandbLogger(
                 project=options.project or os.environ.get("WANDB_PROJECT", default),
                 name=options.name or os.environ.get("WANDB_NAME", run_dir.name),
                 id=run_id,
                 save_dir=run_dir,
-                mode=mode,
+                mode=try_mode,
                 log_model=options.log_model,
                 config=config,
                 settings=wandb.Settings(**SETTINGS),
             )
             url = logger.experiment.url  # this starts it
             command = f"wandb sync {run_dir}/wandb/offline-run-*"
-            where = f"online, {url}" if mode == "online" else f"offline ({reason}); {command}"
+            where = f"online, {url}" if try_mode == "online" else f"offline ({reason}); {command}"
             return logger, where
         except Exception as error:  # a refused login, a dead server: it must not end the run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]

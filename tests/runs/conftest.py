@@ -16,11 +16,12 @@ import signal
 from typing import Literal
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning_mgpu.models.classifier import Classifier
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(Classifier):
@@ -73,6 +74,14 @@ class Ends(Net):
 
     def on_fit_end(self):
         self.net[4].bias.data.fill_(7)
+
+
+class Shuffled(LightningDataModule):
+    """A plain DataLoader, whose order is drawn from torch's generator."""
+
+    def train_dataloader(self):
+        X = torch.arange(40.0).reshape(40, 1, 1, 1).expand(40, 1, 28, 28) / 40
+        return DataLoader(TensorDataset(X, torch.arange(40) % 10), 8, shuffle=True)
 
 
 class Stop(Callback):
@@ -154,7 +163,8 @@ def fit(
         monkeypatch.setenv("STOP", stop)
         monkeypatch.setenv("SIGNAL", number)
         is_new = not any(arg.startswith("--resume") for arg in args)
-        return main("fit", *((*RUN, f"--data.root={root}", *DATA) if is_new else ()), *args)
+        data = () if "--data=own_run.Shuffled" in args else (f"--data.root={root}", *DATA)
+        return main("fit", *((*RUN, *data) if is_new else ()), *args)
 
     return fit
 
