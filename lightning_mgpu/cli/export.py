@@ -54,5 +54,6 @@ def export(model: LightningModule, suffix: str) -> bytes:
     if suffix == ".pt2":
         torch.export.save(program, buffer := BytesIO())
         return buffer.getvalue()
-    onnx = torch.onnx.export(program, (X,), input_names=["X"], output_names=["logits"])
+    names = {"input_names": ["X"], "output_names": ["logits"]}
+    onnx = torch.onnx.export(program, (X,), **names, verbose=False)  # type: ignore[arg-type]
     return onnx.model_proto.SerializeToString()  # type: ignore[union-attr]
