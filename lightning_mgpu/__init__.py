@@ -6,23 +6,21 @@ Read in this order:
 2. `data/`        Fashion-MNIST in global batches: the same ones under every strategy
 3. `allreduce/`   ways to sum tensors over devices, the book's first
 4. `strategies/`  the textbook's engine and `dp`, for Lightning's Trainer
-5. `callbacks/`   run header, epoch times, learning curve, predictions
-6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases, export
+5. `callbacks/`   what people look at: header, a line per epoch, learning curve, predictions
+6. `runs/`        one run, one directory: checkpoints, resume, CSV and Weights & Biases
 7. `cli/`         the LightningCLI that puts them together
 
-The other directories and `book.py` can be deleted: nothing of these imports them. Each docstring
-says what it does.
+The other directories and `book.py` can be deleted, because nothing in these imports them.
 """
 
-import gc
+import os
+import tempfile
+
+if not os.access(os.path.expanduser("~"), os.W_OK):
+    # matplotlib, which the next import brings, and W&B would complain in twenty lines
+    for _name in ("MPLCONFIGDIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        os.environ.setdefault(_name, tempfile.mkdtemp())
+
+import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
 
 __version__ = "0.1.0"
-
-_collects = gc.isenabled()
-# a quarter of the time that these imports take goes into looking for garbage: there is none
-gc.disable()
-try:
-    import lightning_mgpu.strategies  # noqa: F401 (for Trainer(strategy="manual_allreduce"))
-finally:
-    if _collects:
-        gc.enable()

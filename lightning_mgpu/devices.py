@@ -2,38 +2,26 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-
-SHARDING = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 def devices(trainer: Trainer) -> list[torch.device]:
     """The devices a run trains on: those of this machine, times the number of machines."""
-    strategy: Any = trainer.strategy
-    local = getattr(strategy, "node_devices", None) or getattr(strategy, "parallel_devices", None)
-    return list(local or [strategy.root_device]) * trainer.num_nodes
+    local = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+    return list(local) * trainer.num_nodes
 
 
-def is_sharded(trainer: Trainer) -> bool:
-    """Whether each process has only its shard of the parameters, while it trains and afterwards."""
-    return isinstance(trainer.strategy, SHARDING)
+def process_devices(trainer: Trainer) -> list[torch.device]:
+    """The devices of this process. Waiting for any other GPU would open a context there."""
+    return devices(trainer) if trainer.world_size == 1 else [trainer.strategy.root_device]
 
 
 def describe_devices(devices: Iterable[torch.device]) -> str:
     """`2 x cpu`, `cuda:0, cuda:1`, `cpu`: a device that is listed several times is counted."""
     counts = Counter(map(str, devices))
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
-
-
-def process_devices(trainer: Trainer) -> list[torch.device]:
-    """The devices this process works on. Waiting for any other GPU would open a context there."""
-    if trainer.world_size == 1 and (several := getattr(trainer.strategy, "parallel_devices", None)):
-        return list(several)
-    return [trainer.strategy.root_device]
 
 
 def gpus() -> list[torch.device]:

@@ -11,16 +11,15 @@ import secrets
 import numpy as np
 import torch
 
-from lightning_mgpu.errors import UsageError
+from lightning_mgpu.tools import UsageError
 
-# in every checkpoint; a run must not go on with other numbers than those it began with
-VERSION = 2
+# in every last.ckpt: a run must not go on with other numbers than those it began with
+VERSION = 3
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> list[int]:
     """Three seeds of 64 bits for one purpose; the numbers are those of an epoch, of a sample."""
-    key = (*purpose.encode(), *numbers)
-    sequence = np.random.SeedSequence(seed % 2**128, spawn_key=key)
+    sequence = np.random.SeedSequence(seed % 2**128, spawn_key=(*purpose.encode(), *numbers))
     return [int(number) for number in sequence.generate_state(3, np.uint64)]
 
 
@@ -32,8 +31,7 @@ def new_generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
 def seed_generators(seed: int, purpose: str, *numbers: int, devices: bool = True) -> None:
     """Seed Python's, numpy's and torch's global generators, those of all `devices` or the CPU's.
 
-    Unlike `seed_everything`, this leaves `PL_GLOBAL_SEED` alone, from which data modules take the
-    run's seed.
+    Unlike `seed_everything`, this keeps `PL_GLOBAL_SEED`, from which data modules take their seed.
     """
     seeds = stream(seed, purpose, *numbers)
     random.seed(seeds[0])
@@ -42,15 +40,13 @@ def seed_generators(seed: int, purpose: str, *numbers: int, devices: bool = True
 
 
 def draw_seed() -> int:
-    """A random seed; the processes that `ddp` starts take the first one's.
+    """A random seed; the processes that Lightning starts take the first one's.
 
     Raises:
         UsageError: If a launcher has started several processes: each would draw another one.
     """
-    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) == 1:
-        return secrets.randbits(32)
     if seed := os.environ.get("PL_GLOBAL_SEED"):
         return int(seed)
-    raise UsageError(
-        "--seed_everything=false: processes that a launcher starts need one seed: give a number"
-    )
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
+        raise UsageError("--seed_everything=false: several processes need one seed: give a number")
+    return secrets.randbits(32)

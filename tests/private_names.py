@@ -1,33 +1,49 @@
-"""Which private names of other packages some files use."""
+"""The private names of other packages that this one needs, and why: a release may move them."""
 
 import ast
-from collections.abc import Iterable
 from pathlib import Path
 
+NAMES = {
+    "_option_string_actions": "jsonargparse's parser has no public list of its options",
+    "_batches_that_stepped": "a checkpoint's key: the step of the last row of metrics.csv",
+    "_accelerator_connector": "keeps Lightning from putting DistributedSamplers into loaders",
+    "_augment_message": "Lightning's reducer of a DDP module, which there is none of here",
+    "_device": "what SingleDeviceStrategy keeps its device in",
+    "_results": "what `self.log` has logged: each shard's batch size, mean over all samples",
+    "_collect_rng_states": "random numbers of all generators; Lightning's own use it, too",
+    "_set_rng_states": "the same",
+    "_reparametrize_module": "torch's functional_call for a whole step, not only for `forward`",
+    "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
+    "_foreach_copy_": "the same for copies",
+    "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",
+}
+WORDS = {
+    "_acc",
+    "_allreduce",
+    "_benchmark",
+    "_loss",
+    "_fields",
+    "_replace",
+}  # parts of texts; a namedtuple's, documented
 
-def private_names(files: Iterable[Path]) -> set[str]:
-    """Names with one leading underscore that are used in the files, but not defined there.
+
+def private_names(package: Path) -> set[str]:
+    """Names with a leading underscore that the files of a package use, but do not define.
 
     Methods that override a private one of another package are such names as well.
     """
     own: set[str] = set()
     used: set[str] = set()
-    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text()))):
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py")]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             overrides = any(getattr(each, "id", "") == "override" for each in node.decorator_list)
             (used if overrides else own).add(node.name)
         elif isinstance(node, ast.Attribute):
-            is_own = (
-                isinstance(node.ctx, ast.Store)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            )
+            is_own = isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
             (own if is_own else used).add(node.attr)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            own.add(node.target.id)  # a dataclass's field
         elif isinstance(node, ast.ImportFrom):
-            used |= {alias.name for alias in node.names}
-            used |= set(str(node.module).split("."))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            used |= {node.value} if node.value.isidentifier() else set()
-    return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
+            used |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            used.add(str(node.value))  # for getattr
+    return {name for name in used - own if name[:1] == "_" and name[1:2] not in ("", "_")} - WORDS

@@ -2,21 +2,16 @@
 
 from typing import Any
 
-import torch
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassConfusionMatrix as Matrix
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.figures import (
-    label_names,
-    picture_errors_as_warnings,
-    save_picture,
-)
+from lightning_mgpu.callbacks.curve import picture_errors_as_warnings, save_picture
 
 IGNORED_LABEL = -100  # as in torch's losses
+NUM_IMAGES, MAX_CLASSES = 24, 50  # images of the first batch; classes of a confusion matrix
 
 
 class TestPictures(Callback):
@@ -24,23 +19,15 @@ class TestPictures(Callback):
 
     Needs batches (X, y) with labels y (N,) in 0..C-1, where -100 is ignored, and a `test_step` that
     returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Other models and
-    batches get no picture.
-
-    Args:
-        num_images: How many images are drawn at most, from the first batch.
-        max_classes: With more classes than this, no confusion matrix is drawn.
+    batches get no picture, and neither do further loaders.
     """
 
     __test__ = False  # pytest takes a class named Test... for tests
-    edits_nothing = True  # see strategies/hooks.py
-
-    def __init__(self, num_images: PositiveInt = 24, max_classes: PositiveInt = 50) -> None:
-        self.num_images, self.max_classes = num_images, max_classes
-        self._confusion: MulticlassConfusionMatrix | None = None
+    confusion: Matrix | None = None
 
     @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._confusion = None
+        self.confusion = None
 
     @override
     def on_test_batch_end(
@@ -50,55 +37,56 @@ class TestPictures(Callback):
         outputs: Any,
         batch: Any,
         batch_idx: int,
-        *args: Any,
+        dataloader_idx: int = 0,
     ) -> None:
-        match outputs, batch:
-            case {"logits": Tensor(ndim=2) as logits}, [
-                Tensor() as X,
-                Tensor(ndim=1, dtype=torch.int64) as y,
-            ]:
-                pass
+        match outputs, batch, dataloader_idx:
+            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
+                if y.is_floating_point():
+                    return
             case _:
                 return  # another kind of model
-        num_classes = logits.shape[1]
-        if self._confusion is None and num_classes <= self.max_classes:
-            self._confusion = MulticlassConfusionMatrix(
-                num_classes, ignore_index=IGNORED_LABEL, validate_args=False
-            ).to(logits.device)
-        if self._confusion is not None:
-            with picture_errors_as_warnings("confusion.png"):
-                self._confusion.update(logits.detach(), y)
+        names = label_names(trainer, logits.shape[1])
+        with picture_errors_as_warnings("confusion.png"):
+            if self.confusion is None and len(names) <= MAX_CLASSES:
+                matrix = Matrix(len(names), IGNORED_LABEL, validate_args=False)
+                self.confusion = matrix.to(logits.device)
+            if self.confusion is not None:
+                self.confusion.update(logits.detach(), y)
         if batch_idx == 0 and X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
             with picture_errors_as_warnings("predictions.png"):
-                X, y, classes = (t[: self.num_images].cpu() for t in (X, y, logits.argmax(1)))
-                figure = plot_predictions(X, y, classes, label_names(trainer, num_classes))
-                save_picture(trainer, figure, "predictions.png")
+                X, y, classes = (t[:NUM_IMAGES].cpu() for t in (X, y, logits.argmax(1)))
+                save_picture(trainer, plot_predictions(X, y, classes, names), "predictions.png")
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._confusion is None:
+        if self.confusion is None:
             return
         with picture_errors_as_warnings("confusion.png"):
             # (C, C), rows are true classes, summed over all processes
-            counts = self._confusion.compute().cpu()
+            counts = self.confusion.compute().cpu()
             size = 3 + 0.6 * len(counts)
             figure = Figure(figsize=(size, size - 1), layout="constrained")
             labels = label_names(trainer, len(counts))
-            self._confusion.plot(counts, ax=figure.add_subplot(), labels=labels, cmap="Blues")
-            save_picture(trainer, figure, "confusion.png")
+            self.confusion.plot(counts, ax=figure.add_subplot(), labels=labels, cmap="Blues")
+            if trainer.is_global_zero:
+                save_picture(trainer, figure, "confusion.png")
 
 
 def plot_predictions(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
     """Images (N, 1 or 3, H, W) in rows of eight under their predictions; mistakes are red."""
-    num_columns = min(len(X), 8)
     num_rows = -(-len(X) // 8)
-    figure = Figure(figsize=(1.5 * num_columns, 2 * num_rows), layout="constrained")
+    figure = Figure(figsize=(12, 2 * num_rows), layout="constrained")
     for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
-        axes = figure.add_subplot(num_rows, num_columns, i + 1)
+        axes = figure.add_subplot(num_rows, 8, i + 1)
         axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
         axes.set_axis_off()
-        if label in (prediction, IGNORED_LABEL):
-            axes.set_title(names[prediction], fontsize=9)
-        else:
-            axes.set_title(f"{names[prediction]}\n(is: {names[label]})", fontsize=9, color="red")
+        is_right = label in (prediction, IGNORED_LABEL)
+        title = names[prediction] + ("" if is_right else f"\n(is: {names[label]})")
+        axes.set_title(title, fontsize=9, color="black" if is_right else "red")
     return figure
+
+
+def label_names(trainer: Trainer, num_classes: int) -> list[str]:
+    """The data module's `classes`; numbers if there are none, or another number of them."""
+    names = [str(name) for name in getattr(trainer.datamodule, "classes", ())]  # type: ignore[attr-defined]
+    return names if len(names) == num_classes else [str(i) for i in range(num_classes)]

@@ -2,23 +2,22 @@
 
 import csv
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch.distributed
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_mgpu.callbacks.figures import label_names
+from lightning_mgpu.callbacks.pictures import label_names
 from lightning_mgpu.data.batches import GlobalBatchSampler
-from lightning_mgpu.files import replacing
-from lightning_mgpu.runs.directory import make_run_dir_on_rank_zero
+from lightning_mgpu.tools import replacing
 
-Table = tuple[list[str], list[np.ndarray]]
-"""Names and columns (N,); the first column has the samples' indices."""
+Table = dict[str, list[Any]]
+"""A column for every name; `index` has the samples' indices in the dataset."""
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -39,71 +38,47 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        tables = all_gather(make_table(predictions, trainer))
-        if any(table is None for table in tables):
+        table = make_table(trainer, predictions, batch_indices)
+        tables: list[Table | None] = [table] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(tables, table)
+        if None in tables:
             rank_zero_warn(
                 "predictions.csv is not written: it needs one loader that says which samples are "
                 "in a batch, as a DataLoader with a batch_size does, and a "
                 f"{type(pl_module).__name__}.predict_step that returns a tensor, or a dict of "
                 "tensors, with a row for every sample."
             )
-        elif directory := make_run_dir_on_rank_zero(trainer):
-            columns = [np.concatenate(column) for column in zip(*(table[1] for table in tables))]
-            _, order = np.unique(columns[0], return_index=True)  # sorted, each index once
-            path = directory / "predictions.csv"
-            with replacing(path) as temporary_path, temporary_path.open("w", newline="") as file:
+        elif trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rows = {row[0]: row for table in tables if table for row in zip(*table.values())}
+            path = Path(trainer.default_root_dir, "predictions.csv")
+            with replacing(path) as part, part.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(tables[0][0])
-                rows = zip(*(column[order] for column in columns))
-                writer.writerows(map(format_number, row) for row in rows)
+                writer.writerow(table or ())
+                writer.writerows(rows[index] for index in sorted(rows))
             print(f"predictions: {path}")
 
 
-def make_table(predictions: Sequence[Any], trainer: Trainer) -> Table | None:
+def make_table(
+    trainer: Trainer, predictions: Sequence[Any], batch_indices: Sequence[Any]
+) -> Table | None:
     """The samples of this process; `None` if the predictions are not a table."""
-    names = ["index"]
     try:
+        loader: Any = trainer.predict_dataloaders
+        sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
+        indices = batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
+        if isinstance(sampler, GlobalBatchSampler):
+            indices = [each.tolist() for _, each in sampler]
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
-        columns = [np.concatenate(sample_indices(trainer)[: len(batches)])]
+        table: Table = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         for key in batches[0]:
-            values = np.concatenate([to_numpy(batch[key]) for batch in batches])
+            values = torch.cat([batch[key].cpu() for batch in batches])
+            names, columns = [key], [values]
             if values.ndim == 2:
                 prefix = "p" if key == "probabilities" else key
-                names += [f"{prefix}({label})" for label in label_names(trainer, values.shape[1])]
-                columns += [*values.T]
-            else:
-                names.append(key)
-                columns.append(values)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+                labels = label_names(trainer, values.shape[1])
+                names, columns = [f"{prefix}({label})" for label in labels], [*values.T]
+            table |= {name: column.tolist() for name, column in zip(names, columns)}
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
-    return (names, columns) if len({column.shape for column in columns}) == 1 else None
-
-
-def sample_indices(trainer: Trainer) -> list[list[int]]:
-    """The dataset's indices of this process's samples, per batch; [] if the loader tells none."""
-    loader = trainer.predict_loop._combined_loader.flattened[0]  # type: ignore[union-attr]
-    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
-        return [indices.tolist() for _, indices in sampler]
-    # Lightning's record of a DataLoader's batch sampler
-    return trainer.predict_loop.epoch_batch_indices[0]
-
-
-def to_numpy(values: Tensor) -> np.ndarray:
-    """In their own precision, as far as numpy has it; booleans are 0 and 1."""
-    written_as = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}
-    return values.detach().cpu().to(written_as.get(values.dtype, values.dtype)).numpy()
-
-
-def format_number(number: np.number) -> str:
-    """An integer whole; a float with as many digits as tell it from others of its precision."""
-    value = float(str(number)) if isinstance(number, np.floating) else number
-    return str(value).removesuffix(".0")
-
-
-def all_gather(value: Any) -> list[Any]:
-    """The values of all processes, by rank; every process must call it."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
+    return table if len({len(column) for column in table.values()}) == 1 else None

@@ -6,34 +6,27 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_mgpu.cli.errors import did_you_mean
+from lightning_mgpu.tools import UsageError
+
 
 def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
-    """What makes a strategy, and its arguments: `dp` -> `(DataParallelStrategy, {})`.
-
-    Args:
-        name: A registered name, or the path of a Strategy or of a function that returns one.
-
-    Raises:
-        ValueError: If there is no such strategy.
-    """
+    """What makes a strategy of this name or path, and its arguments: `(DDPStrategy, {})`."""
     if name in StrategyRegistry:
         entry = StrategyRegistry[name]
         return entry["strategy"], dict(entry["init_params"])
     found = pydoc.locate(name)
     if not callable(found):
-        raise ValueError(
-            f"strategy {name}: no such strategy. Take ddp, dp, manual_allreduce, another name that "
-            "Lightning knows, or the path of a class: my_package.MyStrategy"
+        hint = did_you_mean(name, StrategyRegistry.available_strategies())
+        raise UsageError(
+            f"--trainer.strategy={name}: no such strategy. {hint}\n"
+            "Take auto, ddp, dp, manual_allreduce, or the path of a class: my_package.MyStrategy"
         )
     return found, {}
 
 
 def make_strategy(name: str, **options: Any) -> Strategy | str:
-    """A new strategy for a Trainer. `auto` stays a name: the Trainer chooses.
-
-    Raises:
-        ValueError: If there is no such strategy.
-    """
+    """A new strategy for a Trainer. `auto` stays a name: the Trainer chooses."""
     if name == "auto":
         return name
     function, arguments = find_strategy(name)
@@ -42,8 +35,6 @@ def make_strategy(name: str, **options: Any) -> Strategy | str:
 
 def strategy_config(name: str) -> dict[str, Any]:
     """The class of a strategy and its arguments, as a YAML file names them."""
-    if name not in StrategyRegistry:
-        return {"class_path": name}
     function, arguments = find_strategy(name)
     init_args = {key: _path(v) if callable(v) else v for key, v in arguments.items()}
     return {"class_path": _path(function), "init_args": init_args}

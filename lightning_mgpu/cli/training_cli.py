@@ -1,189 +1,269 @@
-"""Lightning's LightningCLI, in two steps: made, it has parsed the options; `build` makes objects.
+"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it.
 
 Every option can stand in a YAML file: later `--config` files and flags win over earlier ones, and
 all over `configs/default.yaml`. A relative `--config` that is not here is looked up in `configs/`.
 """
 
+import errno
+import os
+import shlex
+import sys
 from argparse import ArgumentError
-from pathlib import Path
+from functools import partial
+from math import inf
+from statistics import mean
 from typing import Any, Literal
 
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch.distributed import destroy_process_group, is_initialized
 from typing_extensions import override
 
 import lightning_mgpu.data
-import lightning_mgpu.models  # --model=ResNet18 is found among the classes that are imported
-import lightning_mgpu.strategies  # noqa: F401 - registers --trainer.strategy=manual_allreduce
-from lightning_mgpu import callbacks
-from lightning_mgpu.cli.checks import check_trainer, resolve_options
-from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, constructor_errors, explain
+import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
+from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
+from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.cli.options import Options
-from lightning_mgpu.cli.parser import Parser, restorable
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.files import to_yaml
-from lightning_mgpu.project import command
-from lightning_mgpu.runs.best_checkpoint import RunCheckpoint
+from lightning_mgpu.cli.options import Options, read_options
+from lightning_mgpu.devices import devices
+from lightning_mgpu.malloc import keep_freed_memory
+from lightning_mgpu.runs import checkpoints
+from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
+from lightning_mgpu.runs.record import RunRecord, fingerprint
+from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
-from lightning_mgpu.seeds import draw_seed
+from lightning_mgpu.seeds import draw_seed, seed_generators
+from lightning_mgpu.tools import UsageError, command
 
-MALLOC_HELP = "keep: glibc keeps freed memory; faster on CPUs."
-# Callbacks that every run has, by their option: `--curve.max_panels=2` sets an argument,
-# `--curve=my_package.MyCurve` takes another class, `--curve=false` leaves it out.
-CALLBACKS: dict[str, type[Callback]] = {
-    "header": callbacks.RunHeader,
-    "timer": callbacks.EpochTimer,
-    "lines": callbacks.EpochLines,
-    "curve": callbacks.LearningCurve,
-    "learning_rates": callbacks.LearningRates,
-    "pictures": callbacks.TestPictures,
-    "predictions": callbacks.PredictionWriter,
-}
+# what a file system says that is full or must not be written
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)
+
+
+def run_trainer(subcommand: str, args: list[str]) -> None:
+    """Run a method of the Trainer with the options of a command line."""
+    options = read_options(subcommand, args)
+    cli = TrainingCLI(subcommand, options)  # parses
+    if options.run_dir:  # the processes that `ddp` starts must not choose another run
+        sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
+    cli.build(f"{command()} {shlex.join([subcommand, *args])}")
+    way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
+    ending: BaseException | None = None
+    try:
+        cli.run()
+    except BaseException as error:
+        ending = error
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = error.filename or cli.run_dir
+            ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
+        if isinstance(error, OSError) and cli.is_deleted():
+            ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):  # Lightning turns one into the other
+            if cli.record.lock is not None and subcommand == "fit":
+                print("stopped;", way_on if cli.last.saves else "it saves no last.ckpt", flush=True)
+            sys.exit(1)
+        if ending is error:
+            raise
+        raise ending from error
+    finally:
+        cli.record.close(cli.trainer, ending, cli.best)
+    if is_initialized():
+        # Lightning does so for NCCL alone. Gloo's threads may still hold tensors while Python ends,
+        # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
+        destroy_process_group()
 
 
 class TrainingCLI(LightningCLI):
-    """The options of `fit`, `validate`, `test` or `predict`, and what is built from them.
-
-    Attributes:
-        config: The options, parsed; what is changed in it before `build` counts.
-        saved_config: The same as plain values, from which `--config` makes the same run again.
-        model, datamodule, trainer: Set by `build`.
-        run_checkpoint: The checkpoint of the best epoch; set by `build`.
-        callbacks: The callbacks of `CALLBACKS`, by option; False where left out; set by `build`.
-    """
-
-    trainer: Trainer
-    model: LightningModule
-    datamodule: LightningDataModule
-    run_checkpoint: RunCheckpoint
-    callbacks: dict[str, Any]
+    """Made, it has parsed the options. `build` makes the objects, `run` runs them."""
 
     def __init__(self, subcommand: str, options: Options) -> None:
-        """Parse.
-
-        Raises:
-            UsageError: If an option is unknown, its value is of a wrong type, or has no text.
-        """
-        self.method = subcommand  # of the Trainer
-        self.options = options
+        self.method, self.options = subcommand, options
         super().__init__(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             run=False,
-            auto_configure_optimizers=False,  # --model.optimizer and --model.lr_scheduler do
+            auto_configure_optimizers=False,  # the model does
             save_config_callback=None,  # RunRecord writes config.yaml
-            parser_class=Parser,
-            parser_kwargs={
-                "exit_on_error": False,
-                "allow_abbrev": False,
-                "usage": f"{command()} {subcommand} [options]",
-            },
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "prog": command()},
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--run_dir",
-            type=str | None,
-            default=None,
-            help="Where the run's files go; must be new.",
-        )
-        parser.add_argument(TRACEBACK_FLAG, action="store_true", help="Show where an error is.")
-        parser.add_argument(
-            "--malloc", type=Literal["default", "keep"], default="default", help=MALLOC_HELP
-        )
-        parser.add_argument(
-            "--no-wandb", action="store_true", help="The same as --wandb.mode=disabled."
-        )
+        for name, kind, default in (
+            ("run_dir", str | None, None),
+            ("weights", str | None, None),
+            ("malloc", Literal["default", "keep"], "default"),
+        ):
+            parser.add_argument(f"--{name}", type=kind, default=default)
         parser.add_class_arguments(WandbOptions, "wandb")
-        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(callbacks.FastModel, "fast")
-        for name, callback in CALLBACKS.items():
-            parser.add_argument(
-                f"--{name}",
-                type=callback | Literal[False] | None,
-                default={"class_path": f"{callback.__module__}.{callback.__qualname__}"},
-                help=f"{(callback.__doc__ or '').splitlines()[0]} false: without it.",
-            )
-        skip = self.subcommands()[self.method]  # model and data
-        self.method_options = parser.add_method_arguments(Trainer, self.method, skip=set(skip))
+        parser.add_class_arguments(checkpoints.BestCheckpoint, "checkpoint")
+        parser.add_class_arguments(RunOutput, "output")
+        skip = {*self.subcommands()[self.method], "weights_only"}
+        self.method_options = parser.add_method_arguments(Trainer, self.method, skip=skip)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        # A first --config, not an object: jsonargparse would check that alone, and refuse a class
-        # whose required arguments come from the command line.
-        base = f"--config={to_yaml(self.options.base_config, in_a_line=True)}"
-        try:
-            self.config = parser.parse_args([base, *self.options.args])
-        except ArgumentError as error:
-            known = [*parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
-            raise UsageError(explain(str(error), self.options.given, known)) from error
+        self.config = self.parse(self.options.args)
+        # a repeated run gets a directory of its own
+        self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
             self.config.seed_everything = draw_seed()
-        resolve_options(self.config, self.options.given)
-        dumped = yaml.safe_load(parser.dump(self.config, skip_unset=False, format="yaml"))
-        self.saved_config: dict[str, Any] = restorable(dumped, self.config, self.options.given)
-        self.config_dump = self.saved_config  # LightningCLI takes the hyperparameters from it
+        self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
+        self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
+        if run_dir := self.options.run_dir:
+            before = yaml.safe_load(parser.dump(self.parse([]), skip_unset=False, format="yaml"))
+            refuse_changes(run_dir, before, self.config_dump)
+
+    def parse(self, args: list[str]) -> Namespace:
+        """Parse options over the base configuration.
+
+        That is a first --config, not an object: jsonargparse would check that alone, and refuse a
+        class whose required arguments come from the command line.
+        """
+        base = yaml.safe_dump(self.options.base, default_flow_style=True, width=inf)
+        try:
+            return self.parser.parse_args([f"--config={base}", *args])
+        except ArgumentError as error:
+            known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            raise UsageError(explain(str(error), self.options.given, known)) from error
 
     @override
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
 
-    def build(self, run_dir: Path) -> None:
-        """Make the model, the data, the callbacks and the Trainer, whose files go to `run_dir`.
-
-        Raises:
-            UsageError: If a constructor refuses an argument, or the Trainer cannot work.
-        """
-        for logger in as_list(self.config.trainer.logger):
-            if isinstance(logger, Namespace) and logger.get("init_args.save_dir") == "":
-                logger.init_args.save_dir = str(run_dir)
+    def build(self, command_line: str) -> None:
+        """Make the model, the data, the callbacks and the Trainer."""
+        config, given = self.config, self.options.given
+        self.ckpt_path, num_steps, notes = config.get("ckpt_path"), None, {}
+        if self.options.run_dir is None:
+            words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
+            parts = map(last_part, (config.model.class_path, *words))
+            self.run_dir = name_run_dir(self.named_run_dir, config.trainer.default_root_dir, *parts)
+        else:
+            self.run_dir, limit = self.options.run_dir, config.trainer.max_epochs
+            self.ckpt_path, num_steps = find_last(self.run_dir, self.options.base, limit)
+            if not self.ckpt_path:
+                notes["ckpt"] = "none: no epoch was over, training starts again"
+        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+        if config.malloc == "keep":
+            keep_freed_memory()
         with constructor_errors():
-            objects = self.parser.instantiate(self.config)
-        self.model, self.datamodule = objects.model, objects.data
-        self.run_checkpoint = objects.checkpoint
-        self.callbacks = {name: objects[name] for name in CALLBACKS}
-        users = [each for each in as_list(objects.trainer.callbacks) if each is not None]
-        ours = [objects.fast, callbacks.IgnoredWeight(), *self._callbacks_in_use(objects, users)]
-        if objects.trainer.enable_checkpointing is not False:  # Lightning refuses it otherwise
-            ours.append(objects.checkpoint)
-        if not self.callbacks["lines"] and not has_progress_bar(users):
-            objects.trainer.enable_progress_bar = False  # else Lightning adds one of its own
-        loggers = [each for each in as_list(objects.trainer.logger) if isinstance(each, Logger)]
+            objects = self.parser.instantiate(config)
+        self.model, self.datamodule, self.best = objects.model, objects.data, objects.checkpoint
+        self.output, options = objects.output, objects.trainer
+        self.output.notes = notes
+        if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
+            raise UsageError("--output.test=false: but the data validate on the test set")
+        if config.weights and not self.ckpt_path:
+            self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
+        saves = options.enable_checkpointing is not False
+        self.last = checkpoints.LastCheckpoint(
+            config.seed_everything, saves and self.best.keeps_last
+        )
+        wandb = None if options.logger is False else config.wandb
+        facts = {"command": command_line, "options": given, "seed": config.seed_everything}
+        self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
+        users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
+        has_bar = any(isinstance(each, ProgressBar) for each in users)
+        draws_bar = sys.stdout.isatty() and options.enable_progress_bar is not False
+        ours = {
+            RichProgressBar(1): draws_bar and not has_bar,
+            LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
+            TestPictures(): self.output.pictures,
+            PredictionWriter(): self.output.predictions and self.method == "predict",
+            self.best: saves,
+            self.output: True,
+        }
+        first = [self.last] if is_dev_run else [self.last, self.record]
         with constructor_errors(TypeError):
             self.trainer = Trainer(
                 **{
-                    **objects.trainer,
-                    "callbacks": [*users, *ours],
-                    "logger": loggers,
-                    "default_root_dir": str(run_dir),
+                    **options,
+                    "callbacks": [*first, *users, *(each for each in ours if ours[each])],
+                    "default_root_dir": str(self.run_dir),
+                    "enable_checkpointing": True,  # as RunOutput is a Checkpoint
+                    "enable_progress_bar": draws_bar or has_bar,
+                    "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
+                    "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
                 }
             )
-        check_trainer(self.trainer)
+        started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
+        if int(started) > 1 and self.trainer.world_size == 1:
+            way = "--trainer.strategy=ddp with --trainer.devices joins them"
+            raise UsageError(f"{started} processes would train a model of their own each: {way}")
 
-    def _callbacks_in_use(self, objects: Namespace, users: list[Callback]) -> list[Callback]:
-        """Those of `self.callbacks` that are switched on and have something to do in this run."""
-        options, used = objects.trainer, dict(self.callbacks)
-        if self.method != "fit" or options.logger is False or options.fast_dev_run:
-            del used["learning_rates"]  # Lightning's monitor refuses a Trainer without logger
-        if self.method != "predict":
-            del used["predictions"]  # which would make Lightning keep every prediction
-        if has_progress_bar(users) or options.enable_progress_bar is False:
-            del used["lines"]
-        return [callback for callback in used.values() if callback]
+    def run(self) -> None:
+        """Evaluate; or train, test the best checkpoint and report."""
+        arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
+        if self.method == "fit":
+            self.trainer.fit(**arguments, ckpt_path=self.ckpt_path)
+            self.report()
+            return
+        if self.ckpt_path is None and not self.config.weights:
+            rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained.")
+        arguments |= {name: self.config[name] for name in self.method_options}
+        seed_generators(self.config.seed_everything, "test")
+        getattr(self.trainer, self.method)(**arguments)
+
+    def report(self) -> None:
+        """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
+        trainer, results, why = self.trainer, self.record.results, self.last.why_stopped
+        results |= {"fingerprint": fingerprint(self.model.parameters()), "why": why or None}
+        lines = [f"fingerprint: {results['fingerprint']}"]
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.summary["fingerprint"] = results["fingerprint"]
+        for name, value in trainer.callback_metrics.items():
+            if "loss" in name and not value.isfinite():
+                lines.append(f"warning: {name} is {value.item()}: the training has diverged")
+        if why:
+            print_once(f"stopped early: {why}")
+        metrics = self.test_best()
+        shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
+        texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
+        seconds = self.output.seconds
+        time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
+        if self.is_deleted():
+            raise FileNotFoundError(self.run_dir)
+        print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
+
+    def test_best(self) -> dict[str, float]:
+        """The metrics of the test; none where there is no test."""
+        trainer, data, best = self.trainer, self.datamodule, self.best.best
+        has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
+        if not has_test or not self.output.test:
+            return {}
+        which = "the last epoch: no metric says which one is the best"
+        if best:
+            extreme = "smallest" if self.best.mode == "min" else "largest"
+            by = (
+                f"{best['monitor']} {best['value']:.4f} ({extreme})"
+                if best["monitor"]
+                else "the last"
+            )
+            which = f"epoch {best['epoch']}: {by}"
+        print_once(f"testing {which}")
+        seed_generators(self.config.seed_everything, "test")
+        path = best.get("path")
+        tested = trainer.test(self.model, data, path, verbose=False, weights_only=True)
+        return dict(tested[0]) if tested else {}
+
+    def is_deleted(self) -> bool:
+        """Whether the run directory that this process has made is gone."""
+        return self.record.lock is not None and not (self.run_dir / RUN_JSON).is_file()
 
 
-def has_progress_bar(users: list[Callback]) -> bool:
-    return any(isinstance(callback, ProgressBar) for callback in users)
+print_once = rank_zero_only(partial(print, flush=True))
 
 
 def as_list(value: Any) -> list[Any]:
     """A list of one callback or logger, of several, of none."""
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [] if value is None else [value]

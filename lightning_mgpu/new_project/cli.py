@@ -4,78 +4,43 @@ python -m lightning_mgpu new ../my_project
 python -m lightning_mgpu new ../my_project --from git+https://github.com/OWNER/lightning_mgpu
 """
 
+import keyword
 import re
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_mgpu.commands import ToolParser
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.project import command
+from lightning_mgpu.tools import make_parser
 
 TEMPLATE = Path(__file__).parent / "template"
 CLONE = Path(__file__).parents[2]
-NEXT = """\
-{target} is a project of your own. Go on with:
-    cd {target} && git init && pip install -e ".[test]"
-    python -m {name} fit
-    pytest
-"""
 
 
 def new_command(arguments: Sequence[str]) -> None:
-    """Entry point of `new`."""
-    parser = ToolParser(f"{command()} new", __doc__)
+    """Entry point of `new`: write the project's files, with its name and our address in them."""
+    parser = make_parser("new", __doc__)
     parser.add_argument("target", type=Path, help="the new directory; its name is the package's")
-    parser.add_argument(
-        "--from",
-        dest="address",
-        default=CLONE.as_uri() if (CLONE / "pyproject.toml").is_file() else "",
-        help="the URL that pip installs lightning-mgpu from (default: this clone's)",
-    )
-    args = parser.parse_args(arguments)
-    new(args.target, args.address)
-
-
-def new(target: Path, address: str) -> None:
-    """Write the project's files, with its name and the address of this package in them.
-
-    Raises:
-        UsageError: If the name is taken or is not one, or the address is not a URL.
-    """
-    name = target.resolve().name
+    default = CLONE.as_uri() if (CLONE / "pyproject.toml").is_file() else None
+    parser.add_argument("--from", default=default, required=not default, help="our URL for pip")
+    options = parser.parse_args(arguments)
+    target, name = options.target, options.target.resolve().name
     if target.exists():
-        raise UsageError(f"new {target}: it exists. Name a new directory")
-    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name):
-        raise UsageError(
-            f"new {target}: {name} is not a name for a package. Take small letters, digits and _: "
-            "my_project"
-        )
+        parser.error(f"{target} exists: name a new directory")
+    if not re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name) or keyword.iskeyword(name):
+        parser.error(f"{name} cannot be the name of a package: take small letters, digits and _")
     if find_spec(name):
-        raise UsageError(f"new {target}: Python has a package {name} already. Take another name")
-    if "://" not in address:
-        raise UsageError(
-            f"new --from={address}: give the URL that pip installs lightning-mgpu from, such as "
-            "git+https://github.com/OWNER/lightning_mgpu"
-        )
-    words = {
-        "my_project": name,
-        "my-project": name.replace("_", "-"),
-        "file:///LIGHTNING_MGPU": address,
-    }
+        parser.error(f"Python has a package {name} already: take another name")
+    words = {"my_project": name, "my-project": name.replace("_", "-")}
+    words["file:///LIGHTNING_MGPU"] = vars(options)["from"]
+    # in one pass: the address may hold one of the words
+    fill_in = partial(re.sub, "|".join(words), lambda match: words[match[0]])
     for source in TEMPLATE.rglob("*"):
         path = str(source.relative_to(TEMPLATE))
-        if source.is_dir() or "cache" in path:  # __pycache__, .ruff_cache
-            continue
-        file = target / fill_in(path, words)
-        try:
+        if source.is_file() and "cache" not in path:  # __pycache__, .ruff_cache
+            file = target / fill_in(path)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(fill_in(source.read_text(), words))
-        except OSError as error:
-            raise UsageError(f"new {target}: {file} cannot be written: {error.strerror}") from error
-    print(NEXT.format(target=target, name=name), end="")
-
-
-def fill_in(text: str, words: dict[str, str]) -> str:
-    """The text with every word of the template replaced, in one pass: an address may hold one."""
-    return re.sub("|".join(words), lambda match: words[match[0]], text)
+            file.write_text(fill_in(source.read_text()))
+    print(f"{target} is a project of your own. Go on with:")
+    print(f'    cd {target} && git init && pip install -e ".[test]" && pytest')
+    print(f"    python -m {name} fit")

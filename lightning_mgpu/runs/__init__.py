@@ -1,14 +1,11 @@
 """One run, one directory: how it is made, recorded, stopped and resumed.
 
-| file                 | what is in it                                                           |
-| -------------------- | ----------------------------------------------------------------------- |
-| `directory.py`       | the run directory: its name, its lock                                   |
-| `record.py`          | what a run writes before training, and its last lines                   |
-| `run_json.py`        | `run.json`: what a run was given, where it ran, how it ended            |
-| `best_checkpoint.py` | the checkpoint of the best epoch, which `fit` tests                     |
-| `last_checkpoint.py` | `last.ckpt`, from which a run goes on                                   |
-| `checkpoint_file.py` | reading a checkpoint, without code; its configuration, nested and flat  |
-| `resume.py`          | `--resume`: which run, which checkpoint, which flags may change         |
-| `csv_logger.py`      | `metrics.csv`                                                           |
-| `wandb_run.py`       | the Weights & Biases run                                                |
+| file             | what is in it                                                               |
+| ---------------- | --------------------------------------------------------------------------- |
+| `directory.py`   | the run directory: its name, its lock, what its files say                   |
+| `record.py`      | config.yaml, run.json, model.txt and error.log; the loggers' start and end  |
+| `checkpoints.py` | whole files; the best epoch; last.ckpt, from which a run goes on            |
+| `resume.py`      | `--resume`: which checkpoint, and which options may change                  |
+| `metrics.py`     | metrics.csv, which a resumed run goes on with                               |
+| `wandb_run.py`   | the Weights & Biases run: online, offline or off                            |
 """

@@ -1,132 +1,145 @@
-"""Records a run: its directory, configuration, model and loggers; the last line that it prints."""
+"""Records a run: its directory and configuration, its loggers, how it began and how it ended."""
 
+import contextlib
 import hashlib
-import math
+import json
 import os
+import signal
+import subprocess
+import traceback
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.model_summary import ModelSummary
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_mgpu.devices import is_sharded
-from lightning_mgpu.files import replace_text, to_yaml
-from lightning_mgpu.runs.csv_logger import RunCSVLogger
-from lightning_mgpu.runs.directory import lock_run_dir, log_error
-from lightning_mgpu.runs.run_json import (
-    RunJson,
-    count_parameters,
-    describe_results,
-    describe_run,
-)
-from lightning_mgpu.runs.wandb_run import WandbOptions, finish, start_run
+from lightning_mgpu.devices import describe_devices, devices
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
+from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten, lock_run_dir, read_run_json
+from lightning_mgpu.runs.metrics import MetricsFile, summarize
+from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
+from lightning_mgpu.tools import replacing
 
 
 @dataclass(eq=False)
 class RunRecord(Callback):
-    """Makes the run directory and the loggers when the data are there: earlier mistakes leave none.
-
-    Args:
-        run_dir: The directory.
-        config: The options of the run; `config.yaml` gets them without `run_dir`, since a repeated
-            run gets a directory of its own.
-        notes: Lines of the run's header, label -> text; this one adds `wandb`.
-        wandb_options: `None` if nothing is logged.
-        cleanup: Closes the directory's lock and the W&B run when the run ends.
-        facts: What `run.json` gets when the run begins.
-        results: What it gets when the run ends, beside what the Trainer knows.
-    """
+    """Makes the run directory and the loggers when the data are there: no mistake leaves one."""
 
     run_dir: Path
-    config: dict[str, Any]
-    notes: dict[str, str]
-    wandb_options: WandbOptions | None
-    cleanup: ExitStack
-    facts: dict[str, Any]
-    results: dict[str, Any] = field(default_factory=dict)
-    _has_recorded: bool = False
-    _has_model: bool = False  # whether `model.txt` is written
+    config: str  # the text of `config.yaml`
+    wandb_options: WandbOptions | None  # `None` if nothing is logged
+    content: dict[str, Any]  # what `run.json` gets when the run begins
+    notes: dict[str, str]  # lines of the run's header: this adds where W&B records
+    num_steps: int | None  # of a resumed run, so far
+    results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
+    lock: int | None = None  # once the directory is there, in the first process
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._has_recorded:  # in the test after `fit`
+        if "strategy" in self.content:  # in the test after `fit`
             return
-        self._has_recorded = True
+        self.content["strategy"] = type(trainer.strategy).__name__
+        self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
         if self.wandb_options is not None:
-            trainer.loggers = [RunCSVLogger(self.run_dir), *trainer.loggers]
-        if not trainer.is_global_zero:
+            trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
+        if self.lock is None:
             return
-        self.cleanup.callback(os.close, lock_run_dir(self.run_dir))
-        self.cleanup.push(lambda kind, error, trace: log_error(self.run_dir, error))
-        config = {**self.config, "run_dir": None}
-        replace_text(self.run_dir / "config.yaml", f"{to_yaml(config)}\n")
-        self.run_json = RunJson(self.run_dir, {**self.facts, **describe_run(trainer, self.config)})
-        self.cleanup.push(
-            lambda kind, error, trace: self.run_json.write_end(
-                error, {**describe_results(trainer), **self.results}
-            )
-        )
-        if is_sharded(trainer) and not is_overridden("configure_model", pl_module):
-            self.on_fit_start(trainer, pl_module)  # later a process has only its shard
+        before = read_run_json(self.run_dir)
+        self.content["num_resumes"] = before.get("num_resumes", -1) + 1
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.wandb_options is not None:
-            logger, self.notes["wandb"] = start_run(self.wandb_options, self.run_dir, config)
+            config, run_id = flatten(yaml.safe_load(self.config)), before.get("wandb_id")
+            logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
+            self.notes["wandb"] = where
             if logger is not None:
+                self.content["wandb_id"] = logger.experiment.id
                 trainer.loggers = [*trainer.loggers, logger]
-                self.cleanup.callback(finish, logger.experiment)
+        versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
+        used = describe_devices(devices(trainer))
+        self.write(begin=now(), devices=used, versions=versions, git=find_commit(), end=None)
 
-    # Where weights are on their device: in `setup` they are not, though `pl_module.device` says so.
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not self._has_model:
-            replace_text(self.run_dir / "model.txt", summary(pl_module))
-            is_shard = is_sharded(trainer) and is_overridden("configure_model", pl_module)
-            self.run_json.write(num_parameters=None if is_shard else count_parameters(pl_module))
-        self._has_model = True
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where nothing is refused any more, and weights are on their device."""
+        stop_on_signals()  # once more: Lightning has put its own handler in place
+        is_first = self.lock is not None and "num_parameters" not in self.content
+        if is_first and not trainer.sanity_checking:
+            with replacing(self.run_dir / CONFIG) as part:  # a resumed run may be a longer one
+                part.write_text(self.config, encoding="utf-8")
+            (self.run_dir / "model.txt").write_text(f"{pl_module}\n")
+            self.write(num_parameters=count_parameters(pl_module))
 
-    on_validation_start = on_test_start = on_predict_start = on_fit_start
+    on_train_start = on_validation_start = on_test_start = on_predict_start = begin
+
+    def write(self, **values: Any) -> None:
+        """Write `run.json` with these values, too."""
+        self.content |= values
+        with replacing(self.run_dir / RUN_JSON) as part:
+            part.write_text(json.dumps(self.content, indent=2, default=str) + "\n")
+
+    def close(self, trainer: Trainer, error: BaseException | None, best: BestCheckpoint) -> None:
+        """Write how the run ended, close the W&B run and free the directory."""
+        if self.lock is None:
+            return
+        end = {"state": "stopped" if self.results.get("why") else "finished", **self.results}
+        # the disk may be full, metrics.csv broken, the directory deleted: that error counts
+        with contextlib.suppress(Exception):
+            if isinstance(error, Exception):
+                end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
+                with replacing(self.run_dir / "error.log") as part:
+                    part.write_text("".join(traceback.format_exception(error)))
+                error.add_note(f"{self.run_dir}/error.log shows where")
+            elif error is not None:
+                end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
+            end |= {"time": now(), "epochs": trainer.current_epoch, "best": best.best}
+            end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
+            self.write(end=end)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()
+        os.close(self.lock)
 
 
-class LayerTable(ModelSummary):
-    """Lightning's table of layers, to which `example_input_array` gives sizes only if asked for."""
+def stop_on_signals() -> None:
+    """End the first process by Ctrl-C, SIGTERM or SIGHUP, once; it ends those it has started."""
 
-    def __init__(self, module: LightningModule, has_sizes: bool) -> None:
-        self.has_sizes = has_sizes
-        super().__init__(module, max_depth=2)
+    def stop(*_: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-    @override
-    def _forward_example_input(self) -> None:
-        if self.has_sizes:
-            super()._forward_example_input()
+    is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    for number in (signal.SIGINT, signal.SIGHUP):  # these reach all processes of a terminal
+        signal.signal(number, stop if is_first else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop if is_first else signal.SIG_DFL)
 
 
-def summary(module: LightningModule) -> str:
-    """The text of `model.txt`. A model through which its example does not pass has no sizes in it.
+def count_parameters(module: LightningModule) -> int:
+    return sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
-    The model is left as it was: modes and random numbers. Where parameters are sharded (FSDP) no
-    example passes: all processes would have to take part.
-    """
-    modes, note = [(layer, layer.training) for layer in module.modules()], ""
-    with isolate_rng():  # which restores nothing after an exception
-        try:
-            return f"{LayerTable(module, has_sizes=not is_sharded(module.trainer))}\n"
-        except Exception as error:  # of any model's `forward`: a table ends no run
-            raised = f"{type(error).__name__}: {error}"
-            note = f"no sizes: with example_input_array, forward raises {raised}"
-        finally:
-            for layer, mode in modes:
-                layer.training = mode
-    return f"{LayerTable(module, has_sizes=False)}\n{note}\n"
+
+def find_commit() -> str | None:
+    """The git commit of the working directory, with `-dirty` if tracked files differ from it."""
+    command = ("git", "describe", "--always", "--dirty")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a huge repository
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=2
+        ).strip()
+    return None
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
@@ -135,27 +148,6 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     Two runs with the same fingerprint have trained the same bits.
     """
     digest = hashlib.sha256()
-    for parameter in parameters:
-        digest.update(
-            parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        )
+    for p in parameters:
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]
-
-
-def closing_line(metrics: dict[str, Any], seconds_per_epoch: float | None, devices: str) -> str:
-    """`test acc: 0.83, 3.1 sec/epoch on [device(type='cpu')]`, as in the book.
-
-    Args:
-        metrics: The test's metrics; only `test_acc` is shown if it is among them.
-        seconds_per_epoch: NaN if no epoch was trained, `None` if no time was taken.
-        devices: The devices of the run.
-    """
-    shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
-    results = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-    if seconds_per_epoch is None:
-        time = "trained"
-    elif math.isnan(seconds_per_epoch):
-        time = "no epoch trained"
-    else:
-        time = f"{seconds_per_epoch:.1f} sec/epoch"
-    return ", ".join([*results, f"{time} on {devices}"])

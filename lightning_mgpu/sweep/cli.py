@@ -2,141 +2,206 @@
 
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml
 python -m lightning_mgpu sweep --config sweep/lenet_lr.yaml --count 4 --trainer.max_epochs=2
-python -m lightning_mgpu sweep --config sweep/lenet_optimizer.yaml --sweep_dir sweeps/second
 
-Every other argument is one of `fit`, the same for all trials. Further `--config` files are those of
-`fit`. The same command again goes on where the sweep was stopped. In a second terminal it takes a
-share of the trials. The YAML is in W&B's format:
-https://docs.wandb.ai/guides/sweeps/sweep-config-keys
+Every other argument is one of `fit`, the same for all trials. The same command again goes on where
+the sweep was stopped. In a second terminal it takes a share of the trials. The YAML is in W&B's
+format: https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
 
+import fcntl
+import itertools
+import json
 import math
-from argparse import ArgumentParser
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+import matplotlib.pyplot as plt
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.trial import TrialState
+from optuna.visualization.matplotlib import plot_slice
 
-from lightning_mgpu.cli.checks import launched
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.commands import ToolParser
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.project import command
-from lightning_mgpu.sweep.trials import TRIAL, Sweep, as_argument
-
-# keys of the YAML; `program` and `command` are for W&B's agent
-REQUIRED_KEYS = ("method", "metric", "parameters")
-OPTIONAL_KEYS = ("command", "program", "run_cap")
-
-
-def sweep_parser() -> ArgumentParser:
-    parser = ToolParser(f"{command()} sweep", __doc__)
-    parser.add_argument(
-        "--config", action="append", required=True, help="the sweep's YAML, here or in configs/"
-    )
-    parser.add_argument("--count", type=int, help="trials in all; wins over the YAML's run_cap")
-    parser.add_argument(
-        "--sweep_dir", type=Path, help="where trials and results go; default: sweeps/YAML"
-    )
-    return parser
+from lightning_mgpu.runs.checkpoints import LAST
+from lightning_mgpu.runs.metrics import read_rows
+from lightning_mgpu.tools import UsageError, make_parser, program, replacing, run_in_group
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
-    """Entry point of `sweep`.
+    """Entry point of `sweep`."""
+    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
+        raise UsageError("sweep starts the processes itself: start it without torchrun or srun")
+    Sweep(arguments).run()
 
-    Raises:
-        UsageError: For arguments that make no sense, before any trial is run.
+
+class Sweep:
+    """A sweep in its directory, on which any number of processes of one machine may work.
+
+    Optuna keeps the trials in `sweep.db`. The processes of a trial hold a lock on its log,
+    `trial_000.log`. A trial that has not ended, and whose log is not locked, was killed: it goes on
+    by `--resume`.
     """
-    sweep = read_sweep(arguments)
-    if launched()[0] > 1:
-        raise UsageError(
-            "sweep runs alone: of the processes that torchrun or SLURM has started, each would run "
-            "other trials. Trials in several processes: --trainer.strategy.processes=2"
-        )
-    sweep.create_or_check_dir()
-    start = f"{sweep.num_trials} trials, in {sweep.dir}; Ctrl-C stops, the same command goes on"
-    print(start, flush=True)
-    sweep.run()
-    print(f"\n{sweep.write_report()}\nreport: {sweep.dir}/sweep.md, sweep.png", flush=True)
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Read a command line and its YAML."""
+        parser = make_parser("sweep", __doc__)
+        parser.add_argument("--config", action="append", required=True, help="the sweep's first")
+        parser.add_argument("--count", type=int, help="trials in all; wins over the YAML's run_cap")
+        parser.add_argument("--sweep_dir", type=Path, help="where trials go; default: sweeps/YAML")
+        options, fit_args = parser.parse_known_args(arguments)
+        config, *fit_configs = options.config
+        self.dir = options.sweep_dir or Path("sweeps", Path(config).stem)
+        yaml = read_config(config)
+        known = {"method", "metric", "parameters", "run_cap", "program", "command"}
+        if ignored := yaml.keys() - known:
+            print(f"not read here, but by W&B: {', '.join(ignored)}", flush=True)
+        try:
+            words = yaml.get("command", ["fit"])  # for W&B's agent: what follows `fit` is for all
+            self.shared = [str(x) for x in words[words.index("fit") + 1 :] if x != "${args}"]
+            self.space: dict[str, Any] = {}  # distributions by the dotted name of the option
+            for option, spec in yaml["parameters"].items():
+                if "value" in spec:
+                    self.shared.append(as_argument(option, spec["value"]))
+                else:
+                    self.space[option] = distribution(spec)
+            count, self.method = options.count or yaml.get("run_cap"), yaml["method"]
+            if self.method == "grid":  # the last parameter varies fastest
+                self.points = [*itertools.product(*(x.choices for x in self.space.values()))]
+                count = min(count or len(self.points), len(self.points))
+            elif count is None or self.method not in ("random", "bayes"):
+                raise ValueError("method: grid, or random or bayes with --count=20 (run_cap: 20)")
+            self.num_trials: int = count
+            self.metric = yaml["metric"]["name"]
+            self.direction = yaml["metric"].get("goal", "minimize")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"--config={config} is not a sweep: {error!r}") from error
+        given = {argument[2:].partition("=")[0] for argument in fit_args}
+        if taken := given & {*self.space, "run_dir", "resume"}:
+            raise UsageError(f"--{taken.pop()}: the sweep sets it for every trial; leave it out")
+        self.shared += [*(f"--config={path}" for path in fit_configs), *fit_args]
+
+    def run(self) -> None:
+        """Run every trial that has not ended and that no other process runs; print a table."""
+        os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
+        study = self._open_study()
+        print(f"trials in {self.dir}; Ctrl-C stops, the same command goes on", flush=True)
+        for trial, log in self._take_trials(study):
+            with log:
+                value = self._run_trial(trial, log)
+                study.tell(trial.number, value, TrialState.FAIL if value is None else None)
+            with self._lock("sweep.lock"):
+                self._write_report(study)
+        print(f"\n{self._write_report(study)}\nreport: {self.dir}/sweep.md, sweep.png", flush=True)
+
+    def _open_study(self) -> optuna.Study:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        storage = f"sqlite:///{self.dir}/sweep.db"
+        settings = str([self.method, self.metric, self.direction, self.space, self.shared])
+        with self._lock("sweep.lock"):
+            study = optuna.create_study(
+                storage=storage, study_name="sweep", direction=self.direction, load_if_exists=True
+            )
+            if study.user_attrs.get("settings", settings) != settings:
+                raise UsageError(f"{self.dir} holds another sweep: take another --sweep_dir")
+            study.set_user_attr("settings", settings)
+            for values in self.points[len(study.trials) :] if self.method == "grid" else ():
+                study.enqueue_trial(dict(zip(self.space, values)))
+        return study
+
+    def _take_trials(self, study: optuna.Study) -> Iterator[tuple[Any, Any]]:
+        """Trials to run, with their locked logs: killed ones first, then new ones."""
+        trial: Any
+        while True:
+            with self._lock("sweep.lock"):
+                num_begun = sum(each.state != TrialState.WAITING for each in study.trials)
+                for trial in study.get_trials(states=(TrialState.RUNNING,)):
+                    if log := self._lock(f"{name(trial)}.log", fcntl.LOCK_NB):
+                        break
+                else:
+                    if num_begun >= self.num_trials:
+                        return
+                    study.sampler = RandomSampler(num_begun)
+                    if self.method == "bayes":
+                        study.sampler = TPESampler(seed=num_begun, constant_liar=True)
+                    trial = study.ask(self.space)
+                    log = self._lock(f"{name(trial)}.log")
+            yield trial, log
+
+    def _lock(self, file_name: str, flag: int = 0) -> Any:
+        """A file, locked until it is closed; with `LOCK_NB`, `None` if it is locked already."""
+        file = (self.dir / file_name).open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | flag)
+        except BlockingIOError:
+            return file.close()
+        return file
+
+    def _run_trial(self, trial: Any, log: Any) -> float | None:
+        """Run a trial to its end; returns its best value over the epochs, if it has one."""
+        # in the YAML's order: --model before --model.lr
+        trial_args = [as_argument(option, trial.params[option]) for option in self.space]
+        print(f"{name(trial)}: {' '.join(trial_args)}", flush=True)
+        run_dir = self.dir / name(trial)
+        args = [f"--resume={run_dir}"]
+        if not (run_dir / "checkpoints" / LAST).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            # a trial does not look at the test set, and the sweep has a picture of all trials
+            off = ("--output.test=false", "--output.curve=false")
+            args = [*off, *self.shared, *trial_args, f"--run_dir={run_dir}"]
+        status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
+        rows = read_rows(run_dir) if status == 0 else []
+        values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
+        value, told = None, f"failed, status {status}, {values[-1:]}: see {log.name}"
+        if values and math.isfinite(values[-1]):  # else it has diverged
+            value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))
+            told = f"{self.metric} {value:.4f}"
+        print(f"{name(trial)}: {told}", flush=True)
+        return value
+
+    def _write_report(self, study: optuna.Study) -> str:
+        """Write `sweep.md`, a table, the best trial first, and `sweep.png`; returns the table."""
+        sign = -1 if self.direction == "maximize" else 1
+        ended = [trial for trial in study.trials if trial.state.is_finished()]
+        ended.sort(key=lambda trial: math.inf if trial.value is None else sign * trial.value)
+        table = f"| trial | {' | '.join([*self.space, self.metric])} |\n"
+        table += "| --- " * (len(self.space) + 2) + "|\n"
+        for trial in ended:
+            cells = [*map(trial.params.get, self.space), trial.value]
+            texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+            table += f"| {name(trial)} | {' | '.join(texts)} |\n"
+        with replacing(self.dir / "sweep.md") as part:
+            part.write_text(table)
+        if self.space:
+            with replacing(self.dir / "sweep.png") as part, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # experimental functions, axes with one value
+                plot_slice(study, list(self.space), target_name=self.metric)
+                plt.savefig(part, dpi=110, bbox_inches="tight")
+                plt.close()
+        return table
 
 
-def read_sweep(arguments: Sequence[str]) -> Sweep:
-    """Make a `Sweep` of the command line and its YAML.
-
-    Raises:
-        UsageError: If the YAML is not a sweep's, or asks for something that only W&B can do.
-    """
-    args, fit_args = sweep_parser().parse_known_args(arguments)
-    config, *fit_configs = args.config
-    yaml = read_config(config)
-    try:
-        sweep = _from_yaml(yaml, args.sweep_dir or Path("sweeps", Path(config).stem), args.count)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"--config={config} is not a sweep: {error}") from error
-    for name in (argument.removeprefix("--").partition("=")[0] for argument in fit_args):
-        if name in (*sweep.space, "run_dir", "resume"):
-            raise UsageError(f"--{name}: the sweep sets it for every trial; leave it out")
-    if ignored := [key for key in yaml if key not in (*REQUIRED_KEYS, *OPTIONAL_KEYS)]:
-        print(f"not read here, but by W&B: {', '.join(ignored)}", flush=True)
-    sweep.fit_args += [*(as_argument("config", path) for path in fit_configs), *fit_args]
-    return sweep
+def name(trial: Any) -> str:
+    return f"trial_{trial.number:03}"
 
 
-def _from_yaml(yaml: dict[str, Any], sweep_dir: Path, count: int | None) -> Sweep:
-    if missing := [key for key in REQUIRED_KEYS if key not in yaml]:
-        raise ValueError(f"it has no {' and no '.join(missing)}")
-    method, goal = yaml["method"], yaml["metric"].get("goal", "minimize")
-    if method not in ("grid", "random", "bayes") or goal not in ("minimize", "maximize"):
-        raise ValueError(
-            f"method: {method}, goal: {goal}: choose grid, random or bayes, and minimize or "
-            "maximize"
-        )
-    fit_args, space = _fit_args_in_command(yaml), {}
-    for name, spec in yaml["parameters"].items():
-        if "value" in spec:
-            fit_args.append(as_argument(name, spec["value"]))
-        else:
-            space[name] = _distribution(name, spec)
-    num_trials = _num_trials(method, space, yaml.get("run_cap") if count is None else count)
-    return Sweep(sweep_dir, method, yaml["metric"]["name"], goal, space, fit_args, num_trials)
+def as_argument(option: str, value: Any) -> str:
+    """An option as on a command line: `null` and `true`, where Python writes None and True."""
+    return f"--{option}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def _fit_args_in_command(yaml: dict[str, Any]) -> list[str]:
-    """Arguments of `fit` in the command for W&B's agent, without `${args}` and the callback."""
-    words = [str(word) for word in yaml.get("command", ["fit"])]
-    words = words[words.index("fit") + 1 :]
-    return [word for word in words if word != TRIAL and not word.startswith("${")]
-
-
-def _num_trials(method: str, space: dict[str, BaseDistribution], count: Any) -> int:
-    if method == "grid":
-        grids = [each for each in space.values() if isinstance(each, CategoricalDistribution)]
-        if len(grids) < len(space):
-            raise ValueError("a grid needs values for every parameter; or say method: random")
-        num_points = math.prod(len(each.choices) for each in grids)
-        count = num_points if count is None else min(num_points, count)
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(
-            f"method: {method} needs a number of trials: --count=20 here, or run_cap: 20 there"
-        )
-    return count
-
-
-def _distribution(name: str, spec: dict[str, Any]) -> BaseDistribution:
+def distribution(spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
     if "values" in spec:
         return CategoricalDistribution(spec["values"])
-    is_log = spec.get("distribution") == "log_uniform_values"
-    if not {"min", "max"} <= spec.keys() or not (is_log or "distribution" not in spec):
-        raise ValueError(
-            f"{name}: give value, values, or min and max; distribution: log_uniform_values, or none"
-        )
-    low, high = spec["min"], spec["max"]
+    if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
+        raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
+    low, high, is_log = spec["min"], spec["max"], "distribution" in spec
     if isinstance(low, int) and isinstance(high, int) and not is_log:
         return IntDistribution(low, high)
     return FloatDistribution(low, high, log=is_log)

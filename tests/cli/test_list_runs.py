@@ -1,120 +1,68 @@
-"""`runs`: one table of the runs under a directory, from `run.json` and without it."""
+"""`runs`: one table of the runs under a directory; broken ones are named."""
 
 import csv
-import os
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from lightning_mgpu.cli.list_runs import find_differences
-from lightning_mgpu.files import to_yaml
-from lightning_mgpu.runs.directory import lock_run_dir
-from lightning_mgpu.runs.run_json import RunJson, to_json
-
-SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
-ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "betas": [0.9, 0.999]}}
-ROWS = "epoch,epoch_seconds,train_loss,val_acc,val_loss\n0,,,0.5,2.0\n0,3.0,2.1,,\n1,,,0.75,\n"
+METRICS = "epoch,epoch_seconds,train_loss,val_acc,val_loss\n0,,,0.5,2.0\n0,3.0,2.1,,\n1,,,0.75,\n"
 
 
-def make_run(run_dir: Path, optimizer: dict[str, Any], **trainer: Any) -> Path:
+def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
     run_dir.mkdir(parents=True)
-    model = {"class_path": "my_package.models.Net", "init_args": {"optimizer": optimizer}}
-    config = {"seed_everything": 42, "trainer": trainer, "model": model, "run_dir": None}
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    init = {"optimizer": {"class_path": optimizer, "init_args": {"lr": 0.1}}}
+    config = {"model": {"class_path": "a.Net", "init_args": init}, "run_dir": run_dir.name}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    (run_dir / "run.json").write_text(json.dumps({"begin": str(begin), "end": end or None}))
     return run_dir
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Path]:
-    """Runs in every state: of an older version, finished, interrupted, running."""
+def runs(tmp_path: Path) -> Path:
+    """Runs in every state: finished, killed, three with a broken file."""
     runs = tmp_path / "runs"
-    (make_run(runs / "older", SGD, max_epochs=2) / "metrics.csv").write_text(ROWS)
-    finished = RunJson(make_run(runs / "sweep" / "trial_000", ADAMW, max_epochs=2), {})
-    (finished.path.parent / "wandb").mkdir()
-    (finished.path.parent / "wandb" / "config.yaml").write_text("of: W&B\n")
-    results: dict[str, Any] = {"fingerprint": "0955842d504b", "seconds_per_epoch": 2.5}
-    results |= {"validation": {"val_acc": 0.25}, "test": {"test_acc": 0.123456}}
-    finished.write_end(None, results)
-    RunJson(make_run(runs / "killed", SGD, max_epochs=3), {})
-    RunJson(make_run(runs / "running", SGD, max_epochs=3), {})
-    lock = lock_run_dir(runs / "running")
-    yield runs
-    os.close(lock)
+    (make_run(runs / "killed", "torch.optim.SGD", 2) / "metrics.csv").write_text(METRICS)
+    metrics = {"val_acc": 0.25, "test_acc": 0.123456, "seconds_per_epoch": 2.5}
+    end = {"state": "finished", "fingerprint": "0955842d504b", "metrics": metrics}
+    finished = make_run(runs / "sweep" / "trial_000", "torch.optim.AdamW", 1, **end)
+    (finished / "wandb").mkdir()
+    (finished / "wandb" / "config.yaml").write_text("of: W&B\n")
+    for number, content in enumerate((b"", b"trainer: [1", b"\xff\xfe")):
+        broken = make_run(runs / f"broken_{number}", "torch.optim.SGD", 3)
+        (broken / "config.yaml").write_bytes(content)
+    (make_run(runs / "no_metrics", "torch.optim.SGD", 3) / "metrics.csv").write_bytes(b"a\xff\n")
+    return runs
 
 
 def test_the_table(runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
-    """Settings that differ, metrics, state; the newest run is last."""
+    """Settings with several values, metrics, state; the newest run is last."""
     assert main("runs") == 0
-    header, *rows = capfd.readouterr().out.splitlines()
-    assert header.split() == [
-        *("run", "trainer.max_epochs", "model.optimizer"),
-        *("val_acc", "val_loss", "test_acc", "fingerprint", "seconds_per_epoch", "state"),
-    ]
+    out, err = capfd.readouterr()
+    header, *rows = out.splitlines()
+    last = ["val_acc", "val_loss", "test_acc", "seconds_per_epoch", "fingerprint", "state"]
+    assert header.split() == ["run", "model.optimizer", *last]
     assert [row.split() for row in rows] == [
-        ["older", "2", "SGD", "0.75", "2", "3"],
-        ["sweep/trial_000", "2", "AdamW", "0.25", "0.1235", "0955842d504b", "2.5", "finished"],
-        ["killed", "3", "SGD", "interrupted"],
-        ["running", "3", "SGD", "running"],
+        ["sweep/trial_000", "AdamW", "0.25", "0.1235", "2.5", "0955842d504b", "finished"],
+        ["killed", "SGD", "0.75", "2", "3", "interrupted"],
     ]
-    assert {row.index(word) for row, word in zip(rows, ("SGD", "AdamW", "SGD"))} == {
+    assert {row.index(word) for row, word in zip(rows, ("AdamW", "SGD"))} == {
         header.index("model.optimizer")
     }
+    broken = [*(f"broken_{i}/config.yaml" for i in range(3)), "no_metrics/metrics.csv"]
+    assert err.count("\n") == 4 and all(name in err for name in broken)
 
 
 def test_csv_has_every_digit_and_the_whole_class(
     runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:
+    assert main("runs", "--csv") == 0
+    row, _ = csv.DictReader(capfd.readouterr().out.splitlines())
+    assert row["model.optimizer"] == "torch.optim.AdamW" and row["test_acc"] == "0.123456"
     assert main("runs", str(runs / "sweep"), "--csv") == 0
     (row,) = csv.DictReader(capfd.readouterr().out.splitlines())
-    assert (row["run"], row["test_acc"]) == ("trial_000", "0.123456")
-    assert main("runs", "--csv") == 0
-    _, row, *_ = csv.DictReader(capfd.readouterr().out.splitlines())
-    assert row["model.optimizer"] == "torch.optim.AdamW"
-
-
-def test_a_strategy_with_options_keeps_its_name(
-    tmp_path: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
-    class_path = "lightning_mgpu.strategies.ManualAllreduceStrategy"
-    strategy = {"class_path": class_path, "init_args": {"replicas": 4}}
-    make_run(tmp_path / "a", SGD, strategy="ddp")
-    make_run(tmp_path / "b", SGD, strategy="manual_allreduce")
-    make_run(tmp_path / "c", SGD, strategy=strategy)
-    assert main("runs", str(tmp_path), "--csv") == 0
-    rows = [*csv.DictReader(capfd.readouterr().out.splitlines())]
-    assert [row["trainer.strategy"] for row in rows] == ["ddp", *2 * ["manual_allreduce"]]
-    assert [row["trainer.strategy.replicas"] for row in rows] == ["", "", "4"]
-
-
-def test_where_there_is_no_run(main: Callable[..., int], capfd: pytest.CaptureFixture) -> None:
-    assert main("runs", "nowhere") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: nowhere: ")
-
-
-OPTIMIZERS = [
-    {"o": "SGD", "o.lr": 0.1, "o.nesterov": False},
-    {"o": "AdamW", "o.lr": 0.1, "o.eps": 1},
-]
-DIFFERENCES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
-    "values": ([{"a": 1, "b": 2, "run_dir": "x"}, {"a": 2, "b": 2, "run_dir": "y"}], ["a"]),
-    "text and number": ([{"a": 1}, {"a": "1"}], []),
-    "only one has it": ([{"callbacks.0": "EMA", "callbacks.0.decay": 0.9}, {}], ["callbacks.0"]),
-    "arguments of other classes": (OPTIMIZERS, ["o"]),
-    "beside a third that has it": ([*OPTIMIZERS, {**OPTIMIZERS[1], "o.lr": 1}], ["o", "o.lr"]),
-    "of one class": ([*OPTIMIZERS, {"o": "SGD", "o.lr": 0.1}], ["o", "o.nesterov"]),
-}
-
-
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_settings_that_differ(case: str) -> None:
-    settings, names = DIFFERENCES[case]
-    assert find_differences(settings) == names
-
-
-def test_json_is_strict() -> None:
-    """Strict JSON has no NaN."""
-    text = to_json({"a": float("nan"), "b": [float("inf"), 1.5, Path("x")], 3: (True, None)})
-    assert "".join(text.split()) == '{"a":null,"b":[null,1.5,"x"],"3":[true,null]}'
+    assert row["run"] == "trial_000"
+    assert main("runs", "one", "two") == 2

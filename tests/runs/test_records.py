@@ -1,5 +1,6 @@
-"""The records of a run: CSV files, several loggers, its W&B run, and no secret."""
+"""The records of a run: run.json, metrics.csv, several loggers, its W&B run."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,50 +9,55 @@ from unittest.mock import MagicMock
 import pytest
 import wandb
 
-from lightning_mgpu.runs import wandb_run
-from lightning_mgpu.runs.wandb_run import WandbOptions, choose_mode
+from lightning_mgpu.runs.directory import find_state, flatten
+from lightning_mgpu.runs.metrics import summarize
+from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from tests.runs.conftest import metrics
 
-ONE = ("--trainer.devices=1", "--trainer.max_epochs=1")
+ONE = "--trainer.max_epochs=1"
 
 
-def test_loggers_add_to_each_other_and_share_the_run_directory(
-    fit: Callable[..., int], tmp_path: Path, run_files: set[str]
-) -> None:
-    for option in ("--trainer.logger", "--trainer.logger+"):
-        assert fit(*ONE, f"{option}=CSVLogger", f"--run_dir={option[2:]}") == 0
-        run = tmp_path / option[2:]
-        assert {path.name for path in run.iterdir()} == {*run_files, "lightning_logs"}
-        assert (
-            len(metrics(run)) > 3
-            and (run / "lightning_logs" / "version_0" / "metrics.csv").exists()
-        )
-    assert fit(*ONE, "--trainer.logger=false", "--run_dir=none") == 0
-    assert (
-        not (tmp_path / "none" / "metrics.csv").exists()
-        and (tmp_path / "none" / "config.yaml").exists()
-    )
+def test_run_json(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    assert record["command"].startswith("python -m lightning_mgpu fit --model=own_run.Net ")
+    assert record["options"]["data.batch_size"] == "64" and record["seed"] == 42
+    assert record["num_parameters"] == 12_730 and record["strategy"] == "SingleDeviceStrategy"
+    assert set(record["versions"]) == {"torch", "lightning", "torchmetrics"}
+    end = record["end"]
+    assert end["state"] == "finished" and end["epochs"] == 2 and len(end["fingerprint"]) == 12
+    assert end["best"]["monitor"] == "val_acc" and end["best"]["epoch"] in (1, 2)
+    assert end["metrics"] == summarize(run, end["best"]["epoch"])
+    assert {"val_acc", "test_acc", "seconds_per_epoch"} < end["metrics"].keys()
+    (row,) = [row for row in metrics(run) if row["test_acc"]]
+    assert end["metrics"]["test_acc"] == float(row["test_acc"])
 
 
-LOOKS = """
+FAILS = """
 from lightning.pytorch import Callback
 
-class Looks(Callback):
-    def __len__(self):
-        return 0  # falsy, but a callback
-
-    def setup(self, trainer, pl_module, stage):
-        if stage == "fit":
-            print("loggers", [type(logger).__name__ for logger in trainer.loggers])
+class Fails(Callback):
+    def on_train_batch_end(self, *args):
+        raise KeyError("of the user's own")
 """
 
 
-def test_callbacks_find_the_loggers_when_they_are_set_up(
-    fit: Callable[..., int], own: Path, capfd: Any
-) -> None:
-    (own / "own_looks.py").write_text(LOOKS)
-    assert fit(*ONE, "--trainer.callbacks=own_looks.Looks") == 0
-    assert "loggers ['RunCSVLogger']\n" in capfd.readouterr().out
+def test_a_run_that_fails_says_why(fit: Callable[..., int], own: Path) -> None:
+    (own / "own_fails.py").write_text(FAILS)
+    with pytest.raises(KeyError, match="of the user's own"):
+        fit(ONE, "--trainer.callbacks+=own_fails.Fails", "--run_dir=a")
+    assert find_state(own / "a") == "failed"
+    assert "KeyError" in json.loads((own / "a" / "run.json").read_text())["end"]["why"]
+    assert "raise KeyError" in (own / "a" / "error.log").read_text()
+
+
+def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path) -> None:
+    logger = ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=more")
+    assert fit(ONE, *logger, "--run_dir=a") == 0
+    assert len(metrics(tmp_path / "a")) > 3
+    assert (tmp_path / "more" / "lightning_logs" / "version_0" / "metrics.csv").exists()
+    assert fit(ONE, "--trainer.logger=false", "--run_dir=none") == 0
+    assert {"config.yaml", "checkpoints"} <= {each.name for each in (tmp_path / "none").iterdir()}
+    assert not (tmp_path / "none" / "metrics.csv").exists()
 
 
 def test_what_wandb_gets(
@@ -59,29 +65,18 @@ def test_what_wandb_gets(
 ) -> None:
     """Settings by their names on the command line, metrics, the learning rate, the fingerprint."""
     run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
-    run.settings.sync_dir = str(tmp_path / "run" / "wandb" / "offline-run-1")
-
-    def start(**_: Any) -> MagicMock:
-        (tmp_path / "run" / "wandb").mkdir(exist_ok=True)
-        return run
-
-    monkeypatch.setattr(wandb, "init", init := MagicMock(side_effect=start))
+    monkeypatch.setattr(wandb, "init", init := MagicMock(return_value=run))
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
-    assert fit(*ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
+    assert fit(ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
-    told = "wandb:    offline (--wandb.mode=offline); upload it with: wandb sync run/wandb/"
-    assert f"{told}offline-run-*" in out
+    assert "wandb:    offline (--wandb.mode=offline); wandb sync run/wandb/offline-run-*" in out
     given = init.call_args.kwargs
-    config = given["config"]
-    assert config["model"] == "own_run.Net" and config["model.optimizer.lr"] == 0.1
-    assert not [name for name in config if "init_args" in name or "class_path" in name]
+    assert given["config"]["model"] == "own_run.Net" and given["config"]["model.lr"] == 0.1
     assert given["project"] == "fashion" and given["name"] == "run" and given["resume"] == "allow"
-    assert {"val_acc", "train_loss", "lr-SGD"} <= {
-        name for call in run.log.call_args_list for name in call.args[0]
-    }
+    logged = {name for call in run.log.call_args_list for name in call.args[0]}
+    assert {"val_acc", "train_loss", "lr-SGD"} <= logged
     assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finish.called
-    assert (tmp_path / "run" / "wandb" / "run_id").read_text() == "abc"
-    assert fit("--resume=run", "--trainer.max_epochs=2") == 0
+    assert fit("--resume=run", "--trainer.max_epochs=2", "--wandb.mode=offline") == 0
     assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
 
@@ -91,33 +86,37 @@ def test_a_real_offline_run(
     """The checkpoints are its artifacts, which `wandb sync` uploads."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
-    assert fit(*ONE, "--run_dir=run", "--wandb.log_model=true") == 0
+    assert fit(ONE, "--run_dir=run", "--wandb.log_model=true") == 0
     wandb.teardown()  # all is written
     (records,) = tmp_path.rglob("offline-run-*/run-*.wandb")
     assert b"model-" in records.read_bytes() and b"best" in records.read_bytes()
 
 
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Offline without a login or an answering server; off if it cannot start at all."""
+
+    def where(mode: Any = "auto") -> str:
+        logger, text = start_run(WandbOptions(mode), tmp_path, None, {})
+        if logger is not None:
+            logger.experiment.finish()
+        return text
+
     wandb.teardown()  # it has read its variables
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert choose_mode("auto") == ("offline", "no login") == choose_mode("online")
-    assert choose_mode("disabled") == ("disabled", "--wandb.mode=disabled")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    assert where() == f"offline (no login); wandb sync {tmp_path}/wandb/offline-run-*"
+    assert where("disabled") == "off (--wandb.mode=disabled)"
+    wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert choose_mode("auto") == (
-        "offline",
-        "http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused",
-    )
+    monkeypatch.setattr("lightning_mgpu.runs.wandb_run.SETTINGS", {"init_timeout": 1.0})
+    assert where().startswith("offline (CommError: ") and "refused" in where()
+    monkeypatch.setattr(wandb, "init", MagicMock(side_effect=RuntimeError("the service\nis gone")))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert choose_mode("auto") == ("offline", "WANDB_MODE=offline")
+    assert where() == "off (RuntimeError: the service is gone)"
 
-    def fails(*args: Any) -> None:
-        raise RuntimeError("the service\nis gone")
 
-    monkeypatch.setattr(wandb_run, "choose_mode", fails)
-    assert wandb_run.start_run(WandbOptions(), tmp_path, {}) == (
-        None,
-        "off (RuntimeError: the service is gone)",
-    )
+def test_flat_names() -> None:
+    nested = {"a": [{"class_path": "C", "init_args": {"x": 1}}, {"class_path": "D"}], "b": {}}
+    assert flatten(nested) == {"a.0": "C", "a.0.x": 1, "a.1": "D", "b": {}}

@@ -3,4 +3,4 @@
 from lightning_mgpu.cli.main import main
 
 if __name__ == "__main__":
-    main(package="my_project")
+    main()

@@ -10,8 +10,8 @@ from torch import nn
 class MyModel(Classifier):
     """A small convolutional network on images (N, 1, 28, 28).
 
-    `Classifier` brings the steps, the metrics, `--model.optimizer` and `--model.lr_scheduler`. Any
-    other LightningModule works too.
+    `Classifier` brings the steps, the metrics, `--model.lr`, `--model.optimizer` and
+    `--model.lr_scheduler`. Any other LightningModule works too.
 
     Args:
         width: Channels of the first layer; the second one has twice as many.

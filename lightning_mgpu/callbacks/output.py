@@ -1,0 +1,158 @@
+"""What a run prints: a header, and a line per epoch; it draws the curve, too."""
+
+import re
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mgpu.callbacks.curve import draw_curve
+from lightning_mgpu.data.batches import GlobalBatchSampler
+from lightning_mgpu.devices import describe_devices, devices, process_devices, synchronize
+from lightning_mgpu.runs.metrics import STAGE_AND_METRIC
+from lightning_mgpu.runs.record import count_parameters
+
+# what Lightning adds to the name of a value that is logged by step and by epoch
+FORKED = re.compile(r"_(step|epoch)(?=$|/dataloader_idx_)")
+
+
+class RunOutput(Checkpoint):
+    """What a run prints and draws. It saves no checkpoint, but Lightning calls a `Checkpoint` last.
+
+    So all of an epoch is logged, also by the module's own `on_train_epoch_end`.
+
+    Args:
+        header: Print a few lines about the run at its start.
+        lines: Print a line per epoch.
+        curve: Draw `curve.png` after every epoch.
+        pictures: Draw `confusion.png` and `predictions.png` in a test.
+        predictions: Write `predictions.csv` in `predict`.
+        test: `fit` tests the best epoch. Without it, a run never looks at the test set.
+    """
+
+    def __init__(
+        self,
+        header: bool = True,
+        lines: bool = True,
+        curve: bool = True,
+        pictures: bool = True,
+        predictions: bool = True,
+        test: bool = True,
+    ) -> None:
+        self.header, self.lines, self.curve = header, lines, curve
+        self.pictures, self.predictions, self.test = pictures, predictions, test
+        self.notes: dict[str, str] = {}  # more lines of the header, label -> text
+        self.seconds: list[float] = []  # of training, one per epoch of this process
+        self.metrics_before: dict[str, Tensor] = {}  # logged before the epoch
+        self.elapsed = 0.0  # in this epoch
+        self.started: float | None = None  # `None` while validation runs
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        batch = global_batch_size(trainer)  # warns
+        if not self.header or not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        self.header = False
+        replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
+        allreduce = getattr(trainer.strategy, "allreduce", None)
+        how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
+        strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
+        size = f"{count_parameters(pl_module):,} parameters"
+        lines = {
+            "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",
+            "strategy": f"{type(strategy).__name__}{how} on {describe_devices(devices(trainer))}",
+            "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
+            "data": f"{type(data).__name__} {getattr(data, 'summary', '')}" if data else "",
+            "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
+            "ckpt": trainer.ckpt_path,
+            **self.notes,
+        }
+        for label, text in lines.items():
+            if text:
+                print(f"{label + ':':<10}{text}", flush=True)
+
+    on_test_start = on_predict_start = on_train_start
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop_clock(trainer)
+        if trainer.state.fn == "validate":
+            self.on_train_start(trainer, pl_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.curve and self.seconds:
+            draw_curve(trainer, upload=False)  # metrics.csv has all of the last epoch now
+        self.metrics_before = dict(trainer.callback_metrics)
+        self.elapsed = 0.0
+        self.start_clock(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if self.started is None:  # the first batch after a validation in the middle of the epoch
+            self.start_clock(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop_clock(trainer)
+        self.seconds.append(self.elapsed)
+        pl_module.log("epoch_seconds", self.elapsed, sync_dist=True)  # the mean over processes
+        values = epoch_values(trainer, self.metrics_before)  # all processes reduce them
+        if self.lines and trainer.is_global_zero:
+            end = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+            epoch = f"epoch {trainer.current_epoch + 1}{end}"
+            print("  ".join([epoch, *values, f"{self.elapsed:.1f} s"]), flush=True)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.curve:
+            draw_curve(trainer, upload=True)
+
+    def start_clock(self, trainer: Trainer) -> None:
+        synchronize(process_devices(trainer))
+        self.started = time.perf_counter()
+
+    def stop_clock(self, trainer: Trainer) -> None:
+        if self.started is not None:
+            synchronize(process_devices(trainer))
+            self.elapsed += time.perf_counter() - self.started
+            self.started = None
+
+
+def global_batch_size(trainer: Trainer) -> int | None:
+    """The size of a batch, summed over processes; `None` if the loader does not know it.
+
+    Warns if it trains and processes do not share a batch.
+    """
+    stages = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
+    loader = trainer.train_dataloader or next(filter(None, stages), None)
+    loader = loader[0] if isinstance(loader, list) else loader
+    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
+        return sampler.batch_size
+    if trainer.training and trainer.world_size > 1:
+        rank_zero_warn(
+            f"each of the {trainer.world_size} processes takes batches of its own: make the loader "
+            "with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
+            "shuffle=True), which deals one batch out to all processes"
+        )
+    process_batch_size = getattr(loader, "batch_size", None)
+    return process_batch_size and process_batch_size * trainer.world_size
+
+
+def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
+    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch that is over.
+
+    Metrics of training and validation are shown, and those with `prog_bar=True`. If there are none
+    of these, all are shown. Lightning keeps values of earlier epochs, such as those of the last
+    validation; one that was logged again is another tensor.
+    """
+    values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
+    values.pop("epoch_seconds")
+    values = {k: v for k, v in values.items() if (n := FORKED.sub("", k)) == k or n not in values}
+    bar = trainer.progress_bar_metrics
+    shown = [name for name in values if STAGE_AND_METRIC.fullmatch(name) or name in bar]
+    return [f"{name} {float(values[name]):.4f}" for name in shown or values]

@@ -1,0 +1,110 @@
+"""A user's mistake ends in a few lines: what was given and what to do; `--traceback` shows more."""
+
+import difflib
+import errno
+import re
+import sys
+import traceback
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_mgpu.tools import UsageError
+
+TRACEBACK_FLAG = "--traceback"
+SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
+PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
+MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
+CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
+# lines of jsonargparse that name its internals or repeat the first line, and parts of lines
+NOISE_LINE = re.compile(
+    r"Does not validate|Subtypes:|Errors:|Parser key|Problem with given class_path|Given value|"
+    r"Subclass types expect|a class path|a dict with|Not a valid|Expected a path but|"
+    r"Expected a <class '(NoneType|str)'>"
+)
+NOISE = re.compile(".*callable class: | Got value: .*")
+
+
+@contextmanager
+def constructor_errors(*more: type[Exception]) -> Iterator[None]:
+    """Turn ValueErrors, missing modules and `more`, as objects are built, into UsageErrors."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and "jsonargparse" in last_frame(cause)[0].parts:
+            cause = cause.__cause__
+        if isinstance(cause, (ValueError, MisconfigurationException, ModuleNotFoundError, *more)):
+            raise UsageError(str(cause)) from error
+        raise cause from cause.__cause__  # without what jsonargparse wraps around it
+
+
+@contextmanager
+def one_line_errors(show_traceback: bool) -> Iterator[None]:
+    """End with a few lines and status 2 for a user's mistake, and as Python does for all else."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if show_traceback or not is_mistake(error):
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+        if missing := MISSING_EXTRA.search(str(error)):
+            lines = [f"{missing[0]}: pip install {missing[1]}"]
+        text = "\n".join(line[:300] for line in lines[:6])
+        notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
+        where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            print(f"error: {text} ({where})", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether an exception tells of a wrong input rather than of a defect in the code."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # the disk is full
+    if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
+        return True
+    if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
+        return True
+    # Lightning and this package refuse by `raise`; torch's C++ code has no line of its own
+    file, line = last_frame(error)
+    is_refused = line.startswith("raise") and any(each in file.parents for each in PACKAGES)
+    return is_refused and isinstance(error, (ValueError, RuntimeError))
+
+
+def last_frame(error: BaseException) -> tuple[Path, str]:
+    """The file and the line where an exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (Path(frames[-1].filename), frames[-1].line or "") if frames else (Path(), "")
+
+
+def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
+    """The option and the value given, jsonargparse's reason, and what was probably meant."""
+    stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
+    about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
+    name = max(about, key=lambda name: (f"--{name}" in message, name.count(".")), default="")
+    hint = CLASS_HINT if re.search("import|has no attribute", message) else ""
+    if re.search("unrecognized|not accept", message):
+        hint = did_you_mean(name, options)
+    about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
+    return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
+    by_end = {last_part(name).lower(): name for name in known}
+    near = difflib.get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
+    return f"did you mean {by_end[near[0]]}?" if near else ""
+
+
+def last_part(value: Any) -> str:
+    return str(value).rpartition(".")[2]

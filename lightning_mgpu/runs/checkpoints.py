@@ -1,0 +1,214 @@
+"""Checkpoints: whole files, the best epoch's, which `fit` tests, and the last one's.
+
+`--resume` goes on from `last.ckpt`, which is saved when the next epoch starts: all of the epoch is
+logged, stepped and validated then. Every epoch has random numbers of its own (`seeds.py`).
+"""
+
+import re
+import zipfile
+from io import BytesIO
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.serialization import get_unsafe_globals_in_checkpoint
+from typing_extensions import override
+
+from lightning_mgpu.seeds import VERSION, seed_generators
+from lightning_mgpu.tools import UsageError, replacing
+
+LAST = "last.ckpt"
+END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
+KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
+FALLS = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of metrics
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a Trainer's checkpoint: tensors and plain values, never code; a wrong bit is noticed."""
+    if not Path(path).is_file():
+        raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # torch writes checksums, but does not read them
+        checkpoint = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever the zip reader and the unpickler make of noise
+        checkpoint = {}
+    if "state_dict" not in checkpoint:
+        why = "it is damaged, or no Trainer's, or holds objects of classes, whose code never runs"
+        raise UsageError(f"{path} cannot be read: {why}")
+    return dict(checkpoint)
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its name and renames it: a kill leaves the old one, or none."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        torch.save(checkpoint, content := BytesIO())
+        content.seek(0)
+        if classes := get_unsafe_globals_in_checkpoint(content):  # such as numpy's numbers
+            raise UsageError(f"{path} could not be read again: it holds objects of {classes}")
+        Path(path).parent.mkdir(exist_ok=True)  # but not the run directory, if it was deleted
+        with replacing(Path(path)) as part:
+            part.write_bytes(content.getbuffer())
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint` in the run directory; `fit` tests its best one.
+
+    Args:
+        monitor: The metric to watch. There is no best one where it is not logged, or is one of the
+            test set.
+        mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
+        save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = "val_acc",
+        mode: Literal["min", "max"] | None = None,
+        save_last: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dirpath=None,  # see setup
+            monitor=monitor,
+            mode=mode or ("min" if FALLS.search(monitor or "") else "max"),
+            save_last=False,  # Lightning's own is the last *best* one
+            enable_version_counter=False,
+            **kwargs,
+        )
+        self.keeps_last = save_last
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").resolve())
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.may_choose(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.may_choose(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def may_choose(self, trainer: Trainer) -> bool:
+        """Whether the metric is there and is not one of the test set."""
+        on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
+        is_there = self.monitor in trainer.callback_metrics and not on_test_set
+        return self.monitor is None or is_there
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """Epoch (from 1), metric, value and path of the best checkpoint; empty if there is none."""
+        if not Path(path := self.best_model_path).is_file():  # a kill may have come before
+            return {}
+        epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
+        value = float(self.best_model_score) if self.best_model_score is not None else None
+        return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["dirpath"] == self.dirpath:
+            super().load_state_dict(state_dict)
+        else:
+            rank_zero_warn(f"{self.dirpath} was moved: which epoch was the best is forgotten")
+
+
+class LastCheckpoint(Callback):
+    """Saves `last.ckpt` after every epoch, seeds every epoch, and goes on from a whole epoch.
+
+    It is the first callback, to save the epoch before another changes something for the next.
+    """
+
+    def __init__(self, seed: int, saves: bool) -> None:
+        self.seed, self.saves, self.has_finished = seed, saves, False
+        self.first_epoch = 0  # of this process
+        self.loaded_metrics: dict[str, Any] = {}
+        self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first_epoch = trainer.current_epoch
+        trainer.callback_metrics.update(self.loaded_metrics)
+        for config in trainer.lr_scheduler_configs:
+            end, by_step = getattr(config.scheduler, "total_steps", inf), config.interval == "step"
+            steps = trainer.estimated_stepping_batches if by_step else trainer.max_epochs
+            if end < (steps or 0) < inf:
+                raise UsageError(
+                    f"--trainer.max_epochs={trainer.max_epochs}: {type(config.scheduler).__name__} "
+                    f"ends after {end} of {steps} steps: start a longer run anew"
+                )
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch > self.first_epoch:
+            self.save(trainer, LAST)
+        seed_generators(self.seed, "step", trainer.current_epoch)
+        if (loop := trainer.fit_loop).is_resuming:
+            # Lightning would take the old epoch's batches for those of this one. Now it counts them
+            # from 0 and calls iter(loader) again, after the seed above.
+            loop.epoch_loop.restarting = False
+            loop.on_iteration_done()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_finished, self.why_stopped = True, why_stopped(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.has_finished:
+            is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            self.save(trainer, LAST if is_whole else END)
+
+    def save(self, trainer: Trainer, name: str) -> None:
+        if self.saves and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = Path(trainer.default_root_dir, "checkpoints", name)
+            trainer.save_checkpoint(path, weights_only=False)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
+        stopped = why_stopped(trainer)
+        checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self.loaded_metrics = checkpoint[KEY]["metrics"]
+        if why := checkpoint[KEY]["why_stopped"]:
+            self.why_stopped, trainer.should_stop = why, True
+        loop = checkpoint["loops"]["fit_loop"]
+        for counts in loop["epoch_progress"].values():
+            counts["ready"] = counts["started"]  # the next epoch is one that has not begun
+        loop["state_dict"].pop("combined_loader", None)  # the loader begins with its first batch
+
+
+def why_stopped(trainer: Trainer) -> str:
+    """Why a run wants to stop before its end; empty where it does not, or a time limit ends it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    timers = [each for each in callbacks if isinstance(each, Timer)]
+    if not trainer.should_stop or any((each.time_remaining() or 1) <= 0 for each in timers):
+        return ""
+    reasons = [
+        each.stopping_reason_message for each in callbacks if isinstance(each, EarlyStopping)
+    ]
+    return next(filter(None, reasons), "trainer.should_stop was set")

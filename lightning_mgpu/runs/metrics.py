@@ -1,0 +1,91 @@
+"""`metrics.csv`: a row for everything that is logged, a column for every name."""
+
+import csv
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from lightning_mgpu.tools import UsageError, replacing
+
+FILE = "metrics.csv"
+STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
+
+
+class MetricsFile(Logger):
+    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+
+    def __init__(self, run_dir: Path, num_steps: int | None) -> None:
+        super().__init__()
+        self.run_dir = run_dir
+        self.columns: list[str] = []
+        if num_steps is not None:
+            rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
+            self.columns = sorted({name for row in rows for name in row})
+            self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return str(self.run_dir)
+
+    @property
+    @override
+    def name(self) -> str:
+        return ""
+
+    version = name
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `config.yaml` has them."""
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        row = {**metrics, "step": step}
+        if not row.keys() <= {*self.columns}:
+            self.columns = sorted({*self.columns, *row})
+            self.rewrite(read_rows(self.run_dir))
+        with (self.run_dir / FILE).open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+
+    @rank_zero_only
+    def rewrite(self, rows: Iterable[dict[str, str]]) -> None:
+        with replacing(self.run_dir / FILE) as part, part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def read_rows(run_dir: Path) -> list[dict[str, str]]:
+    """The rows of a run's `metrics.csv`; none if there is no file."""
+    path = run_dir / FILE
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [*csv.DictReader(file)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
+    """The last metrics of validation (of `epoch`, from 1) and of test; mean seconds per epoch."""
+    values: dict[str, float] = {}
+    seconds: list[float] = []
+    for row in read_rows(run_dir):
+        is_validation = epoch is None or row.get("epoch") == str(epoch - 1)
+        for name, text in row.items():
+            with suppress(AttributeError, TypeError, ValueError):  # torn rows, texts of users
+                if name == "epoch_seconds":
+                    seconds.append(float(text))
+                elif name.startswith("test") or (name.startswith("val") and is_validation):
+                    values[name] = float(text)
+    return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

@@ -1,0 +1,120 @@
+"""Header, lines, curve and seconds of all kinds of runs."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_mgpu.allreduce import ring_allreduce
+from lightning_mgpu.callbacks import RunOutput, curve
+from lightning_mgpu.devices import describe_devices
+from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.metrics import MetricsFile
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.callbacks.conftest import Named
+from tests.conftest import run_devices
+
+
+@pytest.fixture
+def trainer(make_trainer: Callable, tmp_path: Path) -> Callable:
+    """A Trainer with this package's output and `metrics.csv`."""
+
+    def make(output: RunOutput, **options: Any) -> Any:
+        (tmp_path / "metrics.csv").unlink(missing_ok=True)
+        logger = MetricsFile(tmp_path, None)
+        return make_trainer(callbacks=[output], logger=logger, enable_checkpointing=True, **options)
+
+    return make
+
+
+def test_a_header_then_one_line_per_epoch(
+    make_data: Callable, trainer: Callable, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    output, data, model = RunOutput(), make_data(), LeNet()
+    output.notes["wandb"] = "off"
+    trainer(output, devices=3, strategy="dp", max_epochs=2).fit(model, data)
+    epochs = capsys.readouterr().out.splitlines()
+    shown = dict(line.split(":", 1) for line in (epochs.pop(0) for _ in range(6)))
+    assert list(shown) == ["model", "strategy", "batch", "data", "run", "wandb"]
+    assert "LeNet, 129,068 parameters, precision 32-true" in shown["model"]
+    assert shown["strategy"].endswith(f" on {describe_devices(run_devices(3))}")
+    assert shown["batch"].strip() == "64 global, 21.3333 per replica"
+    assert "402 train, 101 val, 107 test" in shown["data"]
+    assert shown["run"].strip() == str(tmp_path)
+    assert [line[:11] for line in epochs] == ["epoch 1/2  ", "epoch 2/2  "]
+    assert all(line.endswith(" s") for line in epochs)
+    names = ("train_loss", "train_acc", "val_loss", "val_acc")
+    assert all(f"  {name} " in line for line in epochs for name in names)
+    trainer(RunOutput(header=False)).test(model, data, verbose=False)
+    assert capsys.readouterr().out == ""
+    strategy = ManualAllreduceStrategy(ring_allreduce, replicas=4)
+    trainer(RunOutput(), strategy=strategy).validate(model, data, verbose=False)
+    out = capsys.readouterr().out
+    assert "64 global, 16 per replica" in out and "Strategy (ring_allreduce) on" in out
+
+
+def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.CaptureFixture) -> None:
+    def lines(*names: tuple[str, ...]) -> list[str]:
+        loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
+        trainer(RunOutput(header=False), max_epochs=2).fit(Named(*names), loader, loader)
+        return [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+
+    first, second = lines(("g_loss",), ("train/loss", "other"), ("val/loss",))
+    assert first == "epoch 1/2  train/loss 1.0000  val/loss 2.0000  g_loss 1.0000"
+    assert second == "epoch 2/2  train/loss 1.0000  g_loss 1.0000"  # nothing was validated
+    first, second = lines((), ("per_epoch",), ("g_loss_epoch",))
+    assert first == "epoch 1/2  per_epoch 1.0000  g_loss_epoch 2.0000"
+    assert second == "epoch 2/2  per_epoch 1.0000"  # whatever the name of what was not validated
+
+
+def test_what_the_module_logs_last_is_in_the_line_and_the_curve(
+    make_data: Callable,
+    trainer: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Points of the epochs that logged them; it is redrawn after every epoch and at the end."""
+
+    class LogsLate(LeNet):
+        def on_train_epoch_end(self) -> None:  # called after other callbacks' hooks
+            self.log("train_late", float(self.current_epoch))
+
+    drawn: list[dict[str, dict[int, float]]] = []
+    monkeypatch.setattr(curve, "plot_curve", lambda points, _: drawn.append(points))
+    monkeypatch.setattr(curve, "save_picture", lambda *_: None)
+    trainer(RunOutput(), max_epochs=3, check_val_every_n_epoch=2).fit(LogsLate(), make_data())
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [f"train_late {i}.0000" in line for i, line in enumerate(lines)] == [True] * 3
+    assert ["val_acc" in line for line in lines] == [False, True, False]
+    assert [points["train_late"] for points in drawn] == [{1: 0}, {1: 0, 2: 1}, {1: 0, 2: 1, 3: 2}]
+    assert [*drawn[-1]["val_acc"]] == [2] and [*drawn[-1]["train_acc"]] == [1, 2, 3]
+
+
+def test_panels_of_the_curve() -> None:
+    names = ("train/loss", "val/loss", "val/mae", "valid_f1", "train_a", "train_b")
+    figure = curve.plot_curve({name: {1: 0.5} for name in names}, "other")
+    panels = {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in figure.axes}
+    assert panels == {
+        "loss": ["training", "other"],
+        **dict.fromkeys(("a", "b"), ["training"]),
+        "f1": ["other"],
+    }
+
+
+def test_seconds_are_of_training_only(make_data: Callable, trainer: Callable) -> None:
+    class Sleeps(LeNet):
+        def training_step(self, *args: Any) -> Any:
+            time.sleep(0.05)
+            return super().training_step(*args)
+
+        def validation_step(self, *args: Any) -> Any:
+            time.sleep(0.5)
+            return super().validation_step(*args)
+
+    output = RunOutput()
+    trainer(output, val_check_interval=3, limit_train_batches=6).fit(Sleeps(), make_data())
+    assert 0.3 <= output.seconds[0] < 1.2  # of 6 steps, beside 4 batches of validation

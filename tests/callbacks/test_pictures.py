@@ -1,0 +1,137 @@
+"""Confusion matrix, images and predictions.csv of the usual model and of others."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mgpu.callbacks import PredictionWriter, TestPictures, pictures
+from lightning_mgpu.models import Classifier, LeNet
+
+
+@pytest.fixture
+def lively() -> LeNet:
+    """Its weights are so large that it predicts every class."""
+    torch.manual_seed(0)
+    model = LeNet()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_matrix_and_images_are_of_the_test_set(
+    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path
+) -> None:
+    data, callback = make_data(batch_size=25), TestPictures()
+    trainer = make_trainer(callbacks=[callback])
+    X, y = data.test_set[0, torch.arange(107)]
+    expected = torch.zeros(10, 10, dtype=torch.long)
+    with torch.no_grad():
+        for label, prediction in zip(y.tolist(), lively(X).argmax(1).tolist()):
+            expected[label, prediction] += 1
+    for _ in range(2):  # the second test starts from nothing
+        trainer.test(lively, data, verbose=False)
+        assert callback.confusion is not None
+        assert torch.equal(callback.confusion.compute().cpu(), expected)
+    assert expected.count_nonzero() > 10  # not all in one column
+    for name in ("confusion.png", "predictions.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+class VectorNet(Classifier):
+    """Predicts vectors (N, 4), in batches of any kind."""
+
+    choose: Callable[[Any], Any]
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=3)
+        self.net = nn.Linear(4, 3)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        batch = (batch["X"], batch["y"]) if isinstance(batch, dict) else batch
+        return super().test_step(batch, 0)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.choose(batch[0])
+
+
+def test_other_models_get_what_can_be_drawn(make_trainer: Callable, tmp_path: Path) -> None:
+    rows, classes = torch.zeros(6, 4), torch.arange(6) % 3
+    callback = TestPictures()
+    trainer = make_trainer(callbacks=[callback])
+    dicts: Any = [{"X": row, "y": label} for row, label in zip(rows, classes)]
+    trainer.test(VectorNet(), DataLoader(dicts, 4), verbose=False)
+    assert list(tmp_path.iterdir()) == []
+    loader = DataLoader(TensorDataset(rows, classes), 4)
+    trainer.test(VectorNet(), [loader, loader], verbose=False)  # the first one's
+    assert [path.name for path in tmp_path.iterdir()] == ["confusion.png"]
+    assert callback.confusion is not None and callback.confusion.confmat.sum() == 6
+
+
+def test_no_picture_ends_a_run(
+    make_trainer: Callable, recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label of -100 is in no class; 7 classes are too many here; a wrong label is a warning."""
+    figures: dict[str, Figure] = {}
+    save = lambda trainer, figure, filename: figures.update({filename: figure})  # noqa: E731
+    monkeypatch.setattr(pictures, "save_picture", save)
+    monkeypatch.setattr(pictures, "MAX_CLASSES", 6)
+    X, y = torch.rand(6, 1, 28, 28), torch.tensor([-100, 1, 2, 3, -100, 5])
+    for num_classes, names in ((6, {"predictions.png", "confusion.png"}), (7, {"predictions.png"})):
+        figures.clear()
+        loader = DataLoader(TensorDataset(X, y), 3)
+        make_trainer(callbacks=[TestPictures()]).test(LeNet(num_classes=num_classes), loader)
+        assert {*figures} == names and len(figures["predictions.png"].axes) == 3
+    assert not [each for each in recwarn if "is not right" in str(each.message)]
+
+    class OnlyLogits(LeNet):
+        def test_step(self, batch: Any, *args: Any) -> Any:
+            return {"logits": self(batch[0])}
+
+    trainer = make_trainer(callbacks=[TestPictures()])
+    with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
+        trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
+
+
+def test_predictions_in_dataset_order(
+    lively: LeNet, make_data: Callable, make_trainer: Callable, tmp_path: Path, capsys: Any
+) -> None:
+    data = make_data(batch_size=25)  # 107 samples: batches of 22, 22, 21, 21, 21
+    make_trainer(callbacks=[PredictionWriter()]).predict(lively, data, return_predictions=False)
+    assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[:4] == ["index", "label", "prediction", "p(T-shirt/top)"] and len(header) == 13
+    X, y = data.test_set[0, torch.arange(107)]
+    with torch.no_grad():
+        probabilities = lively(X).softmax(1)
+    assert [int(row[0]) for row in rows] == list(range(107))
+    assert [int(row[1]) for row in rows] == y.tolist()
+    assert [int(row[2]) for row in rows] == probabilities.argmax(1).tolist()
+    found = torch.tensor([[float(p) for p in row[3:]] for row in rows])
+    assert torch.allclose(found, probabilities, atol=1e-5)
+
+
+def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
+    samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
+    trainer, model = make_trainer(callbacks=[PredictionWriter()]), VectorNet()
+    flat = ["index,prediction", *(f"{i},{4.0 * i}" for i in range(23))]
+    wide = ["index,prediction(0),prediction(1)"]
+    wide += [f"{i},{4.0 * i},{4.0 * i + 1}" for i in range(23)]
+    for model.choose, wanted in ((lambda X: X[:, 0], flat), (lambda X: X[:, :2], wide)):
+        trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
+        assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
+    (tmp_path / "predictions.csv").unlink()
+    with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
+        trainer.predict(model, DataLoader([samples[7:12]], batch_size=None))
+    model.choose = lambda X: {"label": X[::2]}
+    told = r"predictions\.csv is not written: .*, and a VectorNet\.predict_step that"
+    with pytest.warns(UserWarning, match=told):
+        trainer.predict(model, DataLoader(samples, 5))
+    assert not list(tmp_path.iterdir())

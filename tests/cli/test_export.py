@@ -1,0 +1,33 @@
+"""`export` writes the model of a run: whole, or not at all."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_mgpu.models import LeNet
+
+
+def test_export(
+    main: Callable[..., int], root: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    data = (f"--data.root={root}", "--data.val_size=101")
+    one = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=1")
+    assert main("fit", *data, *one, "--run_dir=run", "--output.test=false") == 0
+    line = ("export", "--ckpt_path=run/checkpoints/last.ckpt", "--output=model.pt2")
+    assert main(*line) == 0
+    model, X = LeNet().eval(), torch.randn(5, 1, 28, 28)
+    model.load_state_dict(torch.load("run/checkpoints/last.ckpt")["state_dict"])
+    torch.testing.assert_close(torch.export.load("model.pt2").module()(X), model(X))
+
+    good, (soft, hard) = Path("model.pt2").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # as a disk that becomes full
+    try:
+        assert main(*line) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.glob("*.pt2")] == ["model.pt2"]
+    assert Path("model.pt2").read_bytes() == good

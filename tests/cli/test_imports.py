@@ -1,0 +1,60 @@
+"""Imports point one way, parts know what they may, and what can be deleted is imported nowhere."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "lightning_mgpu").rglob("*.py")
+}
+KNOWN = {  # a part, and the others that it may import
+    "allreduce": set(),
+    "models": set(),
+    "data": set(),
+    "runs": set(),
+    "strategies": {"allreduce"},
+    "callbacks": {"data", "runs"},  # of data, the sampler of global batches
+}
+DROPPABLE = ("benchmark", "testing", "sweep", "book", "new_project")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The package's files that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in FILES else str(node.module) for name in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    above = {name: {*imported(path)} & FILES.keys() - {name} for name, path in FILES.items()}
+    assert "lightning_mgpu.cli.options" in above["lightning_mgpu.cli.training_cli"]
+    TopologicalSorter(above).prepare()  # raises CycleError with the files
+
+
+@pytest.mark.parametrize("part", KNOWN)
+def test_what_parts_know_of_others(part: str) -> None:
+    inside = [path for name, path in FILES.items() if name.split(".")[1:2] == [part]]
+    files = FILES.keys() & {name for path in inside for name in imported(path)}
+    names = {name.split(".")[1] for name in files if "." in name}
+    directories = {name.split(".")[1] for name in FILES if name.count(".") > 1}
+    assert names & directories <= {part, *KNOWN[part]}
+
+
+@pytest.mark.parametrize("name", DROPPABLE)
+def test_nothing_imports_what_can_be_deleted(name: str) -> None:
+    """Neither the package nor a test, except its own files."""
+    for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py")):
+        inside = path.relative_to(ROOT)
+        if name not in (*inside.parts, inside.stem.removeprefix("test_")):
+            others = [
+                file for file in imported(path) if f"{file}.".startswith(f"lightning_mgpu.{name}.")
+            ]
+            assert not others, inside
