@@ -5,7 +5,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_mgpu.allreduce import ring_allreduce
 from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
-from lightning_mgpu.strategies.names import find_strategy, make_strategy, strategy_config
+from lightning_mgpu.cli.strategy_names import find_strategy, make_strategy, strategy_config
 
 PATH = "lightning_mgpu.strategies.DataParallelStrategy"
 
