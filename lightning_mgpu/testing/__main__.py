@@ -19,7 +19,7 @@ from lightning_mgpu.testing.check import check_strategy
 
 
 def main() -> int:
-    """Entry point of `python -m lightning_mgpu.testing`; returns the exit status."""
+    """Print the table; returns the exit status."""
     prog = "python -m lightning_mgpu.testing"
     parser = ArgumentParser(prog, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="+", help="names, or dotted paths of your own")
@@ -33,12 +33,10 @@ def main() -> int:
             make_strategy(strategy, **options)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    rows: dict[str, list[str]] = {name: [] for name in PROMISES}
-    notes: dict[str, int] = {}  # in the order of their numbers
-    for strategy in args.strategies:
-        results = check_strategy(strategy, args.devices, args.accelerator, **options)
-        for name, word, note in results:
-            print(f"{strategy}, {name}: {word}", file=sys.stderr, flush=True)
+    rows, notes = {name: list[str]() for name in PROMISES}, dict[str, int]()
+    for each in args.strategies:
+        for name, word, note in check_strategy(each, args.devices, args.accelerator, **options):
+            print(f"{each}, {name}: {word}", file=sys.stderr, flush=True)
             number = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
             rows[name].append(word + number)
     print("| promise |", " | ".join(f"`{name}`" for name in args.strategies), "|")

@@ -15,7 +15,7 @@ from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.testing.probe import Manual, Masked, Probe
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-EVEN, UNEVEN = (48, 12), (107, 24)  # samples, batch size; UNEVEN has a last batch of 11
+EVEN, UNEVEN = (48, 12), (107, 24)  # samples, batch size: the last batch of UNEVEN has 11
 
 
 class Run(NamedTuple):
@@ -34,12 +34,10 @@ class Run(NamedTuple):
         return Trainer(strategy=strategy, default_root_dir=self.directory, **settings)
 
 
-def train(
-    module: Callable[[], Probe], run: Run, resume: str | None = None, **options: Any
-) -> dict[str, Any]:
+def train(module: Callable[[], Probe], run: Run, resume: str = "", **options: Any) -> Any:
     """Train a module, and save it unless it goes on; returns its state, the same everywhere."""
     probe, trainer = module(), run.trainer(limit_val_batches=0, **options)
-    trainer.fit(probe, ckpt_path=resume, weights_only=True)
+    trainer.fit(probe, ckpt_path=resume or None, weights_only=True)
     if not resume:
         trainer.save_checkpoint(Path(run.directory, run.strategy))
     for parameter in probe.to(trainer.strategy.root_device).parameters():
@@ -60,13 +58,12 @@ def resume(run: Run) -> Any:
     """A checkpoint after an epoch, and a second epoch from the one that one device has saved."""
     train(ADAMW, run, max_epochs=1)
     saved = torch.load(Path(run.directory, run.strategy), map_location="cpu")
-    resumed = train(ADAMW, run, resume=str(Path(run.directory, "auto")))
+    resumed = train(ADAMW, run, resume=f"{run.directory}/auto")
     return [dict(saved["state_dict"]), saved["optimizer_states"], resumed]
 
 
 PROBE, ADAMW = partial(Probe, EVEN), partial(Probe, EVEN, adamw=True)
-# shards of 3, 3, 2 and 2 samples
-MIXED = partial(Probe, (48, 10), norm=True, dropout=0.3, adamw=True)
+MIXED = partial(Probe, (48, 10), norm=True, dropout=0.3, adamw=True)  # shards of 3, 3, 2, 2
 SAME_BITS = "same bits with `replicas=4` on 1, 2 and 4 devices"
 PROMISES: dict[str, Callable[[Run], Any]] = {
     "parameters": partial(train, PROBE),

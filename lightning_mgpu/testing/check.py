@@ -24,9 +24,8 @@ def check_strategy(
 ) -> Iterator[tuple[str, str, str]]:
     """Try out what a strategy promises; yields promise, answer, and why it is not `yes`.
 
-    The other answers are `no`, `refused` and `not applicable`. The strategy is a registered name,
-    or a dotted path to a class or function, which gets the `options`, all of them plain values. A
-    case that takes longer than `timeout` seconds counts as hanging.
+    The other answers are `no`, `refused` and `not applicable`. The strategy is a registered name
+    or a dotted path, and gets the `options`, plain values. A case may take `timeout` seconds.
     """
     for name in promises:
         with tempfile.TemporaryDirectory(prefix="testing-") as directory:
@@ -40,11 +39,10 @@ def same_bits(name: str, run: Run, timeout: float) -> tuple[str, str]:
     if "replicas" not in inspect.signature(find_strategy(run.strategy)[0]).parameters:
         return "not applicable", "it has no option `replicas`"
     run = run._replace(options={**run.options, "replicas": 4})
-    answers = [run_case(name, run._replace(devices=k), timeout) for k in (1, 2, 4)]
-    for answer in answers:
-        if answer[0] != "yes":
-            return answer
-    return ("yes", "") if len({*answers}) == 1 else ("no", "the weights differ")
+    answers = {run_case(name, run._replace(devices=k), timeout) for k in (1, 2, 4)}
+    if {word for word, _ in answers} != {"yes"}:
+        return min(answers)  # `no` before `refused` before `yes`
+    return ("yes", "") if len(answers) == 1 else ("no", "the weights differ")
 
 
 def run_case(name: str, run: Run, timeout: float) -> tuple[str, str]:

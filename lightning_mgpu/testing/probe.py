@@ -25,8 +25,9 @@ class Probe(LightningModule):
         self.error = MeanAbsoluteError().set_dtype(torch.float64)
         self.adamw = adamw
         num_samples, self.batch_size = data
-        X = torch.randn(num_samples, 6, dtype=torch.float64)
-        self.samples = TensorDataset(X, torch.arange(num_samples))
+        self.samples = TensorDataset(
+            torch.randn(num_samples, 6).double(), torch.arange(num_samples)
+        )
 
     def train_dataloader(self) -> DataLoader:
         return batch_loader(self.samples, self.batch_size, self.trainer, shuffle=True, seed=0)
