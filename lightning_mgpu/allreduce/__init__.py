@@ -20,16 +20,12 @@ All three compute the textbook's sums in its order, to the bit:
 | file       | reads + writes, by n   | Python's calls   | the idea                                |
 | ---------- | ---------------------- | ---------------- | --------------------------------------- |
 | `textbook` | 3(k-1) + 2(k-1)        | 3(k-1) P         | above                                   |
-| `blocked`  | k + k                  | 3(k-1) per block | finish a block while it is in the cache |
 | `foreach`  | 3(k-1) + 2(k-1)        | 2(k-1)           | `many`: all parameters in one call      |
-| `compiled` | k + k, the lower bound | 1                | `many`: one kernel, by torch.compile    |
 
 `many` (many.py) is how an algorithm gets to see all gradients of a model at once.
 """
 
-from lightning_mgpu.allreduce.blocked import blocked_allreduce
 from lightning_mgpu.allreduce.check import Allreduce, AllreduceMany, check_allreduce
-from lightning_mgpu.allreduce.compiled import compiled_allreduce
 from lightning_mgpu.allreduce.foreach import foreach_allreduce
 from lightning_mgpu.allreduce.many import allreduce_many, with_many
 from lightning_mgpu.allreduce.ring import ring_allreduce
@@ -41,9 +37,7 @@ __all__ = [
     "Allreduce",
     "AllreduceMany",
     "allreduce_many",
-    "blocked_allreduce",
     "check_allreduce",
-    "compiled_allreduce",
     "foreach_allreduce",
     "ring_allreduce",
     "sharded_allreduce",

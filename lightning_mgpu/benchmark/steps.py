@@ -24,7 +24,7 @@ from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.data.batches import copies_faster_from_pinned
 from lightning_mgpu.devices import gpus, process_devices
 from lightning_mgpu.processes import leave_group
-from lightning_mgpu.strategies.names import make_strategy
+from lightning_mgpu.cli.strategy_names import make_strategy
 from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

@@ -16,12 +16,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mgpu.cli.checks import refuse_old_names
 from lightning_mgpu.cli.error_messages import did_you_mean, last_part
-from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.errors import UsageError
 from lightning_mgpu.files import to_yaml
 from lightning_mgpu.runs.checkpoint_file import flatten, read_checkpoint, saved_config
 from lightning_mgpu.runs.resume import RESUME_FLAG, find_run, options_that_must_match
+from lightning_mgpu.cli.strategy_names import strategy_config
 
 STRATEGY = "--trainer.strategy"
 COMMON = ("auto", "ddp", "dp", "fsdp", "manual_allreduce")

@@ -1,96 +1,333 @@
 """The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-The minibatch is split over the devices. Every replica computes the gradient of its shard. The
-allreduce leaves the sum in each of them. Every replica updates itself.
+The functions of the chapter, and where they are here:
 
-    python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce
-    python -m lightning_mgpu fit --trainer.strategy=manual_allreduce \\
-        --trainer.strategy.parallel_devices='[cpu, cpu, cpu]' \\
+    get_params            every process makes the module and gets the first one's weights
+    split_batch           the loader hands each process its part of the batch (loaders.py)
+    train_batch
+      losses of shards    `training_step`
+      loss.backward()     `backward`
+      allreduce           `exchange_gradients`; the rows that it sums are made in exchange.py
+      sgd on each device  the optimizer of each process, called by Lightning
+
+    python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce \\
         --trainer.strategy.allreduce=my_module.my_allreduce
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_mgpu.allreduce import allreduce_many, check_allreduce, textbook_allreduce
-from lightning_mgpu.strategies.train_batch import TrainBatchStrategy
+from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
+from lightning_mgpu.seeds import seed_generators
+from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
+from lightning_mgpu.strategies.exchange import Exchange, make_exchange
+from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.meeting import DIFFER
+from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.strategies.split_batch import num_samples, split_batch
+
+Gradients = dict[Tensor, Any]
 
 
-class ManualAllreduceStrategy(TrainBatchStrategy):
-    """k replicas of the module, in one process or in several, equal by a hand-written allreduce.
+class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
+    """k replicas of the module, a process per device, equal by a hand-written allreduce.
 
     Args:
         allreduce: Leaves the sum of k tensors, one per replica, in each of them (see
-            `lightning_mgpu.allreduce`). A function of your own goes here, on the command line by
-            its dotted path; it is tried on small tensors first.
-        parallel_devices: The devices, for example `["cuda:0", "cpu"]`; one may stand there several
-            times. Left out: those of `Trainer(accelerator, devices)`.
-        split: Shares of the batch, one per device, or `auto`: in proportion to each device's speed,
-            timed in the first steps. Left out: even ones.
-        replicas: How many there are, a multiple of the number of devices, over which they are
-            spread in order. The trained weights are the same bits on any number of devices of one
-            kind. Left out: one per device.
-        lockstep: Let replicas wait for each other wherever a step calls `compute()` of a metric,
-            `all_gather`, `reduce` or `broadcast`.
-        processes: How many processes per node share the devices; Lightning starts them. Left out:
-            one, or those that torchrun or SLURM has started.
-        seconds: How long a process waits for another one before it gives up.
+            `lightning_mgpu.allreduce`): a function, on the command line its dotted path.
+        replicas: k, a multiple of the number of processes. A process runs its replicas one after
+            the other with one set of weights. The bits of the trained weights depend on k, and not
+            on the number of devices of one kind. Left out: one per device.
+        parallel_devices: The devices of this machine. Left out: the Trainer's.
+        process_group_backend: `nccl` on GPUs, or `gloo`.
+        timeout: How long a process waits for another.
+        start_method: How Lightning starts the processes, as for DDPStrategy.
 
     Raises:
-        ValueError: If `allreduce` does not compute the sum in place, with what each device got.
-        MisconfigurationException: If an option does not fit the devices or the processes.
+        ValueError: If `allreduce` does not compute the sum in place.
+        MisconfigurationException: If an option does not fit the devices or the module.
     """
-
-    name = "manual_allreduce"
-    sums_everywhere = True
 
     def __init__(
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
-        parallel_devices: list[str] | None = None,
-        split: list[float] | Literal["auto"] | None = None,
         replicas: int | None = None,
-        lockstep: bool = False,
-        processes: int | None = None,
-        seconds: float = 60.0,
-        **kwargs: Any,
+        parallel_devices: list[str] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if not callable(allreduce):
-            raise ValueError(
-                f"allreduce={allreduce}: give a function of a list of tensors, or leave it out."
-            )
-        super().__init__(parallel_devices, split, replicas, lockstep, **kwargs)
-        self.allreduce, self.processes_asked_for, self.seconds = allreduce, processes, seconds
+        if not callable(allreduce) or (replicas or 1) < 1:
+            raise ValueError(f"allreduce={allreduce}, replicas={replicas}: a function, a count")
+        devices = [torch.device(device) for device in parallel_devices or ()] or None
+        super().__init__(
+            parallel_devices=devices,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.allreduce, self.replicas = allreduce, replicas
 
-    @property
-    @override
-    def reduces_all(self) -> bool:
-        """A subclass with a reduction of its own may keep a state: all processes have it whole."""
-        own = ManualAllreduceStrategy.reduce_gradients
-        return type(self).reduce_gradients is not own
+    def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
+        """Override this to change a replica's gradient in place before the allreduce.
+
+        It runs in the replica's process, which may keep a state by (name, replica).
+        """
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        check_allreduce(self.allreduce, self.devices)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
+            self.exchange: Exchange | None = None
+            self.layout: list[Any] = []
+            self.window: list[Gradients] = []  # by replica, while batches are accumulated
+            self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
+            self.exchanged: Gradients = {}
+            for what, is_asked_for in {
+                "sync_batchnorm": self._layer_sync is not None,
+                "manual optimization": not self.module.automatic_optimization,
+                "an own `backward` of the module": is_overridden("backward", self.module),
+            }.items():
+                if is_asked_for and self.num_local > 1:
+                    raise MisconfigurationException(
+                        f"{what} needs one replica per process: leave out `replicas`."
+                    )
         super().setup(trainer)
+        if is_fitting:
+            self.seed = self.broadcast(torch.initial_seed())
+            size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
+            self.meet(2 * self.num_local * size + 2**16)
+
+    # --- my shards, and their losses
 
     @override
-    def reduce_gradients(self, gradients: dict[str, list[Tensor]]) -> None:
-        """Leave the sum of the k gradients of every parameter, by its name, in each of them."""
-        allreduce_many(self.allreduce, list(gradients.values()))
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.shards, outputs, buffers = [batch], [], []
+        if self.num_local > 1:
+            if self.is_alone:
+                self._part_of_training(num_samples(batch))  # are there enough?
+            self.shards = split_batch(batch, self.num_local)
+        start = read_buffers(self.module)
+        for i, shard in enumerate(self.shards):
+            if i > 0:
+                write_buffers(self.module, start[None])
+            with self._draw_numbers(self.global_rank * self.num_local + i, shard):
+                outputs.append(super().training_step(shard, *args, **kwargs))
+            buffers.append(read_buffers(self.module))
+        if self.num_replicas > 1 and len(start):
+            write_buffers(self.module, self._gather_rows(torch.stack(buffers)))
+        return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
 
-    @override
-    def update_replicas(self, optimizer: Optimizer) -> None:
-        """Every other replica makes its own update from its gradients, or gets the first's weights.
+    @contextmanager
+    def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
+        """A random stream for each replica and batch: dropout draws the same in any process."""
+        trainer = self.module.trainer
+        if self.num_replicas == 1:
+            yield
+            return
+        # `self.log` weighs a mean by the samples that Lightning finds in here
+        trainer._results.batch, trainer._results.batch_size = shard, None
+        with isolate_rng(include_cuda=self.root_device.type == "cuda"):
+            seed_generators(self.seed, "step", trainer.fit_loop.total_batch_idx, replica)
+            yield
 
-        Raises:
-            RuntimeError: If replicas have drifted apart.
+    def _gather_rows(self, rows: Tensor) -> Tensor:
+        """(k, n) bytes of all replicas, of (r, n) here."""
+        if self.is_alone:
+            return rows
+        if rows.is_cpu:
+            gathered = torch.from_numpy(self.meeting.gather(rows.numpy().ravel()))
+            return gathered.view(self.num_replicas, -1)
+        gathered = rows.new_empty(self.num_replicas, rows.shape[1])
+        dist.all_gather_into_tensor(gathered, rows)
+        return gathered
+
+    def _weigh(self, outputs: list[Any]) -> Any:
+        """One loss for Lightning, in whose backward pass each shard counts by its share."""
+        losses, weights, _ = zip(*map(split_loss, outputs))
+        if self.num_replicas == 1 and weights[0] is None:
+            return outputs[0]
+        if any(loss is None for loss in losses):
+            raise MisconfigurationException(
+                "`training_step` returned None: every shard needs a loss. To leave one out of the "
+                'mean, return {"loss": loss, "weight": 0}.'
+            )
+        self.losses, self.shares = losses, self._share_out(weights)
+        if self.num_local == 1:
+            loss = scale_gradient(losses[0], self.shares[0])
+        else:
+            total = sum(self.shares) or 1.0
+            mean = sum(loss.detach() * (s / total) for loss, s in zip(losses, self.shares))
+            loss = self.leaf = mean.requires_grad_()
+        return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
+
+    def _share_out(self, weights: Sequence[float | None]) -> list[float]:
+        """The shares of the shards here, by their weights, or by their numbers of samples.
+
+        The processes exchange these numbers, and a checksum of what their loaders have drawn.
         """
-        if not self.updates.repeat(optimizer, self.gradients.push):
-            self.replicas.distrust()
-            self.replicas.push_weights()
+        has_weights = None not in weights
+        mine = [num_samples(s) if w is None else w for s, w in zip(self.shards, weights)]
+        order = sum(getattr(loader, "order_checksum", 0) for loader in self.training_loaders)
+        numbers = self.gather_numbers([order, has_weights, *mine])
+        for process in np.flatnonzero(numbers[:, 0] != numbers[0, 0]):
+            raise RuntimeError(
+                f"{DIFFER}: the loader of process {process} draws other batches than that of "
+                "process 0. Seed all alike, and do not split a dataset by rank: each process gets "
+                "its part of every batch."
+            )
+        all_weights = numbers[:, 2:].ravel().tolist()
+        total = sum(all_weights)
+        if not 0 < total < np.inf or len(set(numbers[:, 1])) > 1:
+            raise ValueError(
+                f"Weights of a batch: {all_weights}. All losses need one, and a sum > 0."
+            )
+        if 0 in all_weights and self._layer_sync:
+            raise MisconfigurationException("sync_batchnorm needs weights larger than 0.")
+        self.my_share, factor, self.rescale = sum(mine) / total, 1.0, 1.0
+        if has_weights:  # the gradient of a window is the weighted mean over its batches
+            before = self.window_weight if self.window else 0.0
+            self.window_weight = before + total
+            self.rescale = before / self.window_weight
+            factor = self.module.trainer.accumulate_grad_batches * (1 - self.rescale)
+        return [weight / total * factor for weight in mine]
+
+    # --- my gradients
+
+    @override
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        weight: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        module, parameters = self.module, list(self.module.parameters())
+        if not module.automatic_optimization:
+            self._check_exchanged(parameters)
+            if self.num_replicas > 1 or weight is not None:
+                closure_loss = scale_gradient(closure_loss, *self._share_out([weight]))
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not self.window:
+            # sums of an earlier pass, which may be in rows that are written again
+            self.kept = {p: p.grad.clone() for p in parameters if p.grad is not None}
+            set_gradients(parameters, {})
+            self.window = [{} for _ in range(self.num_local)]
+        elif self.rescale != 1:
+            self.window = [{p: g * self.rescale for p, g in each.items()} for each in self.window]
+            set_gradients(parameters, self.window[0])
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.num_local == 1:
+            self.window = [get_gradients(parameters)]
+        else:  # Lightning's pass leaves the loss scale at the leaf; then a pass per replica
+            for i, (loss, share) in enumerate(zip(self.losses, self.shares)):
+                set_gradients(parameters, self.window[i])
+                if share:
+                    loss.backward(self.leaf.grad * share)
+                self.window[i] = get_gradients(parameters)
+            set_gradients(parameters, self.window[0])
+        if not self.is_blocked:
+            self.exchange_gradients(self.window)
+            self.window = []
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters this for all batches of an accumulation window but the last."""
+        self.is_blocked = True
+        try:
+            yield
+        finally:
+            self.is_blocked = False
+
+    # --- the allreduce
+
+    def exchange_gradients(self, replicas: list[Gradients]) -> None:
+        """Leave the sum over all replicas in the `grad` of every parameter."""
+        exchange, names = self._find_exchange()
+        parameters = exchange.parameters
+        for i, gradients in enumerate(replicas):
+            if any(gradient.layout != torch.strided for gradient in gradients.values()):
+                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
+            exchange.write(i, [gradients.get(p) for p in parameters])
+            for name, p, row in zip(names, parameters, exchange.local_rows[i]):
+                if p in gradients:
+                    self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
+        for p, total in zip(parameters, exchange.sum()):
+            kept = self.kept.get(p)
+            p.grad = total if kept is None else kept if total is None else kept + total
+            self.exchanged[p] = p.grad
+
+    def _find_exchange(self) -> tuple[Exchange, Sequence[str]]:
+        """The rows of all parameters that require a gradient, or did once, and their names."""
+        known = set(map(id, self.exchange.parameters)) if self.exchange else set()
+        named = self.module.named_parameters()
+        names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
+        layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
+        if self.exchange is None or layout != self.layout:
+            self.layout, where = layout, (self.num_local, self.global_rank, self.world_size)
+            self.exchange = make_exchange(
+                parameters, self.allreduce, self.meeting, self.share, *where
+            )
+        return self.exchange, names
+
+    # --- my update
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if not self.module.automatic_optimization:
+            self._check_exchanged([p for group in optimizer.param_groups for p in group["params"]])
+        if not isinstance(optimizer, LBFGS) or self.is_alone:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_of_batch() -> Tensor:  # LBFGS decides by the loss, not only by gradients
+            return self.reduce(closure() * self.my_share, reduce_op="sum")
+
+        return super().optimizer_step(optimizer, closure_of_batch, model, **kwargs)
+
+    def _check_exchanged(self, parameters: list[Tensor]) -> None:
+        """Refuse gradients in manual optimization that are not those of `exchange_gradients`."""
+        is_own = [p.grad is None or p.grad is self.exchanged.get(p) for p in parameters]
+        if not all(is_own) and not self.is_alone:
+            raise MisconfigurationException(
+                "A gradient was never exchanged: call `self.manual_backward(loss)` instead of "
+                "`loss.backward()`, and edit gradients in place."
+            )
+
+
+def scale_gradient(loss: Tensor, share: float) -> Tensor:
+    """The loss, whose gradient counts by a share. With share 0 there is none, not even NaN."""
+    if share == 0:
+        return torch.zeros_like(loss, requires_grad=True)
+    loss = loss.view_as(loss)
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * share)
+    return loss
+
+
+def get_gradients(parameters: list[Tensor]) -> Gradients:
+    return {p: p.grad for p in parameters if p.grad is not None}
+
+
+def set_gradients(parameters: list[Tensor], gradients: Gradients) -> None:
+    for p in parameters:
+        p.grad = gradients.get(p)
