@@ -31,7 +31,7 @@ def main() -> int:
     try:
         for strategy in args.strategies:
             make_strategy(strategy, **options)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # of the user's class, too
         parser.error(str(error))
     rows, notes = {name: list[str]() for name in PROMISES}, dict[str, int]()
     for each in args.strategies:

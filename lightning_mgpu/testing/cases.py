@@ -1,6 +1,5 @@
 """The promises, and the small runs of a Trainer that show them, in all processes of a strategy."""
 
-import hashlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -49,9 +48,8 @@ def train(module: Callable[[], Probe], run: Run, resume: str = "", **options: An
 def predictions(run: Run) -> Any:
     """How often every sample is predicted."""
     batches: Any = (trainer := run.trainer()).predict(Probe(UNEVEN))
-    indices = torch.cat(batches).to(trainer.strategy.root_device)
-    counts = torch.bincount(indices, minlength=UNEVEN[0])
-    return trainer.strategy.reduce(counts, reduce_op="sum").cpu()
+    seen = torch.bincount(torch.cat(batches), minlength=UNEVEN[0]).to(trainer.strategy.root_device)
+    return trainer.strategy.reduce(seen, reduce_op="sum").cpu()
 
 
 def resume(run: Run) -> Any:
@@ -91,8 +89,7 @@ def answer(name: str, run: Run) -> None:
             expected = PROMISES[name](run._replace(strategy="auto", devices=1, options={}))
         observed = PROMISES[name](run)
         if is_first and name == SAME_BITS:
-            content = b"".join(value.numpy().tobytes() for value in observed.values())
-            print("yes:", hashlib.sha256(content).hexdigest(), flush=True)
+            print("yes:", [value.tolist() for value in observed.values()], flush=True)
         elif is_first:
             torch.testing.assert_close(observed, expected, rtol=1e-10, atol=1e-10)
             print("yes:", flush=True)
