@@ -1,121 +1,115 @@
-"""`python -m lightning_mgpu benchmark`: which strategy is fastest, and what do a step's parts cost?
+"""Which strategy is fastest on this machine, and which allreduce?
 
-python -m lightning_mgpu benchmark --quick  # LeNet, two repeats of ten steps, few sizes
-python -m lightning_mgpu benchmark --strategies ddp dp manual_allreduce --models LeNet --devices 2
-python -m lightning_mgpu benchmark --only steps --models LeNet --replicas 2 4 8
-python -m lightning_mgpu benchmark --only exchange --algorithms ring my_allreduce.chain_allreduce
-python -m lightning_mgpu benchmark --only cost --repeats 20
-python -m lightning_mgpu benchmark time_to_accuracy --target 0.9 --config experiment/lenet_fast.yaml
+python -m lightning_mgpu benchmark
+python -m lightning_mgpu benchmark --models LeNet --strategies ddp my_package.MyStrategy
+python -m lightning_mgpu benchmark --only steps --devices 1 2 4 --replicas 2 4
+python -m lightning_mgpu benchmark --only exchange --algorithms ring my_module.my_allreduce
+
+GPUs are measured where there are some; CUDA_VISIBLE_DEVICES= hides them. Ctrl-C keeps what is done.
 """
 
+import inspect
 import json
 import os
+import shlex
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jsonargparse.typing import PositiveInt
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_mgpu.benchmark import cost, exchange, time_to_accuracy
-from lightning_mgpu.benchmark.plan import configurations
-from lightning_mgpu.benchmark.processes import command_line, machine, measure, new_directory
-from lightning_mgpu.benchmark.report import describe, headline, plot_parts, tables
-from lightning_mgpu.commands import run_command
-from lightning_mgpu.devices import gpus
-from lightning_mgpu.errors import UsageError
-from lightning_mgpu.project import command
+from lightning_mgpu.allreduce import check_allreduce
+from lightning_mgpu.benchmark import exchange
+from lightning_mgpu.benchmark.report import exchange_tables, headline, step_tables
+from lightning_mgpu.benchmark.rounds import machine, measure_in_rounds, plan_steps, seconds_per_step
+from lightning_mgpu.benchmark.worker import Configuration, make_model, make_trainer
+from lightning_mgpu.cli.strategy_names import find_strategy
+from lightning_mgpu.tools import UsageError, command, make_parser
 
-SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 100 * 2**20]  # bytes per device
-QUICK: dict[str, Any] = {"models": ["LeNet"], "repeats": 2, "num_steps": 10}
-QUICK |= {"ks": [2], "sizes": [4 * 2**10, 256 * 2**10, 4 * 2**20], "seconds": 0.05}
-"""Defaults with `--quick`."""
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    parser = make_parser("benchmark", __doc__)
+    engines, models = ["ddp", "dp", "manual_allreduce"], ["LeNet", "ResNet18"]
+    algorithms, sizes = [*exchange.COSTS], [0.004, 0.25, 4, 64]
+    add = parser.add_argument
+    add("--only", choices=("steps", "exchange"), help="the default is both")
+    add("--strategies", nargs="+", default=engines, help="names, or paths of your own")
+    add("--models", nargs="+", default=models, help="names, or paths of your own")
+    add("--devices", nargs="+", type=int, default=[2])
+    add("--replicas", nargs="+", type=int, default=[], help="on one device, measured as well")
+    add("--batch_size", type=int, default=256, help="global")
+    add("--num_steps", type=int, default=20, help="timed, after a warm-up")
+    add("--repeats", type=int, default=5, help="rounds, over which medians are taken")
+    add("--algorithms", nargs="+", default=algorithms, help="of the exchange: names or paths")
+    add("--sizes", nargs="+", type=float, default=sizes, help="of the exchange: MB per device")
+    add("--run_dir", help="where the report goes; must be new")
+    args = parser.parse_args(arguments)
+    if min(args.batch_size, args.num_steps, args.repeats, *args.devices, *args.replicas) < 1:
+        parser.error("batch_size, num_steps, repeats, devices and replicas are at least 1")
+    return args
 
 
 def benchmark_command(arguments: Sequence[str]) -> None:
-    """Entry point of `benchmark` and of `benchmark time_to_accuracy`.
+    """Entry point of `benchmark`.
 
     Raises:
         UsageError: For arguments that make no sense, before anything is measured.
     """
-    if arguments[:1] == ["time_to_accuracy"]:
-        time_to_accuracy.time_to_accuracy_command(arguments[1:])
-        return
-    defaults = QUICK if "--quick" in arguments else {}
-    others = [argument for argument in arguments if argument != "--quick"]
-    run_command(benchmark, others, f"{command()} benchmark", __doc__, **defaults)
-
-
-def benchmark(
-    only: Literal["all", "steps", "exchange", "cost"] = "all",
-    models: Sequence[str] = ("LeNet", "ResNet18"),
-    repeats: PositiveInt = 5,
-    strategies: Sequence[str] = ("ddp", "dp", "manual_allreduce"),
-    devices: Sequence[int] = (2,),
-    replicas: Sequence[int] = (),
-    processes: Sequence[int] = (2,),
-    batch_size: PositiveInt = 256,
-    num_steps: PositiveInt = 20,
-    algorithms: Sequence[str] = tuple(exchange.ALGORITHMS),
-    sizes: Sequence[int] = SIZES,
-    ks: Sequence[int] = (2, 4, 8),
-    seconds: float = 0.2,
-    run_dir: str | None = None,
-) -> None:
-    """Measure steps of training, the allreduce alone, and what the engine itself costs.
-
-    Args:
-        only: One of the three, or all.
-        models: Names of models here, or dotted paths of your own.
-        repeats: How often everything is measured.
-        strategies: Names that Lightning knows, or dotted paths of your own.
-        devices: Numbers of devices.
-        replicas: Numbers of replicas on one device, which are measured as well.
-        processes: Numbers of processes that share the devices, which are measured as well.
-        batch_size: Global, shared by the devices.
-        num_steps: Of each stretch that is timed.
-        algorithms: Names of allreduce functions here, or dotted paths of your own.
-        sizes: Of the allreduce alone: bytes per device.
-        ks: Of the allreduce alone: numbers of devices.
-        seconds: Of the allreduce alone: for each algorithm, size, k and repeat.
-        run_dir: Where the report goes; must be new.
-    """
-    steps = configurations(models, strategies, devices, replicas, processes, batch_size, num_steps)
-    for name in algorithms:
-        exchange.check_algorithm(name)
-    if only in ("all", "steps") and 0 < (num_gpus := len(gpus())) < max(devices):
-        raise UsageError(
-            f"--devices {max(devices)}: GPUs here: {num_gpus}; CUDA_VISIBLE_DEVICES= hides them"
-        )
-    directory = new_directory(run_dir, "benchmark")
-    report: dict[str, Any] = {"command": command_line(), "repeats": repeats, "machine": machine()}
-    report |= {"results": [], "exchange": [], "cost": []}
-    print(f"{repeats} repeats, to {directory}; Ctrl-C keeps what is done", flush=True)
+    args = parse(arguments)
+    directory = Path(args.run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}_benchmark")
+    report: dict[str, Any] = {"command": f"{command()} {shlex.join(sys.argv[1:])}"}
+    report |= {"repeats": args.repeats, "machine": machine()}
+    algorithms = [] if args.only == "steps" else args.algorithms
     try:
-        if only in ("all", "steps"):
-            plan = {f"{each['model']}, {describe(each)}": each for each in map(vars, steps)}
-            measure("steps", plan, repeats, report["results"])
-        if only in ("all", "cost"):  # one process makes all repeats, which take turns
-            options = {"num_steps": num_steps, "repeats": repeats}
-            measure("cost", {"the engine's own cost": options}, 1, report["cost"])
-        if only in ("all", "exchange"):
-            options = {"models": models, "sizes": sizes, "ks": ks, "seconds": seconds}
-            names = (*algorithms, exchange.LIMIT)
-            plan = {f"{name} alone": {"algorithm": name, **options} for name in names}
-            measure("exchange", plan, repeats, report["exchange"])
+        plan = [] if args.only == "exchange" else configurations(args)
+        for name in algorithms:
+            check_allreduce(exchange.find_algorithm(name), 3 * [torch.device("cpu")])
+        directory.mkdir(parents=True)
+    except (ValueError, MisconfigurationException, OSError) as error:
+        raise UsageError(f"benchmark: {error}") from error
+    report["steps"] = [plan_steps(configuration) for configuration in plan]
+    report["exchange"] = [
+        {"title": name, "k": k, "size": size, "seconds": [], "error": ""}
+        for k in args.devices
+        for size in args.sizes
+        for name in algorithms
+        if k > 1
+    ]
+    try:
+        measure_in_rounds(report["steps"], args.repeats, seconds_per_step)
+        measure_in_rounds(report["exchange"], args.repeats, exchange.seconds_of_call)
     finally:  # also on Ctrl-C
-        write_report(report, directory)
+        report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
+        tables = step_tables(report["steps"]) + exchange_tables(report["exchange"])
+        text = "\n".join([headline(report), *tables]) + "\n"
+        (directory / "benchmark.json").write_text(json.dumps(report, indent=1))
+        (directory / "benchmark.md").write_text(text)
+        print(f"{text}\nreport: {directory}/benchmark.md, {directory}/benchmark.json")
 
 
-def write_report(report: dict[str, Any], directory: Path) -> None:
-    """Write what was measured, print it and plot it."""
-    report["machine"]["load"] = max(report["machine"]["load"], os.getloadavg()[0])
-    (directory / "benchmark.json").write_text(json.dumps(report, indent=1))
-    lines = [headline(report["machine"], report["command"], report["repeats"])]
-    lines += tables(report["results"]) + exchange.exchange_tables(report["exchange"])
-    lines += cost.cost_table(report["cost"])
-    text = "\n".join(lines) + "\n"
-    (directory / "benchmark.md").write_text(text)
-    plot_parts(report["results"], report["machine"], directory)
-    exchange.plot_exchange(report["exchange"], directory)
-    files = f"{directory / 'benchmark.md'}, {directory / 'benchmark.json'}"
-    print(f"{text}\nreport: {files}, pictures beside them")
+def configurations(args: Namespace) -> list[Configuration]:
+    """Every model under every strategy, one device, and the loops by hand to compare with.
+
+    Raises:
+        ValueError, MisconfigurationException: If there is no such model, strategy or device.
+    """
+    engines: list[tuple[str, int, int | None]] = [("loop", 1, None), ("auto", 1, None)]
+    for k in args.devices:
+        engines += [("book", k, None)] if k > 1 else []
+        engines += [(strategy, k, None) for strategy in args.strategies]
+    signatures = {name: inspect.signature(find_strategy(name)[0]) for name in args.strategies}
+    takers = [name for name, each in signatures.items() if "replicas" in each.parameters]
+    for k in args.replicas:
+        engines += [(engine, 1, k) for engine in ("book", *takers)]
+    for model in args.models:
+        make_model(model)  # raises a ValueError if there is none
+    numbers = (args.batch_size, args.num_steps)
+    plan = [Configuration(model, *each, *numbers) for model in args.models for each in engines]
+    for each in plan:
+        if each.engine not in ("loop", "book"):
+            each.processes = make_trainer(each).world_size
+    return plan

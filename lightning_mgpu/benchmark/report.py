@@ -1,73 +1,84 @@
-"""From measurements of steps to a table and a picture: medians, and ratios within a repeat."""
+"""From measurements to Markdown tables: medians over rounds, and ratios taken within a round."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
+from lightning_mgpu.benchmark.exchange import COSTS
+from lightning_mgpu.benchmark.rounds import Measurement
 
-from lightning_mgpu.benchmark.parts import PARTS
-from lightning_mgpu.benchmark.plan import BY_HAND
-from lightning_mgpu.benchmark.processes import Measurement
-
-HEAD = ["", "global batch", "samples/s", "ms per step (lowest to highest)"]
-HEAD += ["/ loop", "/ one device", "/ `ddp`", "of it the strategy's own, ms"]
+STEPS = ["", "samples/s", "ms per step (lowest to highest)", "/ by hand", "/ one device", "/ `ddp`"]
+STEPS += ["processes x threads"]
 
 
-def median_over_repeats(value: Callable[..., float], *results: Measurement | None) -> float | None:
-    """The median of a value over the repeats that all results have; None if there are none."""
-    repeats = zip(*(result["repeats"] if result else () for result in results))
-    values = [value(*each) for each in repeats if None not in each]
-    return statistics.median(values) if values else None
-
-
-def step_seconds(result: Measurement) -> list[float]:
-    """Seconds per step, in every repeat."""
-    return [repeat["step"] for repeat in result["repeats"] if repeat is not None]
-
-
-def part_seconds(result: Measurement) -> dict[str, float]:
-    """Seconds of the parts of a step: medians, scaled so that they add up to the median step."""
-    repeats = [repeat["parts"] for repeat in result["repeats"] if repeat is not None]
-    medians = {part: statistics.median(each.get(part, 0.0) for each in repeats) for part in PARTS}
-    scale = statistics.median(step_seconds(result)) / sum(medians.values())
-    return {part: seconds * scale for part, seconds in medians.items()}
-
-
-def describe(configuration: dict[str, Any]) -> str:
-    """An engine in words, and its number of devices if there are several."""
-    engine, devices, replicas = map(configuration.get, ("engine", "devices", "replicas"))
-    processes = configuration.get("processes")
-    name = {**BY_HAND, "auto": "one device"}.get(str(engine), engine)
-    if replicas:
-        return f"{name} ({replicas} replicas on one device)"
-    if processes:
-        return f"{name} ({devices} devices, {processes} processes)"
-    return f"{name} ({devices} devices)" if devices != 1 else str(name)
-
-
-def headline(machine: dict[str, Any], command: str, repeats: int) -> str:
+def headline(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    hardware = ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
     measured = (
-        f"Measured {machine['date']} on {hardware(machine)}, torch {machine['torch']}, "
-        f"lightning {machine['lightning']}; medians of {repeats} repeats, by `{command}`."
+        f"Measured {machine['date']} on {hardware}, torch {machine['torch']}, lightning "
+        f"{machine['lightning']}; medians of {report['repeats']} rounds, by `{report['command']}`."
     )
     if machine["load"] > machine["cores"] + 1:  # one is this program's, which waits
-        load = f"(load {machine['load']:.1f})"
-        measured += f" Other programs wanted the cores, too {load}: the figures mean little."
+        measured += f" The load was {machine['load']:.1f}: other programs disturbed the figures."
     return measured
 
 
-def hardware(machine: dict[str, Any]) -> str:
-    return ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
-
-
-def tables(results: Sequence[Measurement]) -> list[str]:
-    """A table for every model; cells that were not measured stay empty."""
+def step_tables(results: Sequence[Measurement]) -> list[str]:
+    """A table for every model. A ratio says how many times as fast a row is."""
     lines = []
-    for model, of_model in by_model(results).items():
-        lines += markdown(model, HEAD, [_cells(result, of_model) for result in of_model])
-    return [*lines, *not_measured(results)]
+    for model in dict.fromkeys(result["model"] for result in results):
+        of_model = [result for result in results if result["model"] == model]
+        title = f"{model}, global batch of {of_model[0]['batch_size']}"
+        lines += markdown(title, STEPS, [step_row(result, of_model) for result in of_model])
+    return lines + not_measured(results)
+
+
+def step_row(result: Measurement, results: Sequence[Measurement]) -> list[str]:
+    if not (seconds := result["seconds"]):
+        return [result["title"], *[""] * (len(STEPS) - 1)]
+
+    def ratio_to(engine: str, **alike: Any) -> str:
+        wanted = {"engine": engine, **alike}.items()
+        return ratio(result, next((each for each in results if wanted <= each.items()), None))
+
+    alike = {name: result[name] for name in ("devices", "replicas")}
+    step, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
+    return [
+        result["title"],
+        f"{1e3 * result['batch_size'] / step:,.0f}",
+        f"{step:.1f} ({low:.1f} to {high:.1f})",
+        ratio_to("book", **alike) or ratio_to("loop"),
+        ratio_to("auto"),
+        ratio_to("ddp", **alike),
+        f"{result['processes']} x {result['threads']}",
+    ]
+
+
+def exchange_tables(results: Sequence[Measurement]) -> list[str]:
+    """A table for every number of tensors: milliseconds, and speed beside the textbook's."""
+    ks, sizes, names = (
+        list(dict.fromkeys(result[key] for result in results)) for key in ("k", "size", "title")
+    )
+    by_case = {(result["k"], result["size"], result["title"]): result for result in results}
+    head = ["", "the busiest sends", *(f"{size:g} MB: ms (/ textbook)" for size in sizes)]
+    lines = []
+    for k in ks:
+        rows = [[name, f"{COSTS[name](k):.3g} x MB" if name in COSTS else ""] for name in names]
+        for row in rows:
+            for size in sizes:
+                result, textbook = by_case[k, size, row[0]], by_case.get((k, size, "textbook"))
+                seconds = result["seconds"]
+                times = f"{1e3 * statistics.median(seconds):.3g}" if seconds else ""
+                row.append(f"{times} ({ratio(result, textbook)})")
+        lines += markdown(f"The allreduce alone: {k} tensors in one process", head, rows)
+    return lines + not_measured(results)
+
+
+def ratio(result: Measurement, other: Measurement | None) -> str:
+    """How many times as fast as another one: the median of the rounds that both have."""
+    pairs = zip(result["seconds"], other["seconds"]) if other else ()
+    ratios = [of_other / seconds for seconds, of_other in pairs]
+    return f"{statistics.median(ratios):.2f}" if ratios else ""
 
 
 def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -76,59 +87,5 @@ def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def not_measured(results: Sequence[Measurement]) -> list[str]:
-    return [f"\nNot measured: {result['error']}." for result in results if result["error"]]
-
-
-def by_model(results: Sequence[Measurement]) -> dict[str, list[Measurement]]:
-    models = dict.fromkeys(result["configuration"]["model"] for result in results)
-    return {model: [r for r in results if r["configuration"]["model"] == model] for model in models}
-
-
-def _cells(result: Measurement, results: Sequence[Measurement]) -> list[str]:
-    """A row of the table: a result, beside others of the same model."""
-    configuration = result["configuration"]
-    names = [describe(configuration), str(configuration["batch_size"])]
-    if not (seconds := step_seconds(result)):
-        return names + [""] * (len(HEAD) - 2)
-
-    def ratio_to(**wanted: Any) -> str:
-        """How many times as fast as the first result of such a configuration."""
-        fits = [r for r in results if wanted.items() <= r["configuration"].items()]
-        ratio = median_over_repeats(
-            lambda this, other: other["step"] / this["step"], result, next(iter(fits), None)
-        )
-        return "" if ratio is None else f"{ratio:.2f}"
-
-    alike = {key: configuration[key] for key in ("devices", "replicas") if key in configuration}
-    step = statistics.median(seconds)
-    strategy = median_over_repeats(lambda this: this["parts"].get("strategy", 0.0), result)
-    return [
-        *names,
-        f"{configuration['batch_size'] / step:,.0f}",
-        f"{step * 1e3:.1f} ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})",
-        *(ratio_to(engine="loop"), ratio_to(engine="auto"), ratio_to(engine="ddp", **alike)),
-        f"{strategy * 1e3:.2f}" if strategy else "",
-    ]
-
-
-def plot_parts(results: Sequence[Measurement], machine: dict[str, Any], directory: Path) -> None:
-    """`parts_MODEL.png` for every model: one bar per configuration, of the parts of a step."""
-    measured = [result for result in results if step_seconds(result)]
-    for model, of_model in by_model(measured).items():
-        figure = Figure(figsize=(9, 1.6 + 0.45 * len(of_model)), layout="constrained")
-        axes = figure.add_subplot()
-        configurations = [result["configuration"] for result in of_model]
-        names = [f"{describe(each)}, batch {each['batch_size']}" for each in configurations]
-        left = [0.0] * len(of_model)
-        for part in PARTS:
-            widths = [part_seconds(result)[part] * 1e3 for result in of_model]
-            bars = axes.barh(names, widths, left=left, label=part)
-            left = [bar.get_x() + bar.get_width() for bar in bars]
-        medians = [statistics.median(step_seconds(result)) for result in of_model]
-        rates = [each["batch_size"] / step for each, step in zip(configurations, medians)]
-        axes.bar_label(bars, [f"{rate:,.0f} samples/s" for rate in rates], padding=3, fontsize=8)
-        axes.invert_yaxis()
-        axes.set(xlabel="ms per step", xlim=(0, 1.35 * max(left)))
-        figure.legend(ncols=len(PARTS), fontsize=8, loc="outside lower center")
-        figure.suptitle(f"{model}: where the time of a step goes; {hardware(machine)}", fontsize=9)
-        figure.savefig(directory / f"parts_{model.rpartition('.')[2]}.png", dpi=110)
+    failed = {f"{each['title']}: {each['error']}": None for each in results if each["error"]}
+    return [f"\nNot measured: {line}" for line in failed]

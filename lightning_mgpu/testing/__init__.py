@@ -1,12 +1,7 @@
-"""What every strategy here promises, checked for any strategy: by its name or its dotted path.
+"""Twelve promises, checked for any strategy: `python -m lightning_mgpu.testing STRATEGY`.
 
-    python -m lightning_mgpu.testing --strategy=my_package.MyStrategy --devices 2
-
-`cases.py` has the promises and the runs that show them, `probe.py` the modules, data and Trainer of
-these runs. `check.py` judges a strategy in a process of its own. `__main__` is the command.
+`cases.py` has the training runs that show them, of the modules in `probe.py`. `check.py` starts
+each in processes of its own.
 """
 
-from lightning_mgpu.testing.cases import PROMISES, Promise
-from lightning_mgpu.testing.check import PromiseResult, check_strategy
-
-__all__ = ["PROMISES", "Promise", "PromiseResult", "check_strategy"]
+from lightning_mgpu.testing.check import check_strategy as check_strategy

@@ -1,105 +1,53 @@
-"""Put strategies through the conformance suite.
+"""Check what strategies promise, and print a table for a Markdown page.
 
-    python -m lightning_mgpu.testing --strategy=manual_allreduce --devices 2 3
-    python -m lightning_mgpu.testing --table docs/strategies.md  # all; rewrites the table
+python -m lightning_mgpu.testing ddp dp manual_allreduce
+python -m lightning_mgpu.testing my_package.MyStrategy --devices 3 --options replicas=6
 
-The exit status is 1 if a promise is broken that the strategy does not break by its nature.
+A promise is kept (yes), broken (no), or the run is refused in one line, so that nothing trains
+wrongly. The exit status is 1 if a promise is broken.
 """
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import yaml
 
-from lightning_mgpu.commands import run_command
-from lightning_mgpu.errors import UsageError
 from lightning_mgpu.cli.strategy_names import make_strategy
-from lightning_mgpu.testing.cases import PROMISES
-from lightning_mgpu.testing.check import PromiseResult, check_strategy
-from lightning_mgpu.testing.probe import StrategySpec
-
-ALGORITHMS = [f"manual_allreduce{name}" for name in ("", "_tree", "_sharded", "_ring")]
-STRATEGIES = ["auto", "ddp", "dp", *ALGORITHMS]
-BEGIN, END = "<!-- promises: begin -->", "<!-- promises: end -->"  # around the table
-
-
-def to_markdown(results: Mapping[tuple[str, str], PromiseResult]) -> str:
-    """A table with a row for every promise, and a note for every promise that was not kept."""
-    strategies = list(dict.fromkeys(strategy for strategy, _ in results))
-    notes: list[str] = []
-    lines = ["| promise | " + " | ".join(f"`{name}`" for name in strategies) + " |"]
-    lines.append("| --- |" + " :-: |" * len(strategies))
-    for name, promise in PROMISES.items():
-        cells = []
-        for result in (results[strategy, name] for strategy in strategies):
-            note = result.reason or result.wrong
-            if not result.is_kept and note not in notes:
-                notes.append(note)
-            cells.append("yes" if result.is_kept else f"no ({notes.index(note) + 1})")
-        lines.append(f"| {promise.statement} | " + " | ".join(cells) + " |")
-    lines.append("")
-    lines += [f"({i}) {note[0].upper()}{note[1:]}.  " for i, note in enumerate(notes, 1)]
-    return "\n".join(lines)
-
-
-def check_strategies(
-    strategy: Sequence[str] = STRATEGIES,
-    devices: Sequence[int] = (2, 3),
-    accelerator: str = "cpu",
-    table: Path | None = None,
-) -> int:
-    """Check strategies, print whether they keep each promise, and return the exit status.
-
-    Args:
-        strategy: Names, or dotted paths of a Strategy or of a function that returns one.
-        devices: Numbers of devices.
-        accelerator: cpu, gpu, or another one that Lightning knows.
-        table: A Markdown file with the two lines that mark the table's place.
-    """
-    _refuse_mistakes(strategy, max(devices), accelerator, table)
-    results: dict[tuple[str, str], PromiseResult] = {}
-    for name in strategy:
-        for k in [1] if name == "auto" else devices:
-            print(f"{name} on {k} {accelerator} device{'s' * (k > 1)}", flush=True)
-            for result in check_strategy(name, k, accelerator):
-                mark = "kept  " if result.is_kept else "cannot" if result.reason else "BROKEN"
-                why = "" if result.is_kept else f": {result.reason or result.wrong}"
-                print(f"  {mark}  {result.promise.statement}{why}", flush=True)
-                if not result.is_kept or (name, result.name) not in results:
-                    results[name, result.name] = result
-    if table:
-        before, _, rest = table.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        table.write_text(f"{before}{BEGIN}\n{to_markdown(results)}\n{END}{after}")
-    return 0 if all(result.is_kept or result.reason for result in results.values()) else 1
-
-
-def _refuse_mistakes(
-    strategies: Sequence[str], num_devices: int, accelerator: str, table: Path | None
-) -> None:
-    """Raise a UsageError now, because the cases take minutes."""
-    try:
-        for name in strategies:
-            make_strategy(name)
-        StrategySpec(devices=num_devices, accelerator=accelerator).trainer()
-        text = table.read_text() if table else BEGIN + END
-    except (ValueError, OSError, MisconfigurationException) as error:
-        raise UsageError(str(error)) from error
-    if not 0 <= text.find(BEGIN) < text.find(END):
-        raise UsageError(f"{table} has no lines {BEGIN} and {END}")
+from lightning_mgpu.testing.cases import PROMISES, Run, answer
+from lightning_mgpu.testing.check import check_strategy
 
 
 def main() -> int:
-    """Entry point of `python -m lightning_mgpu.testing`; returns the exit status."""
+    """Print the table; returns the exit status."""
+    prog = "python -m lightning_mgpu.testing"
+    parser = ArgumentParser(prog, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("strategies", nargs="+", help="names, or dotted paths of your own")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--options", nargs="+", default=[], help="of the strategies: name=value")
+    args = parser.parse_args()
+    options = {name: yaml.safe_load(v) for name, _, v in (o.partition("=") for o in args.options)}
     try:
-        return run_command(
-            check_strategies, sys.argv[1:], "python -m lightning_mgpu.testing", __doc__
-        )
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        for strategy in args.strategies:
+            make_strategy(strategy, **options)
+    except Exception as error:  # of the user's class, too
+        parser.error(str(error))
+    rows, notes = {name: list[str]() for name in PROMISES}, dict[str, int]()
+    for each in args.strategies:
+        for name, word, note in check_strategy(each, args.devices, args.accelerator, **options):
+            print(f"{each}, {name}: {word}", file=sys.stderr, flush=True)
+            number = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
+            rows[name].append(word + number)
+    print("| promise |", " | ".join(f"`{name}`" for name in args.strategies), "|")
+    print("| --- |", " | ".join(":-:" for _ in args.strategies), "|")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("", *(f"({number}) {note}  " for note, number in notes.items()), sep="\n")
+    return int(any(cell.startswith("no (") for cells in rows.values() for cell in cells))
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:  # in all processes of a strategy
+        answer(sys.argv[2], Run(*json.loads(sys.argv[3])))
     sys.exit(main())

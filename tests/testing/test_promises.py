@@ -1,0 +1,87 @@
+"""Strategies keep their promises, and the suite reports one that does not."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mgpu.testing import __main__ as suite
+from lightning_mgpu.testing import check_strategy
+from lightning_mgpu.testing.cases import PROMISES, Run
+
+STRATEGY = """
+import os, time
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+class Other(SingleDeviceStrategy):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def setup(self, trainer):
+        exec(self.how)
+        super().setup(trainer)
+    def backward(self, loss, *args, **kwargs):
+        return super().backward(1.001 * loss, *args, **kwargs)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "answer", "note", "timeout"),
+    [
+        ("pass", "no", "Tensor-likes are not close!", 99),
+        ("raise ValueError('not today')", "refused", "not today", 99),
+        ("raise TypeError('a fault')", "no", "ended with status 1: TypeError: a fault", 99),
+        ("os._exit(0)", "no", "ended with status 0", 99),
+        ("time.sleep(60)", "no", "not done after 15 s", 15),
+    ],
+)
+def test_what_is_wrong_is_found(
+    how: str, answer: str, note: str, timeout: float, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "others.py").write_text(STRATEGY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    [found] = check_strategy("others.Other", 1, promises=["parameters"], timeout=timeout, how=how)
+    assert found[:2] == ("parameters", answer) and found[2].startswith(note)
+
+
+@pytest.mark.slow
+def test_manual_allreduce_keeps_all_promises() -> None:
+    answers = {name: (answer, note) for name, answer, note in check_strategy("manual_allreduce")}
+    assert answers == dict.fromkeys(PROMISES, ("yes", ""))
+
+
+def test_cases_see_something(tmp_path: Path) -> None:
+    """What is compared is not empty, and a case that trains another way sees other numbers."""
+    seen = {name: case(Run(str(tmp_path), "auto", 1, "cpu", {})) for name, case in PROMISES.items()}
+    assert torch.equal(seen["every sample once in evaluation"], torch.ones(107, dtype=torch.int64))
+    assert len(seen["logging in evaluation"][0]) == 3 and len(seen["save and resume"]) == 3
+    weights = [each["net.0.weight"] for each in seen.values() if isinstance(each, dict)]
+    num_different = len({float(weight.sum()) for weight in weights})
+    assert (len(weights), num_different) == (9, 8)  # manual optimization trains as usual
+
+
+def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def check(strategy: str, devices: int, accelerator: str, **options: Any) -> Any:
+        wrong = ("no", "off by 2") if strategy == "ddp" else ("refused", f"{devices} {options}")
+        return [(name, *(wrong if name == "clipping" else ("yes", ""))) for name in PROMISES]
+
+    monkeypatch.setattr(suite, "check_strategy", check)
+    more = ["--devices", "3", "--options", "replicas=6"]
+    monkeypatch.setattr("sys.argv", ["testing", "manual_allreduce", *more])
+    assert suite.main() == 0
+    assert "(1) 3 {'replicas': 6}" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["testing", "auto", "ddp"])
+    assert suite.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "| promise | `auto` | `ddp` |" in lines and "| parameters | yes | yes |" in lines
+    assert "| clipping | refused (1) | no (2) |" in lines and lines[-1] == "(2) off by 2  "
+
+
+def test_a_mistake_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["testing", "ddp", "others.Missing"])
+    with pytest.raises(SystemExit, match="2"):
+        suite.main()
+    assert "others.Missing: no such strategy" in capsys.readouterr().err
