@@ -12,10 +12,15 @@ from lightning_mgpu.tools import program, replacing
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path) as part:
-        part.write_text("half of the ne")
-        assert part.suffix == ".pt2" and path.read_text() == "old"
-        raise OSError("the disk is full")
+
+    def write_half() -> None:
+        with replacing(path) as part:
+            part.write_text("half of the ne")
+            assert part.suffix == ".pt2" and path.read_text() == "old"
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        write_half()
     assert [each.name for each in tmp_path.iterdir()] == ["model.pt2"] and path.read_text() == "old"
     with replacing(path) as part:
         part.write_text("new")
