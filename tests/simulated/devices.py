@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 TORCH = Path(torch.__file__).parent
@@ -78,12 +77,6 @@ def register() -> None:
 
 def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if {"command", "command_in"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.skip(reason="the devices exist in one process"))
 
 
 def pytest_configure() -> None:
