@@ -1,38 +1,38 @@
-"""Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name."""
+"""Strategies for Lightning's Trainer. `import lightning_mgpu` registers them by name.
+
+The way of a batch through `manual_allreduce`, in every process:
+
+ 1. SlicedLoader          my part of the batch                                     loaders.py
+ 2. training_step         the user's step, on each of my shards           manual_allreduce.py
+ 3.   split_batch         my part becomes shards, if I have several replicas   split_batch.py
+ 4.   write_buffers       all replicas get the same buffers                        buffers.py
+ 5.   share_out           the global batch's size, and each shard's share   manual_allreduce.py
+ 6. backward              my gradients                                    manual_allreduce.py
+ 7.   exchange_gradients  they go into rows; `prepare_gradient`           manual_allreduce.py
+ 8.   Exchange.sum        the user's allreduce, on all replicas' rows             exchange.py
+ 9. optimizer_step        my update                                       manual_allreduce.py
+10. compare_weights       before a checkpoint: are all replicas equal?           processes.py
+
+`dp` (dp.py) is one process: shards, copies of the parameters, one backward pass, one update.
+"""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.allreduce import (
-    foreach_allreduce,
-    ring_allreduce,
-    sharded_allreduce,
-    textbook_allreduce,
-    tree_allreduce,
-)
+from lightning_mgpu import allreduce
 from lightning_mgpu.strategies.dp import DataParallelStrategy
 from lightning_mgpu.strategies.manual_allreduce import ManualAllreduceStrategy
 
 __all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
 
 StrategyRegistry.register(
-    "dp",
-    DataParallelStrategy,
-    description="one set of parameters, copied to several devices of one process for every step",
-    override=True,
+    "dp", DataParallelStrategy, description="one process, as nn.DataParallel", override=True
 )
-
-
-for _name, _allreduce in {
-    "manual_allreduce": textbook_allreduce,
-    "manual_allreduce_tree": tree_allreduce,
-    "manual_allreduce_sharded": sharded_allreduce,
-    "manual_allreduce_ring": ring_allreduce,
-    "manual_allreduce_foreach": foreach_allreduce,
-}.items():
+for _name in ("textbook", "tree", "sharded", "ring", "foreach"):
+    _function = getattr(allreduce, f"{_name}_allreduce")
     StrategyRegistry.register(
-        _name,
+        "manual_allreduce" if _name == "textbook" else f"manual_allreduce_{_name}",
         ManualAllreduceStrategy,
-        description=f"a process per device, {_allreduce.__name__}",
+        description=f"a process per device, {_name}_allreduce",
         override=True,
-        allreduce=_allreduce,
+        allreduce=_function,
     )

@@ -28,16 +28,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
+from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
-from lightning_mgpu.strategies.exchange import Exchange, make_exchange
+from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.meeting import DIFFER, make_meeting
-from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
+from lightning_mgpu.strategies.processes import DIFFER, ProcessPerDeviceStrategy
 from lightning_mgpu.strategies.split_batch import num_samples, split_batch
 
 Gradients = dict[Tensor, Any]
@@ -52,10 +50,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         replicas: k, a multiple of the number of processes. A process runs its replicas one after
             the other with one set of weights. The bits of the trained weights depend on k, and not
             on the number of devices of one kind. Left out: one per device.
-        parallel_devices: The devices of this machine. Left out: the Trainer's.
-        process_group_backend: `nccl` on GPUs, or `gloo`.
-        timeout: How long a process waits for another.
-        start_method: How Lightning starts the processes, as for DDPStrategy.
+        parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place.
@@ -79,7 +74,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.allreduce, self.replicas, self.timeout = allreduce, replicas, timeout
+        self.allreduce, self.replicas = allreduce, replicas
 
     def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
         """Override this to change a replica's gradient in place before the allreduce.
@@ -87,21 +82,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         It runs in the replica's process, which may keep a state by (name, replica).
         """
 
-    @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
-            return
+            return super().setup(trainer)
         check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
-        for what, is_asked_for in {
-            "sync_batchnorm": self._layer_sync is not None,
-            "manual optimization": not self.module.automatic_optimization,
-            "an own `backward` of the module": is_overridden("backward", self.module),
-        }.items():
-            if is_asked_for and self.num_local > 1:
-                raise MisconfigurationException(
-                    f"{what} needs one replica per process: leave out `replicas`."
-                )
+        is_manual = not self.module.automatic_optimization
+        is_own = is_overridden("backward", self.module)
+        if self.num_local > 1 and (self._layer_sync or is_manual or is_own):
+            raise MisconfigurationException(
+                "sync_batchnorm, manual optimization and an own `backward` of the module need one "
+                "replica per process: leave out `replicas`."
+            )
         super().setup(trainer)
         self.seed = self.broadcast(torch.initial_seed())
         self.exchange: Exchange | None = None
@@ -109,15 +100,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.window: list[Gradients] = []  # by replica, while batches are accumulated
         self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
         self.exchanged: Gradients = {}
-        size = max(len(read_buffers(self.module)), 8 * len(list(self.module.parameters())))
-        self.meeting = make_meeting(self, 2 * self.num_local * size + 2**16)
 
     # --- my shards, and their losses
 
-    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
-        self.shards = [batch] if self.num_local == 1 else self._split(batch)
+        self.shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
         for i, shard in enumerate(self.shards):
             if i > 0:
                 write_buffers(self.module, start[None])
@@ -127,11 +115,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas > 1 and len(start):
             write_buffers(self.module, self._gather_rows(torch.stack(buffers)))
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
-
-    def _split(self, batch: Any) -> list[Any]:
-        if self.is_alone:
-            self._part_of_training(num_samples(batch))  # refuses too few
-        return split_batch(batch, self.num_local)
 
     @contextmanager
     def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
@@ -149,12 +132,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def _gather_rows(self, rows: Tensor) -> Tensor:
         """(k, n) bytes of all replicas, of (r, n) here."""
         if rows.is_cpu:
-            gathered = torch.from_numpy(self.meeting.gather(rows.numpy().ravel()))
-            return gathered.view(self.num_replicas, -1)
-        if self.is_alone:
-            return rows
-        gathered = rows.new_empty(self.num_replicas, rows.shape[1])
-        dist.all_gather_into_tensor(gathered, rows)
+            return torch.from_numpy(self.gather(rows.numpy())).view(self.num_replicas, -1)
+        gathered = rows.repeat(self.world_size, 1)
+        if not self.is_alone:
+            dist.all_gather_into_tensor(gathered, rows)
         return gathered
 
     def _weigh(self, outputs: list[Any]) -> Any:
@@ -167,7 +148,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "`training_step` returned None: every shard needs a loss. To leave one out of the "
                 'mean, return {"loss": loss, "weight": 0}.'
             )
-        self.losses, self.shares = losses, self._share_out(weights)
+        self.losses, self.shares = losses, self.share_out(weights)
         if self.num_local == 1:
             loss = scale_gradient(losses[0], self.shares[0])
         else:
@@ -176,7 +157,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             loss = self.leaf = mean.requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
-    def _share_out(self, weights: Sequence[float | None]) -> list[float]:
+    def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples.
 
         The processes exchange these numbers, and a checksum of what their loaders have drawn.
@@ -209,20 +190,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     # --- my gradients
 
-    @override
-    def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        weight: float | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
+        weight = kwargs.pop("weight", None)  # of `manual_backward`
         if not module.automatic_optimization:
             self._check_exchanged(parameters)
             if self.num_replicas > 1 or weight is not None:
-                closure_loss = scale_gradient(closure_loss, *self._share_out([weight]))
+                closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self.window:
             # sums of an earlier pass, which may be in rows that are written again
@@ -248,7 +222,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     @contextmanager
-    @override
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters this for all batches of an accumulation window but the last."""
         self.is_blocked = True
@@ -282,24 +255,21 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
         if self.exchange is None or layout != self.layout:
-            self.layout, self.exchange = layout, make_exchange(self, parameters)
+            self.layout, self.exchange = layout, Exchange(self, parameters)
         return self.exchange, names
 
     # --- my update
 
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:
             self._check_exchanged([p for group in optimizer.param_groups for p in group["params"]])
-        if not isinstance(optimizer, LBFGS) or self.is_alone:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss_of_batch = closure
+        if isinstance(optimizer, LBFGS) and not self.is_alone:  # it decides by the loss, too
 
-        def closure_of_batch() -> Tensor:  # LBFGS decides by the loss, not only by gradients
-            return self.reduce(closure() * self.my_share, reduce_op="sum")
+            def loss_of_batch() -> Tensor:
+                return self.reduce(closure() * self.my_share, reduce_op="sum")
 
-        return super().optimizer_step(optimizer, closure_of_batch, model, **kwargs)
+        return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
 
     def _check_exchanged(self, parameters: list[Tensor]) -> None:
         """Refuse gradients in manual optimization that are not those of `exchange_gradients`."""

@@ -20,6 +20,7 @@ class SyncedBatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(input)
+        layer: Any = self
         X = input.to(torch.promote_types(input.dtype, torch.float32))
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
         count = X.new_full((1,), X.numel() / X.size(1))
@@ -27,22 +28,21 @@ class SyncedBatchNorm(nn.BatchNorm1d):
         mean, n = total[:-1] / total[-1], total[-1].detach()
         centered = X - mean.view(shape)
         var = all_reduce(centered.square().sum(dims)) / n
-        if self.training and self.running_mean is not None:
-            self._track(mean.detach(), var.detach() * n / (n - 1).clamp(min=1))
+        if self.training and self.track_running_stats:
+            layer.num_batches_tracked.add_(1)
+            average = (
+                1 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
+            )
+            layer.running_mean.lerp_(mean.detach().to(layer.running_mean.dtype), average)
+            unbiased = var.detach() * n / (n - 1).clamp(min=1)
+            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), average)
         Y = centered * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
             Y = Y * self.weight.view(shape) + self.bias.view(shape)
         return Y.to(input.dtype)
 
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        buffers: Any = self
-        buffers.num_batches_tracked.add_(1)
-        momentum = self.momentum or 1 / buffers.num_batches_tracked.item()
-        buffers.running_mean.lerp_(mean.to(buffers.running_mean.dtype), momentum)
-        buffers.running_var.lerp_(var.to(buffers.running_var.dtype), momentum)
-
     def _check_input_dim(self, input: Tensor) -> None:
-        pass  # a layer of any dimensionality
+        """A layer of any dimensionality."""
 
 
 class CPUSyncBatchNorm(LayerSync):
