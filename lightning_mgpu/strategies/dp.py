@@ -59,9 +59,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def training_step(self, batch: Any, *args: Any) -> Any:
         module: Any = self.lightning_module
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
-        if len(self.shares) == 1:
-            return super().training_step(batch, *args)
-        sizes = shard_sizes(num_samples(batch), self.shares)
+        sizes = shard_sizes(num_samples(batch) if len(self.shares) > 1 else 1, self.shares)
         outputs, results = [], module.trainer._results
         # all copies are made before the first shard runs, which may edit what is copied
         copies = [{}, *(copy_tensors(module, device) for device in self.parallel_devices[1:])]
@@ -70,6 +68,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             results.batch, results.batch_size = shard, None  # for the means of `self.log`
             with self.precision_plugin.train_step_context(), using(module, tensors, device):
                 outputs.append(module.training_step(shard, *args))
+        results.batch, results.batch_size = batch, None
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
         accumulates = module.trainer.accumulate_grad_batches > 1
@@ -95,16 +94,16 @@ def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
     metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
-    updates = {metric: metric.update for metric in metrics}
+    updates = [metric.update for metric in metrics]
     root_device, module._device = module.device, device
-    for metric, update in updates.items():
+    for metric, update in zip(metrics, updates):
         metric.update = partial(move_and_call, update, metric.device)
     try:
         with _reparametrize_module(module, tensors, tie_weights=True):
             yield
     finally:
         module._device = root_device
-        for metric, update in updates.items():
+        for metric, update in zip(metrics, updates):
             metric.update = update
 
 

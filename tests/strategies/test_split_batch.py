@@ -1,4 +1,4 @@
-"""Batches are cut as `tensor_split` cuts tensors, and what steps return is joined."""
+"""Batches are cut as `tensor_split` cuts tensors; what `training_step` returns is checked."""
 
 import re
 from collections import UserDict, defaultdict, namedtuple
@@ -17,7 +17,6 @@ from torchvision.tv_tensors import BoundingBoxes
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import (
     cut,
-    join_outputs,
     num_samples,
     shard_sizes,
     split_batch,
@@ -28,8 +27,9 @@ Pair = namedtuple("Pair", "X y")
 NAMES = list("abcdefghij")
 
 
-@given(st.integers(1, 200), st.integers(1, 20))
-def test_shards_are_those_of_tensor_split(num: int, k: int) -> None:
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
+    num = k + more
     rows = torch.arange(num)
     expected = rows.tensor_split(k)
     assert shard_sizes(num, [1] * k) == [len(shard) for shard in expected]
@@ -39,7 +39,9 @@ def test_shards_are_those_of_tensor_split(num: int, k: int) -> None:
 def test_shares_are_rounded_to_the_nearest_sizes() -> None:
     assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
     assert shard_sizes(9, [3, 1]) == [7, 2]
-    assert shard_sizes(1, [0.01, 0.99]) == [0, 1]
+    for num, shares in ((10, [0.01, 0.99]), (2, [1, 1, 1])):
+        with pytest.raises(ValueError, match="cannot be shared out"):
+            shard_sizes(num, shares)
 
 
 CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
@@ -115,40 +117,6 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
     batch, said = BAD[name]
     with pytest.raises(ValueError, match=re.escape(said)):
         split_batch(batch, 2)
-
-
-JOINED: dict[str, tuple[list[Any], Any]] = {  # of three samples and one
-    "rows": ([X[:3], X[3:4]], X[:4]),
-    "0-d": ([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.25)),
-    "0-d integers": ([torch.tensor(4), torch.tensor(8)], torch.tensor(5.0)),
-    "floats": ([1.0, 2.0], 1.25),
-    "equal": (["a", "a"], "a"),
-    "None": ([None, None], None),
-    "arrays": ([np.ones((3, 2)), np.zeros((1, 2))], np.array([[1, 1]] * 3 + [[0, 0]])),
-    "dict": ([{"a": X[:3], "b": 1.0}, {"a": X[3:4], "b": 1.0}], {"a": X[:4], "b": 1.0}),
-    "named tuple": ([Pair(X[:3], 1.0), Pair(X[3:4], 2.0)], Pair(X[:4], 1.25)),
-    "an item per sample": ([["a", "b", "c"], ["d"]], ["a", "b", "c", "d"]),
-    "boxes of three images": ([[X[:2], X[:1], X], [X]], [X[:2], X[:1], X, X]),
-}
-
-
-@pytest.mark.parametrize("name", JOINED)
-def test_outputs_are_joined(name: str) -> None:
-    outputs, expected = JOINED[name]
-    joined = join_outputs(outputs, [3, 1])
-    assert type(joined) is type(expected)
-    np.testing.assert_equal(plain(joined), plain(expected))
-
-
-def test_two_outputs_of_two_samples_are_not_a_list_per_sample() -> None:
-    logits, features = join_outputs([[X[:2], X[2:4]], [X[4:6], X[6:8]]], [2, 2])
-    assert torch.equal(logits, X[[0, 1, 4, 5]]) and torch.equal(features, X[[2, 3, 6, 7]])
-
-
-@pytest.mark.parametrize("outputs", [[object(), object()], ["a", "b"], [[1.0], [1.0, 2.0]]])
-def test_what_cannot_be_joined_is_refused(outputs: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"cannot be joined|zip"):
-        join_outputs(outputs, [3, 3])
 
 
 def test_losses() -> None:
