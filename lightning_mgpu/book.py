@@ -3,25 +3,22 @@
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
 python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
 
-The published chapter has five functions: lenet, get_params, allreduce, split_batch, train_batch.
-The new edition in the making (`smolix/d2l-neu`, 2026) keeps the five. It adds a check of one step
-on one and two devices (tests/test_book.py) and the time of a step on k devices:
-t(k) = t_compute(B/k) + 2N/bandwidth, for B samples and gradients of N bytes.
+The chapter's five functions: lenet, get_params, allreduce, split_batch, train_batch. The new
+edition (`smolix/d2l-neu`, 2026) adds the time of a step of B samples and gradients of N bytes on k
+devices: t(k) = t_compute(B/k) + 2N/bandwidth.
 """
 
-import sys
+import argparse
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import torch
-from jsonargparse.typing import PositiveInt
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mgpu.allreduce import textbook_allreduce as allreduce
-from lightning_mgpu.cli.error_messages import TRACEBACK_FLAG, one_line_errors
-from lightning_mgpu.commands import run_command
 from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.devices import gpus, synchronize
 
@@ -32,12 +29,8 @@ def init_params(seed: int = 0) -> Params:
     """The 129,068 numbers of LeNet: weights from N(0, 0.01), biases of zero."""
     generator = torch.Generator().manual_seed(seed)
     params = []
-    for shape, num_outputs in [
-        ((20, 1, 3, 3), 20),
-        ((50, 20, 5, 5), 50),
-        ((800, 128), 128),
-        ((128, 10), 10),
-    ]:
+    shapes = [((20, 1, 3, 3), 20), ((50, 20, 5, 5), 50), ((800, 128), 128), ((128, 10), 10)]
+    for shape, num_outputs in shapes:
         params += [torch.randn(shape, generator=generator) * 0.01, torch.zeros(num_outputs)]
     return params
 
@@ -60,13 +53,10 @@ def get_params(params: Params, device: torch.device) -> Params:
 def split_batch(
     X: Tensor, y: Tensor, devices: list[torch.device]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One shard a device. In the chapter 4 devices share 5 samples as 2, 2, 1 and none."""
+    """One shard per device. In the chapter 4 devices share 5 samples as 2, 2, 1 and none."""
     X_shards, y_shards = (
-        [
-            shard.to(device, non_blocking=True)
-            for shard, device in zip(part.tensor_split(len(devices)), devices)
-        ]
-        for part in (X, y)
+        [shard.to(device, non_blocking=True) for shard, device in zip(shards, devices)]
+        for shards in (X.tensor_split(len(devices)), y.tensor_split(len(devices)))
     )
     return X_shards, y_shards
 
@@ -95,44 +85,43 @@ def evaluate_accuracy(
     batches: Iterable, device_params: list[Params], devices: list[torch.device]
 ) -> float:
     """The share of samples that LeNet gets right. All devices work; in the chapter, the first."""
-    shards = (
-        shard for X, y in batches for shard in zip(*split_batch(X, y, devices), device_params)
-    )
-    hits = [(lenet(X, params).argmax(1) == y).cpu() for X, y, params in shards]
+    hits = [
+        lenet(X_shard, params).argmax(1).eq(y_shard).cpu()
+        for X, y in batches
+        for X_shard, y_shard, params in zip(*split_batch(X, y, devices), device_params)
+    ]
     return torch.cat(hits).double().mean().item()
 
 
-def train(
-    devices: PositiveInt = 2,
-    batch_size: PositiveInt = 256,
-    lr: float = 0.2,
-    num_epochs: PositiveInt = 10,
-    curve: str = "book.png",
-) -> list[Params]:
-    """Train on Fashion-MNIST, plot the test accuracy, and return the parameters on every device.
+def mark_end(devices: list[torch.device]) -> list[torch.Event]:
+    """An event per GPU, after all that is queued there. A CPU has no queue: it has worked."""
+    gpus = {device for device in devices if device.type in ("cuda", "xpu")}
+    return [torch.accelerator.current_stream(gpu).record_event() for gpu in gpus]
 
-    Args:
-        devices: How many. They are GPUs if there are any, else the CPU, several times.
-        batch_size: Global: split over the devices.
-        lr: The learning rate.
-        num_epochs: How long to train.
-        curve: The picture of the test accuracy, saved after every epoch.
-    """
+
+def train(
+    devices: int, batch_size: int, lr: float, num_epochs: int, overlap: int, curve: str
+) -> list[Params]:
+    """Train on Fashion-MNIST, plot the test accuracy, and return the parameters on every device."""
     # the seed and the epoch decide the order, not the devices
     data = FashionMNIST(batch_size, val_size=0)
     data.prepare_data()
     data.setup("fit")
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
-    available = gpus() or [torch.device("cpu")]
-    all_devices = (available * devices)[:devices]  # repeated if there are too few
-    params = init_params()
-    device_params = [get_params(params, device) for device in all_devices]
+    # repeated if there are too few
+    all_devices = ((gpus() or [torch.device("cpu")]) * devices)[:devices]
+    device_params = [get_params(init_params(), device) for device in all_devices]
+    in_flight: deque[list[torch.Event]] = deque()  # the ends of the last steps
     seconds, test_accs = 0.0, []
     for epoch in range(num_epochs):
-        train_iter.sampler.set_epoch(epoch)
+        train_iter.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seconds -= time.perf_counter()
         for X, y in train_iter:
+            if len(in_flight) == overlap:  # with 2, step t begins when step t - 2 has ended
+                for event in in_flight.popleft():
+                    event.synchronize()
             train_batch(X, y, device_params, all_devices, lr)
+            in_flight.append(mark_end(all_devices))
         synchronize(all_devices)  # the chapter waits for one
         seconds += time.perf_counter()
         test_accs.append(evaluate_accuracy(test_iter, device_params, all_devices))
@@ -146,12 +135,22 @@ def train(
     return device_params
 
 
-def main(args: list[str]) -> None:
+def main(args: list[str] | None = None) -> None:
     """Entry point of `python -m lightning_mgpu.book`."""
-    with one_line_errors(TRACEBACK_FLAG in args):
-        options = [arg for arg in args if arg != TRACEBACK_FLAG]
-        run_command(train, options, "python -m lightning_mgpu.book", __doc__)
+    parser = argparse.ArgumentParser("lightning_mgpu.book", description="The chapter from scratch.")
+    add = parser.add_argument
+    add("--devices", type=int, default=2, help="GPUs if there are any, else the CPU, several times")
+    add("--batch_size", type=int, default=256, help="global: split over the devices")
+    add("--lr", type=float, default=0.2)
+    add("--num_epochs", type=int, default=10)
+    add("--overlap", type=int, default=2, help="steps in flight: 1 waits for each step's end")
+    add("--curve", default="book.png", help="picture of the test accuracy, saved after every epoch")
+    options = vars(parser.parse_args(args))
+    for name in ("devices", "batch_size", "num_epochs", "overlap"):
+        if options[name] < 1:
+            parser.error(f"--{name}={options[name]}: it must be at least 1")
+    train(**options)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -4,30 +4,29 @@ An algorithm is a plain function over a list of tensors, so it can be read, test
 itself; `check_allreduce` holds yours to the same contract. What each costs for k devices and
 tensors of n bytes (a round is the time in which every device can send one message and receive one):
 
-| file       | messages | rounds           | worst device sends, gets | the idea                   |
-| ---------- | -------- | ---------------- | ------------------------ | -------------------------- |
-| `textbook` | 2(k-1)   | 2(k-1)           | (k-1) n                  | sum on device 0, copy back |
-| `tree`     | 2(k-1)   | 2 ceil(log2 k)   | ceil(log2 k) n           | sum pairs, pairs of pairs  |
-| `sharded`  | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound  | each device sums one slice |
-| `ring`     | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound  | the same, by neighbours    |
+| file        | messages | rounds           | busiest sends and gets  | the idea                   |
+| ----------- | -------- | ---------------- | ----------------------- | -------------------------- |
+| `textbook`  | 2(k-1)   | 2(k-1)           | (k-1) n                 | sum on device 0, copy back |
+| `key_value` | 2k       | 2k               | k n, the store          | push to a store, pull sum  |
+| `tree`      | 2(k-1)   | 2 ceil(log2 k)   | ceil(log2 k) n          | sum pairs, pairs of pairs  |
+| `sharded`   | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound | each device sums one slice |
+| `ring`      | 2k(k-1)  | 2(k-1), each n/k | 2(k-1)/k n, lower bound | the same, by neighbours    |
 
 Few large messages win when each has a high fixed cost, small even ones when bandwidth limits.
 
-Where all k share one memory (replicas on the CPU), messages are only reads and writes. The cost is
-then how often memory is passed over, and how many calls Python makes for a model of P parameters.
-All three compute the textbook's sums in its order, to the bit:
-
-| file       | reads + writes, by n   | Python's calls   | the idea                                |
-| ---------- | ---------------------- | ---------------- | --------------------------------------- |
-| `textbook` | 3(k-1) + 2(k-1)        | 3(k-1) P         | above                                   |
-| `foreach`  | 3(k-1) + 2(k-1)        | 2(k-1)           | `many`: all parameters in one call      |
-
-`many` (many.py) is how an algorithm gets to see all gradients of a model at once.
+Where all k share one memory (replicas on the CPU), messages are only reads and writes, and small
+models spend most of the time in Python's calls. `foreach` computes the textbook's sums, to the bit,
+in 2(k-1) calls for the whole model: its attribute `many` gets all parameters at once (check.py).
 """
 
-from lightning_mgpu.allreduce.check import Allreduce, AllreduceMany, check_allreduce
+from lightning_mgpu.allreduce.check import (
+    Allreduce,
+    AllreduceMany,
+    allreduce_many,
+    check_allreduce,
+)
 from lightning_mgpu.allreduce.foreach import foreach_allreduce
-from lightning_mgpu.allreduce.many import allreduce_many, with_many
+from lightning_mgpu.allreduce.key_value import KeyValueStore, key_value_allreduce
 from lightning_mgpu.allreduce.ring import ring_allreduce
 from lightning_mgpu.allreduce.sharded import sharded_allreduce
 from lightning_mgpu.allreduce.textbook import textbook_allreduce
@@ -36,12 +35,13 @@ from lightning_mgpu.allreduce.tree import tree_allreduce
 __all__ = [
     "Allreduce",
     "AllreduceMany",
+    "KeyValueStore",
     "allreduce_many",
     "check_allreduce",
     "foreach_allreduce",
+    "key_value_allreduce",
     "ring_allreduce",
     "sharded_allreduce",
     "textbook_allreduce",
     "tree_allreduce",
-    "with_many",
 ]

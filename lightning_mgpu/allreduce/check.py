@@ -1,6 +1,6 @@
 """The contract of an allreduce, as a type and as a check of anybody's own function."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,14 +10,24 @@ Allreduce = Callable[[list[Tensor]], None]
 
 It works in place. The sums are bit-identical on every device and at every call, for any shape
 (empty, not divisible by k), any strides and any floating dtype. Those of this package take 0-d
-tensors too. Yours need not: it gets views of one element."""
-
+tensors too; yours need not."""
 
 AllreduceMany = Callable[[list[list[Tensor]]], None]
-"""Takes all gradients of a model at once, k for every parameter.
+"""Takes all gradients of a model at once: a list of k tensors for every parameter.
 
-An allreduce may have such a function as its attribute `many` (see many.py). It does to each list
-what an `Allreduce` does to one. The lists may differ in shape, layout and dtype."""
+An allreduce may have such a function as its attribute `many`, which a strategy then calls instead,
+once per step. It does to each list what the `Allreduce` does to one, with the same sums. The lists
+may differ in shape, strides and dtype; there may be none at all."""
+
+
+def allreduce_many(allreduce: Allreduce, gradients: list[list[Tensor]]) -> None:
+    """Sum every parameter's k gradients: by `allreduce.many` if it has one, else one by one."""
+    many: AllreduceMany | None = getattr(allreduce, "many", None)
+    if many is not None:
+        many(gradients)
+    else:
+        for tensors in gradients:
+            allreduce(tensors)
 
 
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:
@@ -31,129 +41,80 @@ def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> No
     name = repr(allreduce)
     if hasattr(allreduce, "__qualname__"):
         name = f"{allreduce.__module__}.{allreduce.__qualname__}"
-    for inputs in _cases(devices):
-        _check(lambda gradients: allreduce(gradients[0]), name, [inputs], devices)
-    many: AllreduceMany | None = getattr(allreduce, "many", None)
-    if many is not None:
-        _check(many, f"{name}.many", list(_cases(devices)), devices)
-        _check(many, f"{name}.many", [], devices)  # a model whose parameters are all frozen
+    cases = _cases(devices)
+    for inputs in cases:
+        _check(f"allreduce {name}", lambda lists: allreduce(lists[0]), [inputs], devices)
+    if hasattr(allreduce, "many"):
+        for some in ([], cases):
+            _check(f"allreduce {name}.many", allreduce.many, some, devices)
 
 
-def _check(
-    many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
-) -> None:
-    """Raise if `many` leaves no sums, other bits on another device, or other bits when repeated."""
-    results, repeated = (_call(many, name, cases, devices) for _ in range(2))
-    for result, again in zip(results, repeated, strict=True):
-        for i, device in enumerate(devices):
-            start = f"allreduce {name} left device {i} ({device}) with"
-            differs = result[i] != result[0]
-            if differs.any():
-                values, expected = _show(result[i], differs), _show(result[0], differs)
-                raise ValueError(
-                    f"{start} {values} but device 0 with {expected}; replicas must be bit-identical"
-                )
-            differs = result[i] != again[i]
-            if differs.any():
-                values, expected = _show(result[i], differs), _show(again[i], differs)
-                raise ValueError(
-                    f"{start} {values}, and with {expected} when called again; it must be "
-                    "deterministic"
-                )
-
-
-def _cases(devices: Sequence[torch.device]) -> Iterator[list[Tensor]]:
+def _cases(devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """The inputs of one call after the other, on the CPU; the first make the clearest message."""
     k = len(devices)
     # a generator of our own leaves the run's random numbers as they are
     generator = torch.Generator().manual_seed(0)
     # every subset of devices has another sum
-    yield [torch.tensor([1.0, 2.0]) * 2**i for i in range(k)]
+    cases = [[torch.tensor([1.0, 2.0]) * 2**i for i in range(k)]]
     dtypes = [torch.float32, torch.float64]  # float64 shows a sum that was computed in float32
     if any(device.type == "mps" for device in devices):
         dtypes = [torch.float32]  # Apple GPUs have no other
     for dtype in dtypes:
         for shape in ((2 * k + 1,), (3, 5), (0,), (1,)):
-            yield [torch.randn(shape, generator=generator, dtype=dtype) for _ in devices]
+            cases.append([torch.randn(shape, generator=generator, dtype=dtype) for _ in devices])
         # laid out in memory like the gradient of a channels_last convolution: not contiguous
-        yield [torch.randn(5, 3, generator=generator, dtype=dtype).t() for _ in devices]
+        cases.append([torch.randn(5, 3, generator=generator, dtype=dtype).t() for _ in devices])
+    return cases
+
+
+def _check(
+    name: str, many: AllreduceMany, cases: list[list[Tensor]], devices: Sequence[torch.device]
+) -> None:
+    """Raise if `many` fails, leaves no sums, or leaves other bits on a device or at a 2nd call."""
+    results, repeated = (_call(name, many, cases, devices) for _ in range(2))
+    for result, again in zip(results, repeated):
+        for i, device in enumerate(devices):
+            for other, where in ((result[0], "on device 0"), (again[i], "when called again")):
+                if (differs := result[i] != other).any():
+                    values, others = _show(result[i], differs), _show(other, differs)
+                    raise ValueError(
+                        f"{name} left device {i} ({device}) with {values}, but {others} {where}; "
+                        "the sums must be the same bits on all devices and at every call"
+                    )
 
 
 def _call(
-    many: AllreduceMany, name: str, cases: list[list[Tensor]], devices: Sequence[torch.device]
+    name: str, many: AllreduceMany, cases: list[list[Tensor]], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
     """Call `many` on copies of the inputs on `devices`; returns the sums, checked, on the CPU."""
-    copies = [
-        [x.to(device, copy=True) for x, device in zip(inputs, devices, strict=True)]
-        for inputs in cases
-    ]
-    addresses = [[t.data_ptr() for t in tensors] for tensors in copies]
-    # `many` may put other tensors into its lists; those in `copies` must have changed
-    lists = [list(tensors) for tensors in copies]
+    copies = [[x.to(device, copy=True) for x, device in zip(xs, devices)] for xs in cases]
+    # seen from here, a slot or a tensor that was given other memory has not changed
+    memory = [[t.detach() for t in tensors] for tensors in copies]
     try:
-        many(list(lists))
+        many(copies)
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        where = f" (given {len(cases)} parameters)"
-        if len(cases) == 1:
-            where = f"{_where(cases[0])}{_hint(cases[0][0])}"
-        raise ValueError(f"allreduce {name} raised {reason}{where}") from error
-    results = []
-    for inputs, tensors, before, after in zip(cases, copies, addresses, lists, strict=True):
-        is_rebound = [id(t) for t in after] != [id(t) for t in tensors]
-        results.append(_sums(name, inputs, tensors, before, is_rebound, devices))
+        where = _where(cases[0][0]) if len(cases) == 1 else f"given {len(cases)} parameters"
+        raise ValueError(
+            f"{name} raised {type(error).__name__} ({where}): {' '.join(str(error).split())}"
+        ) from error
+    results = [[t.cpu() for t in tensors] for tensors in memory]
+    for inputs, sums in zip(cases, results):
+        x, terms = inputs[0], torch.stack(inputs).double()
+        rounding = 2 * len(inputs) * torch.finfo(x.dtype).eps * terms.abs().sum(0)
+        for i, (device, result) in enumerate(zip(devices, sums)):
+            # nan is wrong too
+            if (is_wrong := ~((result.double() - terms.sum(0)).abs() <= rounding)).any():
+                total = _show(terms.sum(0).to(x.dtype), is_wrong)
+                raise ValueError(
+                    f"{name} left device {i} ({device}) with {_show(result, is_wrong)} instead of "
+                    f"the sum {total} ({_where(x)}); it must write into the tensors it is given "
+                    "(data[i].copy_(...)), not into copies, and not rebind the list's slots"
+                )
     return results
 
 
-def _sums(
-    name: str,
-    inputs: list[Tensor],
-    tensors: list[Tensor],
-    addresses: list[int],
-    is_rebound: bool,
-    devices: Sequence[torch.device],
-) -> list[Tensor]:
-    """`tensors` on the CPU. Raises unless each holds the sum of `inputs` at its old address."""
-    x, k = inputs[0], len(inputs)
-    where = _where(inputs)
-    total = torch.stack(inputs).double().sum(0)
-    rounding = 2 * k * torch.finfo(x.dtype).eps * torch.stack(inputs).double().abs().sum(0)
-    results = []
-    for i, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
-        if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.data_ptr() != addresses[i]:
-            raise ValueError(
-                f"allreduce {name} gave the tensor of device {i} ({device}) other memory, shape or "
-                f"dtype{where}; it must change the values in place (data[i].copy_(...))"
-            )
-        result = tensor.detach().cpu()
-        is_wrong = ~((result.double() - total).abs() <= rounding)  # nan is wrong too
-        if is_wrong.any():
-            hint = "" if is_rebound else _hint(x)
-            if not hint and (is_rebound or torch.equal(result, inputs[i])):
-                hint = "; it must change the tensors in place (data[i].copy_(...)), not rebind "
-                hint += "the list's slots"
-            values, expected = _show(result, is_wrong), _show(total.to(x.dtype), is_wrong)
-            raise ValueError(
-                f"allreduce {name} left device {i} ({device}) with {values} instead of the sum "
-                f"{expected}{where}{hint}"
-            )
-        results.append(result)
-    return results
-
-
-def _where(inputs: list[Tensor]) -> str:
-    x = inputs[0]
-    return f" (tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype})"
-
-
-def _hint(x: Tensor) -> str:
-    """What to write instead of the usual mistake for tensors like `x`."""
-    if x.is_contiguous():
-        return ""
-    return (
-        "; tensors need not be contiguous: view(-1) fails on this one, and reshape(-1) makes a "
-        "copy of it"
-    )
+def _where(x: Tensor) -> str:
+    return f"tensors of shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}"
 
 
 def _show(values: Tensor, is_wrong: Tensor) -> str:

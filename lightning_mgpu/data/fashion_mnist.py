@@ -6,7 +6,7 @@ python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true --data.cu
 import os
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -19,6 +19,7 @@ from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
 MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, pixels in [0, 1]
+MOST = {"batch_size": 60_000, "val_size": 59_999, "crop_padding": 28, "cutout": 28}
 
 
 class FashionMNIST(LightningDataModule):
@@ -27,24 +28,14 @@ class FashionMNIST(LightningDataModule):
     Args:
         batch_size: Samples of a *global* batch, under every strategy and number of devices.
         root: Holds the files, or gets them, under `{root}/FashionMNIST/raw`. `~` works.
-        source: Where missing files come from. `auto` tries `local` (under `root`, or the
-            distribution's package `dataset-fashion-mnist`, if it is installed), `torchvision` (its
-            download) and `package` (the same package through apt-get, without root). `synthetic`
-            reads no file and trains on noise with a class pattern.
-        val_size: How many of the 60,000 images are drawn for validation, by `seed`. With 0, the
-            test set is the validation set.
+        source: `auto` finds or fetches the files (`sources.py`), `synthetic` is noise with stripes.
+        val_size: How many training images validate instead, drawn by `seed`. 0: the test set does.
         normalize: Subtract the training set's mean, divide by its deviation. The book does not.
         augment: Crop the training images at random after padding, and flip them horizontally.
-        crop_padding: Pixels of that padding; 0 for flips alone.
+        crop_padding: Pixels of that padding; with 0, images are only flipped.
         cutout: Side, in pixels, of a square that is cut out of every augmented image as well.
-        seed: For validation split, order of batches, augmentation. The default is
-            `seed_everything`'s.
-        device_resident: Keep all images on the process's first device, so that a step transfers
-            none.
-
-    Raises:
-        DataSourceError: When no source has the files (see `sources.py`).
-        ValueError: For sizes that do not fit, and batches that processes cannot share.
+        seed: For validation split, batches and augmentation. The default is `seed_everything`'s.
+        device_resident: Keep all images on the process's first device; a step transfers none.
     """
 
     classes = FashionMNISTFiles.classes
@@ -53,7 +44,7 @@ class FashionMNIST(LightningDataModule):
         self,
         batch_size: int = 256,
         root: str = "~/.cache/lightning_mgpu",
-        source: Literal["auto", "local", "torchvision", "package", "synthetic"] = "auto",
+        source: Literal["auto", "synthetic"] = "auto",
         val_size: int = 5000,
         normalize: bool = False,
         augment: bool = False,
@@ -63,108 +54,69 @@ class FashionMNIST(LightningDataModule):
         device_resident: bool = False,
     ) -> None:
         super().__init__()
-        self.batch_size = batch_size
-        self.root = root
-        self.source = source
-        self.val_size = val_size
-        self.normalize = normalize
-        self.augment = augment
-        self.crop_padding = crop_padding
-        self.cutout = cutout
-        # seed_everything leaves the seed in this variable
+        self.batch_size, self.root, self.source, self.val_size = batch_size, root, source, val_size
+        self.normalize, self.augment, self.device_resident = normalize, augment, device_resident
+        self.crop_padding, self.cutout = crop_padding, cutout
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.device_resident = device_resident
-        for name, least in {"batch_size": 1, "val_size": 0, "crop_padding": 0, "cutout": 0}.items():
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"data.{name}={value}: it must be at least {least}.")
+        for name, most in MOST.items():
+            least = 1 if name == "batch_size" else 0
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"data.{name}={value}: choose a number from {least} to {most}.")
         if cutout and not augment:
             raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
-        self.origin = ""  # where the files came from; `prepare_data` fills it in
-
-    @property
-    def validates_on_test_set(self) -> bool:
-        return self.val_size == 0
-
-    @property
-    def summary(self) -> str:
-        """For the run's header, after `setup`: `55,000 train, 5,000 val, 10,000 test; files ...`"""
-        sizes = {"train": self.train_indices, "val": self.val_indices, "test": self.test_indices}
-        counts = ", ".join(f"{len(indices):,} {stage}" for stage, indices in sizes.items())
-        return f"{counts}; {self.origin}"
+        self.validates_on_test_set = val_size == 0
+        self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
 
     def prepare_data(self) -> None:
         if self.source == "synthetic":
-            if not self.origin:  # once, not again when `fit` goes on to `test`
-                warnings.warn(
-                    "data.source=synthetic: training on made-up images; no accuracy below means "
-                    "anything."
-                )
-            self.origin = "SYNTHETIC images, not Fashion-MNIST"
+            warnings.warn("data.source=synthetic: made-up images; no accuracy means anything.")
         else:
-            self.origin = ensure_fashion_mnist(self.root, self.source)
+            self.origin = ensure_fashion_mnist(self.root)
 
     def setup(self, stage: str) -> None:
-        device = torch.device("cpu")
-        if self.device_resident and self.trainer is not None:
-            device = self.trainer.strategy.root_device
-        images, labels = (tensor.to(device) for tensor in self._load(train=True))
-        if self.val_size >= len(images):
-            raise ValueError(
-                f"data.val_size={self.val_size} leaves none of the {len(images)} images to train "
-                "on."
-            )
-        test_images, test_labels = (tensor.to(device) for tensor in self._load(train=False))
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device if self.device_resident and trainer else "cpu"
+        (images, labels), test = self._load(train=True), self._load(train=False)
         # must never change: else an old checkpoint would be validated on images it was trained on
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.seed))
-        self.val_indices = order[: self.val_size].sort().values.to(device)
-        self.train_indices = order[self.val_size :].sort().values.to(device)
-        self.test_indices = torch.arange(len(test_images), device=device)
-        # an overfitted batch has to stay the same: no augmentation
-        overfits = self.trainer is not None and self.trainer.overfit_batches  # type: ignore[attr-defined]
-        self.train_set = self._dataset(images, labels, augment=self.augment and not overfits)
-        self.test_set = self._dataset(test_images, test_labels)
-        self.val_set = self._dataset(images, labels)
+        val, train = (part.sort().values for part in order.tensor_split([self.val_size]))
+        scale = (MEAN, STD) if self.normalize else (0.0, 1.0)
+        self.train_set, self.val_set, self.test_set = (
+            InMemoryImages(X.to(device), y.to(device), *scale, seed=self.seed)
+            for X, y in ((images[train], labels[train]), (images[val], labels[val]), test)
+        )
         if self.validates_on_test_set:
-            self.val_set, self.val_indices = self.test_set, self.test_indices
+            self.val_set = self.test_set
+        if self.augment and not (trainer and trainer.overfit_batches):  # which are to stay the same
+            self.train_set.flip = True
+            self.train_set.crop_padding, self.train_set.cutout = self.crop_padding, self.cutout
+        sizes = (len(images) for images in (self.train_set, self.val_set, self.test_set))
+        self.summary = "{:,} train, {:,} val, {:,} test; {}".format(*sizes, self.origin)
 
     def train_dataloader(self) -> BatchLoader:
-        return self._loader(self.train_set, self.train_indices, shuffle=True)
+        return batch_loader(self.train_set, self.batch_size, self.trainer, True, self.seed)
 
     def val_dataloader(self) -> BatchLoader:
-        return self._loader(self.val_set, self.val_indices)
+        return batch_loader(self.val_set, self.batch_size, self.trainer)
 
     def test_dataloader(self) -> BatchLoader:
-        return self._loader(self.test_set, self.test_indices)
+        return batch_loader(self.test_set, self.batch_size, self.trainer)
 
     predict_dataloader = test_dataloader
 
-    def _loader(
-        self, images: InMemoryImages, indices: Tensor, shuffle: bool = False
-    ) -> BatchLoader:
-        return batch_loader(images, self.batch_size, self.trainer, shuffle, self.seed, indices)
-
     def _load(self, train: bool) -> tuple[Tensor, Tensor]:
+        """Images (N, 1, 28, 28), uint8, and labels (N,)."""
         if self.source == "synthetic":
             return synthetic_fashion_mnist(60_000 if train else 10_000, seed=int(train))
-        raw = Path(self.root).expanduser() / "FashionMNIST" / "raw"
-        prefix = "train" if train else "t10k"
-        images = read_image_file(str(raw / f"{prefix}-images-idx3-ubyte"))
-        labels = read_label_file(str(raw / f"{prefix}-labels-idx1-ubyte"))
-        return images[:, None], labels  # (N, 1, 28, 28) uint8, (N,) int64
-
-    def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> InMemoryImages:
-        mean, std = (MEAN, STD) if self.normalize else (0.0, 1.0)
-        padding, cutout = (self.crop_padding, self.cutout) if augment else (0, 0)
-        return InMemoryImages(
-            images, labels, mean, std, padding, flip=augment, cutout=cutout, seed=self.seed
-        )
+        prefix = f"{Path(self.root).expanduser()}/FashionMNIST/raw/{'train' if train else 't10k'}"
+        labels = read_label_file(f"{prefix}-labels-idx1-ubyte")
+        return read_image_file(f"{prefix}-images-idx3-ubyte")[:, None], labels
 
 
 def synthetic_fashion_mnist(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
     """uint8 noise (N, 1, 28, 28) with a faint stripe pattern for each class, and labels (N,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num_samples) % 10
-    columns, frequencies = torch.arange(28), 1 + torch.arange(10)[:, None]
-    stripes = (columns * frequencies // 10 % 2 * 96).to(torch.uint8)  # (10, 28)
+    stripes = torch.arange(28) * torch.arange(1, 11)[:, None] // 10 % 2 * 96  # (10, 28)
     noise = torch.randint(0, 128, (num_samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
-    return noise + stripes[labels][:, None, None, :], labels
+    return noise + stripes.to(torch.uint8)[labels][:, None, None, :], labels

@@ -2,14 +2,12 @@
 
 A model is a subclass that builds `self.net`; it never mentions devices, ranks or strategies.
 
-    --model=LeNet --model.optimizer=AdamW --model.optimizer.lr=0.001
-    --model.lr_scheduler=OneCycleLR  # every batch; highest rate and length are filled in
-    --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=3     # every epoch
-    --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=2150 --model.lr_interval=step
+    --model=LeNet --model.lr=0.1 --model.lr_scheduler=OneCycle
+    --model.optimizer=AdamW --model.optimizer.lr=0.001
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any, Literal
 
@@ -19,33 +17,22 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
-from torch.optim.lr_scheduler import OneCycleLR as TorchOneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-
-class OneCycleLR(TorchOneCycleLR):
-    """Torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
-
-    def __init__(
-        self, optimizer: Optimizer, max_lr: float | list[float] | None = None, **kwargs: Any
-    ) -> None:
-        if max_lr is None:
-            max_lr = [group["lr"] for group in optimizer.param_groups]
-        super().__init__(optimizer, max_lr, **kwargs)
-
-
 OptimizerCallable = Callable[[Iterable], Optimizer]
-LRSchedulerCallable = Callable[..., LRSchedulerTypeUnion]
+
+
+class OneCycle(OneCycleLR):
+    """torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
+
+    def __init__(self, optimizer: Optimizer, max_lr: float | None = None, **kwargs: Any) -> None:
+        super().__init__(optimizer, max_lr or [g["lr"] for g in optimizer.param_groups], **kwargs)
 
 
 class MeanLoss(Metric):
-    """Mean of a loss over samples, from its means over batches.
-
-    `torchmetrics.MeanMetric` looks for NaNs, which makes every step wait for a GPU. With
-    `nan_strategy="disable"` it ignores the weights (torchmetrics 1.9).
-    """
+    """Mean of a loss over samples. `torchmetrics.MeanMetric` makes every step wait for a GPU."""
 
     total: Tensor
     num_samples: Tensor
@@ -69,98 +56,102 @@ class MeanLoss(Metric):
 class Classifier(LightningModule):
     """Trains `self.net`, from images (N, C, H, W) to logits (N, num_classes), with cross-entropy.
 
-    Logs `{train,val,test}_loss` (nats, mean over samples) and `{train,val,test}_acc` (fraction)
-    once per epoch, and the minibatch `loss` every `trainer.log_every_n_steps`. The sums behind them
-    stay on the device until the epoch ends, so a step never waits for the device.
+    Logs `{train,val,test}_loss` (nats) and `{train,val,test}_acc` (fraction), means over samples,
+    once per epoch, and every `trainer.log_every_n_steps` the minibatch `loss`: the mean of the
+    processes' last shards.
 
     Args:
-        optimizer: Makes a torch optimizer of the parameters.
-        lr_scheduler: Makes a torch scheduler of the optimizer. A `OneCycleLR` without
-            `total_steps` gets the length of the run; without `max_lr`, this package's rises to the
-            optimizer's learning rate. `ReduceLROnPlateau` watches its `monitor`, or `val_loss`.
-        lr_interval: Whether the scheduler steps after every `epoch` or every `step` (batch). The
-            default is `step` for `OneCycleLR` and `CyclicLR`, and `epoch` for all others.
+        lr: Learning rate of SGD. The default is the model's own.
+        optimizer: Makes a torch optimizer of the parameters, in place of SGD.
+        lr_scheduler: Makes a torch scheduler of the optimizer. A `OneCycleLR` without `total_steps`
+            gets the length of the run. `ReduceLROnPlateau` watches its `monitor`, or `val_loss`.
+        lr_interval: `OneCycleLR` and `CyclicLR` step every `step` (batch), others every `epoch`.
         num_classes: Width of the logits.
-        label_smoothing: Share of every training label that is spread over all classes (Szegedy et
-            al., 2016). It counts in `train_loss`, but not in `val_loss` and `test_loss`.
-        flip_tta: In evaluation mode, answer with the mean of the logits of an image and of its
-            mirror image (test-time augmentation; evaluation takes twice as long).
+        label_smoothing: Share of a training label spread over all classes (Szegedy et al., 2016).
+        flip_tta: In evaluation, take the mean of the logits of an image and its mirror image.
+        channels_last: Store weights and images in the order in which convolutions are fastest.
+        compile: Train by `torch.compile`, which needs a C++ compiler. Every other batch shape is
+            compiled again: choose a batch size that divides the data. Evaluation is not compiled.
     """
 
     net: nn.Module
+    default_lr = 0.1
 
     def __init__(
         self,
-        optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.1),
-        lr_scheduler: LRSchedulerCallable | None = None,
+        lr: float | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: Callable[..., LRSchedulerTypeUnion] | None = None,
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
         label_smoothing: float = 0.0,
         flip_tta: bool = False,
+        channels_last: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__()
+        if lr is not None and optimizer is not None:
+            raise ValueError(f"model.lr={lr} is SGD's: set model.optimizer.lr, and model.lr=null.")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(
-                f"model.label_smoothing={label_smoothing}: choose a share from 0 (none) to 1."
-            )
-        # The command line gives plain types, from which a checkpoint can rebuild the model. Python
-        # code may give functions, which a checkpoint must not pickle.
+            raise ValueError(f"model.label_smoothing={label_smoothing}: choose from 0 (none) to 1.")
+        # a checkpoint rebuilds the model from plain types, and must not pickle functions
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.lr_interval = lr_interval
-        self.label_smoothing = label_smoothing
-        self.flip_tta = flip_tta
+        self.optimizer = optimizer or partial(SGD, lr=self.default_lr if lr is None else lr)
+        self.lr_scheduler, self.lr_interval = lr_scheduler, lr_interval
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+        self.flip_tta, self.channels_last, self.compiles = flip_tta, channels_last, compile
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", validate_args=False)
         self.train_loss, self.train_acc = MeanLoss(), accuracy()
         self.val_loss, self.val_acc = MeanLoss(), accuracy()
         self.test_loss, self.test_acc = MeanLoss(), accuracy()
 
+    def configure_model(self) -> None:
+        if self.channels_last:
+            self.net.to(memory_format=torch.channels_last)
+
     def forward(self, X: Tensor) -> Tensor:
-        if self.training or not self.flip_tta:
-            return self.net(X)
-        # Two calls, not one of 2N: torch.compile would recompile for the new shape.
-        return (self.net(X) + self.net(X.flip(-1))) / 2
+        if self.channels_last:
+            X = X.contiguous(memory_format=torch.channels_last)
+        if self.training:
+            return compiled_call()(self.net, X) if self.compiles else self.net(X)
+        return (self.net(X) + self.net(X.flip(-1))) / 2 if self.flip_tta else self.net(X)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss, _ = self._step(batch, self.train_loss, self.train_acc, self.label_smoothing)
+        loss, _ = self._step(batch, "train")
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
             # not with `prog_bar`: every step would wait for the device to show it
-            self.log("loss", loss, batch_size=len(batch[1]))
+            self.log("loss", loss, batch_size=len(batch[1]), sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss, _ = self._step(batch, self.val_loss, self.val_acc)
-        return loss
+        return self._step(batch, "val")[0]
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss, logits = self._step(batch, self.test_loss, self.test_acc)
-        return {"loss": loss, "logits": logits}
+        return dict(zip(("loss", "logits"), self._step(batch, "test")))
 
     def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Class probabilities (N, num_classes) for a batch X, (X,) or (X, y)."""
         X, *labels = [batch] if isinstance(batch, Tensor) else batch
-        if len(labels) > 1:
-            raise ValueError(f"a batch to predict is X, (X,) or (X, y), not {len(batch)} tensors")
         probabilities = self(X).softmax(dim=1)
-        return {
-            **dict(zip(["label"], labels)),
-            "prediction": probabilities.argmax(dim=1),
-            "probabilities": probabilities,
-        }
+        found = {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
+        return {"label": labels[0], **found} if labels else found
 
-    # Lightning keeps a reference to a logged Metric and computes it when the epoch ends: logged at
-    # the start, it costs a step nothing, and callbacks see the value in their epoch-end hooks.
+    def _step(self, batch: tuple[Tensor, Tensor], stage: str) -> tuple[Tensor, Tensor]:
+        """Loss and logits of a batch, which the stage's two metrics count."""
+        X, y = batch  # (N, C, H, W), (N,)
+        logits = self(X)  # (N, num_classes)
+        smoothing = self.label_smoothing if stage == "train" else 0.0
+        loss = F.cross_entropy(logits, y, label_smoothing=smoothing)
+        getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
+        getattr(self, f"{stage}_acc").update(logits.detach(), y)
+        return loss, logits
+
+    # Logged at the start, a Metric costs a step nothing; Lightning computes it when the epoch ends.
     def on_train_epoch_start(self) -> None:
         self.log_dict({"train_loss": self.train_loss, "train_acc": self.train_acc})
-
-    def on_train_start(self) -> None:
-        if self.trainer.fit_loop.restarted_mid_epoch:
-            # Lightning does not call on_train_epoch_start for the rest of an epoch
-            Classifier.on_train_epoch_start(self)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({"val_loss": self.val_loss, "val_acc": self.val_acc})
@@ -174,57 +165,40 @@ class Classifier(LightningModule):
             optimizer = self.optimizer(self.parameters())
             scheduler = self.lr_scheduler(optimizer, **length) if self.lr_scheduler else None
         except (TypeError, ValueError) as error:
-            raise ValueError(f"model.optimizer or model.lr_scheduler: {error}") from error
+            raise ValueError(f"model.lr, optimizer or lr_scheduler: {error}") from error
         if scheduler is None:
             return optimizer
-        every_step = isinstance(scheduler, (TorchOneCycleLR, CyclicLR))
-        config: dict[str, Any] = {
-            "scheduler": scheduler,
-            "interval": self.lr_interval or ("step" if every_step else "epoch"),
-        }
-        if isinstance(scheduler, ReduceLROnPlateau):
-            config["monitor"] = getattr(scheduler, "monitor", "val_loss")
-        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
-
-    def _step(
-        self,
-        batch: tuple[Tensor, Tensor],
-        mean_loss: MeanLoss,
-        accuracy: MulticlassAccuracy,
-        label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and logits of a batch, which the two metrics count."""
-        X, y = batch  # (N, C, H, W), (N,)
-        logits = self(X)  # (N, num_classes)
-        loss = F.cross_entropy(logits, y, label_smoothing=label_smoothing)
-        mean_loss.update(loss.detach(), len(y))
-        accuracy.update(logits.detach(), y)
-        return loss, logits
+        interval = "step" if isinstance(scheduler, (OneCycleLR, CyclicLR)) else "epoch"
+        monitor = getattr(scheduler, "monitor", "val_loss")  # of ReduceLROnPlateau
+        config = {"interval": self.lr_interval or interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}  # type: ignore[return-value]
 
     def _run_length(self) -> dict[str, int]:
-        """The missing `total_steps`: OneCycleLR needs to know how often it is stepped in the run.
-
-        Raises:
-            ValueError: If the run has no end.
-        """
-        scheduler_class = getattr(self.lr_scheduler, "func", self.lr_scheduler)  # of a `partial`
-        arguments = getattr(self.lr_scheduler, "keywords", {})
-        has_length = arguments.get("total_steps") or arguments.get("epochs")
-        if scheduler_class not in (OneCycleLR, TorchOneCycleLR) or has_length:
+        """The missing `total_steps` of a OneCycleLR: how often it is stepped in the run."""
+        make, by_epoch = self.lr_scheduler, self.lr_interval == "epoch"
+        given = getattr(make, "keywords", {})  # of a `partial`
+        is_one_cycle = getattr(make, "func", make) in (OneCycle, OneCycleLR)
+        if not is_one_cycle or given.get("total_steps") or given.get("epochs"):
             return {}
-        by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
         if num_steps in (None, -1, inf):
-            raise ValueError(
-                "OneCycleLR needs to know when the run ends: set trainer.max_epochs, "
-                f"{'' if by_epoch else 'trainer.max_steps '}or model.lr_scheduler.total_steps"
-            )
+            raise ValueError("OneCycleLR needs to know when the run ends: set trainer.max_epochs")
         return {"total_steps": int(num_steps)}
 
 
-def kaiming(module: nn.Module) -> None:
-    """He et al. (2015): N(0, 2 / fan_in) before a ReLU, so activations keep their size; no bias."""
-    if isinstance(module, (nn.Conv2d, nn.Linear)):
-        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+@cache
+def compiled_call() -> Callable[[nn.Module, Tensor], Tensor]:
+    # `net.compile()` silently skips torch's own classes before torch 2.14
+    return torch.compile(lambda net, X: net(X))
+
+
+def init_weights(net: nn.Module, init: Literal["book", "kaiming"], zero_biases: bool) -> None:
+    """The book's N(0, 0.01); or He et al. (2015), N(0, 2 / fan_in): activations keep their size."""
+    for layer in net.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            if init == "book":
+                nn.init.normal_(layer.weight, std=0.01)
+            else:
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            if layer.bias is not None and (zero_biases or init == "kaiming"):
+                nn.init.zeros_(layer.bias)

@@ -27,7 +27,7 @@ __all__ = ["DataParallelStrategy", "ManualAllreduceStrategy"]
 StrategyRegistry.register(
     "dp", DataParallelStrategy, description="one process, as nn.DataParallel", override=True
 )
-for _name in ("textbook", "tree", "sharded", "ring", "foreach"):
+for _name in ("textbook", "tree", "sharded", "ring", "key_value", "foreach"):
     _function = getattr(allreduce, f"{_name}_allreduce")
     StrategyRegistry.register(
         "manual_allreduce" if _name == "textbook" else f"manual_allreduce_{_name}",

@@ -1,0 +1,49 @@
+"""The book's parameter server: workers push gradients into a key-value store and pull the sum."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+
+class KeyValueStore:
+    """Gradients by key, on one device; a key is for example the name of a parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pushed: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
+
+    def push(self, key: Hashable, worker: int, gradient: Tensor) -> None:
+        """Send a worker's gradient to the store, which keeps a copy of it."""
+        self._pushed[key][worker] = torch.empty_like(gradient, device=self.device).copy_(gradient)
+
+    def pull(self, key: Hashable, out: Tensor) -> None:
+        """Write the sum of what was pushed to `key` into `out`.
+
+        Terms are added in the order of the workers' numbers, so the order in which the workers
+        happened to push does not change a bit. The first `pull` adds; the sum is kept for the
+        others.
+        """
+        first, *others = sorted(pushed := self._pushed[key])
+        for worker in others:
+            pushed[first].add_(pushed.pop(worker))
+        out.copy_(pushed[first])
+
+
+@torch.no_grad()
+def key_value_allreduce(tensors: list[Tensor]) -> None:
+    """Every device pushes its tensor to a store, then pulls the sum, in place.
+
+    2k messages of n bytes, one after the other, because all have the store at one end: it receives
+    k n bytes, sends as many, and needs memory for k n bytes. Here it is on device 0; in a cluster
+    the store is a machine of its own, and the keys are dealt out to several of them.
+
+    Source: d2l.ai, 'Parameter Servers', 'Key--Value Stores'; Li et al., 'Scaling Distributed
+    Machine Learning with the Parameter Server' (2014).
+    """
+    store = KeyValueStore(tensors[0].device)
+    for worker, gradient in enumerate(tensors):
+        store.push("gradient", worker, gradient)
+    for out in tensors:
+        store.pull("gradient", out)

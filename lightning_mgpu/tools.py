@@ -1,0 +1,72 @@
+"""What several packages need: a user's mistake, whole files, commands in a group, our own name."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+PACKAGE = __package__.partition(".")[0]
+
+
+class UsageError(Exception):
+    """A mistake of the user's. The message says what was given, what is allowed, and the fix."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The name to write to. The file replaces `path` once it is on disk; after an error it goes."""
+    part = path.with_name(f".part.{path.name}")  # beside it, and some writers go by the suffix
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def run_in_group(command: Sequence[str], output: IO[Any] | None = None) -> int:
+    """Run a command to its end, with its output in a file if one is given; returns its status.
+
+    On Ctrl-C, or any other exception, the processes that it has started are killed with it.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output and subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def program() -> str:
+    """The package that was started by `python -m`: this one, or a project's that uses it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return str((spec and spec.parent.partition(".")[0]) or PACKAGE)
+
+
+def command() -> str:
+    """How the program is started, for help and messages: `python -m my_project`."""
+    return f"python -m {program()}"
+
+
+def make_parser(name: str, description: str) -> ArgumentParser:
+    """A parser for the subcommand `name`; the examples in the description get our own name."""
+    return ArgumentParser(
+        f"{command()} {name}".strip(),
+        description=description.replace(f"python -m {PACKAGE}", command()),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
