@@ -7,10 +7,10 @@ As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Au
 thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
 and GradScalers work. watch.py counts what makes the host wait, and bytes between devices.
 
-What a GPU has and these devices lack: streams (all work is done when a call returns, so no test
+These devices lack what GPUs have: streams (all work is done when a call returns, so no test
 here finds a missing `synchronize` or a race), kernels and speed of their own (the CPU's run, to the
 bit), a limit of memory, collectives, CUDA's name, sparse tensors, fused recurrent cells. They exist
-in one process. A test of what is missing here is marked `gpu`.
+in one process. Tests of these are marked `gpu`.
 """
 
 import functools
