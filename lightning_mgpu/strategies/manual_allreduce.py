@@ -124,10 +124,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             return
         trainer = self.module.trainer
         # `self.log` weighs a mean by the samples that Lightning finds in here
-        trainer._results.batch, trainer._results.batch_size = shard, None
+        results, batch = trainer._results, trainer._results.batch
+        results.batch, results.batch_size = shard, None
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):
             seed_generators(self.seed, "step", trainer.fit_loop.total_batch_idx, replica)
             yield
+        results.batch, results.batch_size = batch, None
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
         """(k, n) bytes of all replicas, of (r, n) here."""
