@@ -166,7 +166,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         has_weights = None not in weights
         mine = [num_samples(s) if w is None else w for s, w in zip(self.shards, weights)]
-        order = sum(getattr(loader, "order_checksum", 0) for loader in self.training_loaders)
+        loaders = self.module.trainer.fit_loop._combined_loader.flattened
+        order = sum(getattr(loader, "order_checksum", 0) for loader in loaders)
         numbers = self.gather_numbers([order, has_weights, *mine])
         for process in np.flatnonzero(numbers[:, 0] != numbers[0, 0]):
             raise RuntimeError(
@@ -201,8 +202,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self.window:
-            # sums of an earlier pass, which may be in rows that are written again
-            self.kept = {p: p.grad.clone() for p in parameters if p.grad is not None}
+            self.kept = get_gradients(parameters)  # the sums of earlier passes
             set_gradients(parameters, {})
             self.window = [{} for _ in range(self.num_local)]
         elif self.rescale != 1:

@@ -81,7 +81,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
-        self.training_loaders: list[Any] = []
         self.averaged: list[Any] = []  # logged values of an evaluation
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self.host_group is None and not self.is_alone:
@@ -118,12 +117,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.gather(np.array(numbers, np.float64)).view(np.float64)
 
     def process_dataloader(self, dataloader: object) -> object:
-        is_training = self.module.trainer.training
-        if not self.is_alone and not getattr(dataloader, "is_sliced", False):
-            dataloader = SlicedLoader(dataloader, self)
-        if is_training:
-            self.training_loaders.append(dataloader)
-        return dataloader
+        is_sliced = self.is_alone or getattr(dataloader, "is_sliced", False)
+        return dataloader if is_sliced else SlicedLoader(dataloader, self)
 
     def begin_pass(self) -> None:
         """Let a training loader's sampler draw what it would draw on one device."""
