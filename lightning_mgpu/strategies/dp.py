@@ -1,7 +1,4 @@
-"""`dp`, data parallelism as in `torch.nn.DataParallel`, which the Lightning Trainer dropped in 2.0.
-
-python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
-"""
+"""`dp`: `torch.nn.DataParallel`'s way, which the Lightning Trainer dropped in 2.0."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,8 +68,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
         accumulates = module.trainer.accumulate_grad_batches > 1
-        refuse(any(loss is None for loss in losses), "needs a loss of every shard")
-        refuse(len({w is None for w in weights}) > 1, "needs a weight of every shard, or of none")
+        is_odd = any(loss is None for loss in losses) or len({w is None for w in weights}) > 1
+        refuse(is_odd, "needs a loss of every shard, and a weight of all or of none")
         refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: it does not count

@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mgpu.allreduce import allreduce_many
+
 ALIGNMENT = 64  # bytes
 
 
 class Exchange:
-    """Rows travel to their owners and the sums back, by two all-to-all messages.
-
-    Args:
-        strategy: Has `allreduce`, `gather`, and the numbers of processes and replicas.
-        parameters: All that may have a gradient.
-    """
+    """Rows travel to their owners and the sums back, by two all-to-all messages."""
 
     def __init__(self, strategy: Any, parameters: Sequence[Tensor]) -> None:
         self.strategy, self.parameters = strategy, parameters
@@ -60,11 +57,7 @@ class Exchange:
             parts = [part.flatten() for part in self.blocks.split(self.sizes, dim=1)]
             lengths = [len(part) for part in parts]
             dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), None, lengths)
-        if many := getattr(self.strategy.allreduce, "many", None):
-            many(rows)
-        else:
-            for row in rows:
-                self.strategy.allreduce(row)
+        allreduce_many(self.strategy.allreduce, rows)
         sums = torch.empty_like(self.blocks[0])
         if self.strategy.is_alone:
             sums.copy_(self.blocks[0])
