@@ -155,7 +155,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             value.meta.sync.should = False
         output = step(*args, **kwargs)
         results = self.module.trainer._results or {}
-        logged = [v for v in results.values() if v.is_tensor and v.meta.fx.endswith("_step")]
+        logged = [v for v in results.values() if v.is_tensor and "_step" in v.meta.fx]
         self.averaged = [value for value in logged if not value.meta.sync.should]
         for value in self.averaged:
             value.meta.sync.should = True
