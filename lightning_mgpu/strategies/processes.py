@@ -100,7 +100,10 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
         for tensor in () if self.is_alone else (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, 0)
+            row = tensor.detach().flatten().clone().view(torch.uint8)  # gloo has few dtypes
+            dist.broadcast(row, 0)
+            if not self.is_global_zero:
+                tensor.data.copy_(row.view(tensor.dtype).view(tensor.shape))
         return model
 
     def gather(self, row: np.ndarray) -> np.ndarray:
