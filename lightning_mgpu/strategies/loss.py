@@ -1,7 +1,6 @@
-"""What a `training_step` returns: a loss, and perhaps how many things it is the mean of.
+"""`{"loss": loss, "weight": n}`, the output of a `training_step`: a mean over n things, as tokens.
 
-`{"loss": loss, "weight": n}` says that the loss is a mean over n things, for example tokens or
-labelled pixels. Shards then count by n, and not by their samples.
+Shards count by n, or, without a weight, by their samples.
 """
 
 import math

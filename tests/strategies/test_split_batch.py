@@ -1,4 +1,4 @@
-"""Batches are cut as `tensor_split` cuts tensors."""
+"""Batches are cut as `tensor_split` cuts tensors; what `training_step` returns is checked."""
 
 import re
 from collections import UserDict, defaultdict, namedtuple
@@ -39,7 +39,9 @@ def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
 def test_shares_are_rounded_to_the_nearest_sizes() -> None:
     assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
     assert shard_sizes(9, [3, 1]) == [7, 2]
-    assert shard_sizes(1, [0.01, 0.99]) == [0, 1]
+    for num, shares in ((10, [0.01, 0.99]), (2, [1, 1, 1])):
+        with pytest.raises(ValueError, match="cannot be shared out"):
+            shard_sizes(num, shares)
 
 
 CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
