@@ -53,6 +53,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
     cli.build(f"{command()} {shlex.join([subcommand, *args])}")
     way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
+    way_on = way_on if subcommand == "fit" else "try again"
     ending: BaseException | None = None
     try:
         cli.run()
