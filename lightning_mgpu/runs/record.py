@@ -65,7 +65,13 @@ class RunRecord(Callback):
                 trainer.loggers = [*trainer.loggers, logger]
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
-        self.write(begin=now(), devices=used, versions=versions, git=find_commit(), end=None)
+        self.write(
+            begin=str(datetime.now(UTC)),
+            devices=used,
+            versions=versions,
+            git=find_commit(),
+            end=None,
+        )
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
@@ -99,7 +105,11 @@ class RunRecord(Callback):
                 error.add_note(f"{self.run_dir}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            end |= {"time": now(), "epochs": trainer.current_epoch, "best": best.best}
+            end |= {
+                "time": str(datetime.now(UTC)),
+                "epochs": trainer.current_epoch,
+                "best": best.best,
+            }
             end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
             self.write(end=end)
         for logger in trainer.loggers:
@@ -134,10 +144,6 @@ def find_commit() -> str | None:
             command, stderr=subprocess.DEVNULL, text=True, timeout=2
         ).strip()
     return None
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

@@ -11,12 +11,13 @@ from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.seeds import VERSION
 from lightning_mgpu.tools import UsageError
 
-LENGTH = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")
-WHERE = ("accelerator", "devices", "num_nodes", "strategy", "logger", "enable_progress_bar")
+OF_TRAINER = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "enable_progress_bar"),
+    *("accelerator", "devices", "num_nodes", "strategy", "logger"),
+)
 MAY_CHANGE = (
-    *(f"trainer.{name}." for name in (*LENGTH, *WHERE)),
-    *("wandb.", "output.", "malloc.", "run_dir."),
-    *("data.root.", "data.num_workers.", "data.pin_memory."),  # of a machine
+    *(f"trainer.{name}." for name in OF_TRAINER),
+    *("wandb.", "output.", "malloc.", "data.root.", "data.num_workers.", "data.pin_memory."),
 )
 
 
