@@ -65,13 +65,8 @@ class RunRecord(Callback):
                 trainer.loggers = [*trainer.loggers, logger]
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
-        self.write(
-            begin=str(datetime.now(UTC)),
-            devices=used,
-            versions=versions,
-            git=find_commit(),
-            end=None,
-        )
+        self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
+        self.write(git=find_commit(), end=None)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
@@ -147,10 +142,7 @@ def find_commit() -> str | None:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """12 hex digits of a SHA-256 over the bytes of all parameters in order; buffers are left out.
-
-    Two runs with the same fingerprint have trained the same bits.
-    """
+    """12 hex digits of a SHA-256 over the bytes of all parameters in order, without buffers."""
     digest = hashlib.sha256()
     for p in parameters:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
