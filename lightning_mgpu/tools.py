@@ -31,15 +31,10 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def run_in_group(
-    command: Sequence[str], output: IO[Any] | None = None, timeout: float | None = None
-) -> int:
+def run_in_group(command: Sequence[str], output: IO[Any] | None = None) -> int:
     """Run a command to its end, with its output in a file if one is given; returns its status.
 
     On Ctrl-C, or any other exception, the processes that it has started are killed with it.
-
-    Raises:
-        subprocess.TimeoutExpired: If it takes longer than `timeout` seconds.
     """
     process = subprocess.Popen(
         command,
@@ -49,7 +44,7 @@ def run_in_group(
         start_new_session=True,
     )
     try:
-        return process.wait(timeout)
+        return process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

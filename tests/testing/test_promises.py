@@ -35,7 +35,7 @@ class Other(SingleDeviceStrategy):
         ("raise ValueError('not today')", "refused", "not today", 99),
         ("raise TypeError('a fault')", "no", "ended with status 1: TypeError: a fault", 99),
         ("os._exit(0)", "no", "ended with status 0", 99),
-        ("time.sleep(60)", "no", "not done after 15 s", 15),
+        ("time.sleep(60)", "no", "ended with status 1: Timeout (0:00:15)!", 15),
     ],
 )
 def test_what_is_wrong_is_found(
