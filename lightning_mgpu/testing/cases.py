@@ -19,7 +19,7 @@ EVEN, UNEVEN = (48, 12), (107, 24)  # samples, batch size: the last batch of UNE
 
 
 class Run(NamedTuple):
-    """What a case runs under. `directory` is for its files, `options` are the strategy's."""
+    """The settings of a case. `directory` is for its files, `options` are the strategy's."""
 
     directory: str
     strategy: str

@@ -54,7 +54,7 @@ def test_manual_allreduce_keeps_all_promises() -> None:
 
 
 def test_cases_see_something(tmp_path: Path) -> None:
-    """What is compared is not empty, and a case that trains another way sees other numbers."""
+    """Nothing that is compared is empty, and a case that trains another way sees other numbers."""
     seen = {name: case(Run(str(tmp_path), "auto", 1, "cpu", {})) for name, case in PROMISES.items()}
     assert torch.equal(seen["every sample once in evaluation"], torch.ones(107, dtype=torch.int64))
     assert len(seen["logging in evaluation"][0]) == 3 and len(seen["save and resume"]) == 3
