@@ -30,7 +30,11 @@ class SlicedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.strategy.begin_pass()
-        for index, batch in enumerate(self.loader):
+        # not with the first batch: a seed may be set in between, and `iter` draws from it
+        return self._parts(iter(self.loader))
+
+    def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for index, batch in enumerate(batches):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
             before, size, after = self.strategy.part_of(num_samples(batch))
             # the indices of each batch that Lightning notes for `predict`
