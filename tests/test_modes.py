@@ -66,7 +66,7 @@ def test_early_stopping_ends_a_run_that_learns_nothing(fit: Callable, capfd: Any
     assert fit("callbacks/early_stopping.yaml", "--model.lr=0", *short) == 0
     out = capfd.readouterr().out
     assert "epoch 4/9" in out and "epoch 5/9" not in out
-    assert "stopped early: val_acc has not improved for 3 epochs" in out
+    assert "stopped early: Monitored metric val_acc did not improve in the last 3 records" in out
 
 
 def test_ema_changes_what_is_validated_and_saved_but_not_the_training(fit: Callable) -> None:
