@@ -59,7 +59,7 @@ def test_a_header_then_one_line_per_epoch(
 
 def test_lines_show_metrics_of_any_name(trainer: Callable, capsys: pytest.CaptureFixture) -> None:
     def lines(*names: tuple[str, ...]) -> list[str]:
-        loader = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
+        loader: Any = DataLoader(torch.ones(4, 1))  # type: ignore[arg-type]
         trainer(RunOutput(header=False), max_epochs=2).fit(Named(*names), loader, loader)
         return [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
 
