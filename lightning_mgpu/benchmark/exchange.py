@@ -23,7 +23,7 @@ COSTS: dict[str, Callable[[int], float]] = {
     "ring": lambda k: 2 * (k - 1) / k,
     "foreach": lambda k: k - 1,
 }
-"""What the busiest of k devices sends, in tensors: the table in `allreduce/__init__.py`."""
+"""Tensors that the busiest of k devices sends: the table in `allreduce/__init__.py`."""
 
 
 def find_algorithm(name: str) -> Allreduce:

