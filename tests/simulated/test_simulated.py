@@ -20,6 +20,7 @@ GROUPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(520)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices")
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_simulated_devices(group: str) -> None:
