@@ -1,4 +1,4 @@
-"""Waiting for devices that this machine may lack: the tests look at the calls of torch."""
+"""Waiting for devices that this machine may lack: the test looks at the calls of torch."""
 
 from typing import Any
 
@@ -7,20 +7,13 @@ import torch
 
 from lightning_mgpu.devices import synchronize
 
-CUDA, XPU, MPS, CPU = (torch.device(name) for name in ("cuda:1", "xpu:0", "mps:0", "cpu"))
 
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The devices that were waited for."""
+def test_devices_of_every_kind_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, an epoch's seconds would be those of launching its kernels."""
+    cuda, xpu, mps, cpu = (torch.device(name) for name in ("cuda:1", "xpu:0", "mps:0", "cpu"))
     waits: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.xpu, "synchronize", waits.append)
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(MPS))
-    return waits
-
-
-def test_devices_of_every_kind_are_waited_for_once(waits: list[Any]) -> None:
-    """Without it, an epoch's seconds would be those of launching its kernels."""
-    synchronize([CUDA, CPU, XPU, MPS, CUDA])
-    assert sorted(waits, key=str) == [CUDA, MPS, XPU]
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(mps))
+    synchronize([cuda, cpu, xpu, mps, cuda])
+    assert sorted(waits, key=str) == [cuda, mps, xpu]

@@ -1,168 +1,77 @@
-"""Every subcommand on every kind of device that the machine has: what to run first on a GPU.
+"""What to run first on a machine with GPUs: `pytest -m gpu` takes minutes, without a download."""
 
-    pytest -m gpu
-
-It takes less than five minutes on one GPU and downloads nothing: the images are synthetic. At
-its end it says what it saw: the GPU, its driver, and the seconds per epoch of LeNet and
-ResNet-18.
-"""
-
-import csv
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mgpu import allreduce
 from lightning_mgpu.devices import gpus
+from lightning_mgpu.models import LeNet
+from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
+from tests.strategies.conftest import run_in_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-KINDS = ["cpu", *(gpu.type for gpu in gpus()[:1])]
-IS_SIMULATED = KINDS[-1] == "sim"  # where these tests themselves are tried
-CKPT = "--ckpt_path=run/checkpoints/last.ckpt"
-FEW = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
-TWO = (
-    "--trainer.devices=1",
-    "--trainer.strategy=manual_allreduce",
-    "--trainer.strategy.replicas=2",
-)
-Run = Callable[..., str]
+KIND = gpus()[0].type if gpus() else "cpu"
+ALGORITHMS = ("textbook", "tree", "sharded", "ring", "key_value", "foreach")
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of the commands for one kind of device."""
-    return tmp_path_factory.mktemp(kind)
-
-
-@pytest.fixture(scope="module")
-def run(directory: Path, command_in: Callable[..., Any]) -> Iterator[Run]:
-    """Run `python -m ...`; returns what it prints."""
-    command = command_in(directory)
-
-    def run(*args: str, module: str = "lightning_mgpu") -> str:
-        process = command.start(*args, launcher=("-m", module), OMP_NUM_THREADS="4")
-        status, out, err = command.finish(process, timeout=280)
-        assert status == 0, f"{out}\n{err}"
-        return str(out)
-
-    yield run
-    command.end()
-
-
-@pytest.fixture(scope="module")
-def options(kind: str) -> list[str]:
-    return ["--data.source=synthetic", f"--trainer.accelerator={kind}", *FEW]
-
-
-@pytest.fixture(scope="module")
-def trained(run: Run, options: list[str]) -> str:
-    """The output of a `fit` that trains two replicas on one device."""
-    return run("fit", *options, *TWO, "--trainer.max_epochs=1", "--run_dir=run")
-
-
-def test_fit(trained: str, kind: str) -> None:
-    assert f"Strategy (textbook_allreduce) on {kind}" in trained and "epoch 1/1" in trained
-
-
-STRATEGIES = ["auto", "ddp", "dp", "manual_allreduce", "manual_allreduce_ring"]
-
-
-@pytest.mark.skipif(len(gpus()) < 2, reason="needs several GPUs")
-# gloo has no simulated devices
-@pytest.mark.parametrize("strategy", STRATEGIES[1 + IS_SIMULATED :])
-def test_fit_on_all_gpus(strategy: str, run: Run, options: list[str], kind: str) -> None:
-    if kind == "cpu":
-        pytest.skip("what all other tests do")
-    all_gpus = (f"--trainer.devices={min(len(gpus()), 4)}", f"--trainer.strategy={strategy}")
-    assert f"{kind}:1" in run("fit", *options, *all_gpus, "--trainer.max_epochs=1")
-
-
-def test_resume(trained: str, run: Run, kind: str) -> None:
-    out = run("fit", "--resume=run", "--trainer.max_epochs=2")
-    assert "epoch 2/2" in out and "epoch 1/" not in out and f"on {kind}" in out
-
-
-@pytest.mark.parametrize("name", ["validate", "test", "predict"])
-def test_evaluation(name: str, trained: str, run: Run, options: list[str], kind: str) -> None:
-    out = run(name, *options, CKPT, "--trainer.devices=1", f"--run_dir={name}")
-    assert f"SingleDeviceStrategy on {kind}" in out
-
-
-def test_export(trained: str, run: Run) -> None:
-    assert "model.pt2: LeNet" in run("export", CKPT, "--output=model.pt2")
-
-
-def test_sweep(run: Run, options: list[str], directory: Path, kind: str) -> None:
-    short = (*options, "--trainer.devices=1", "--trainer.max_epochs=1")
-    run("sweep", "--config=sweep/lenet_lr.yaml", "--count=1", *short)
-    assert f"on {kind}" in (directory / "sweeps/lenet_lr/trial_000.log").read_text()
-
-
-def test_benchmark(run: Run, kind: str) -> None:
-    if kind == "cpu":
-        pytest.skip("it measures GPUs where there are some")
-    few = (
-        "--repeats=1",
-        "--num_steps=2",
-        "--sizes=4096",
-        "--seconds=0.01",
-        "--devices=1",
-        "--replicas=2",
+def trained(strategy: Any = "auto", devices: int = 1) -> list[Tensor]:
+    """LeNet's parameters after four steps in float64. The last batch has two samples."""
+    seed_everything(0, verbose=False)
+    module = LeNet(lr=0.5).double()
+    data = TensorDataset(torch.rand(23, 1, 28, 28).double(), torch.arange(23) % 10)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(
+        **dict.fromkeys(off, False),
+        accelerator=KIND,
+        devices=devices,
+        strategy=strategy,
+        max_epochs=1,
     )
-    out = run("benchmark", "--quick", *few, "--strategies", "dp", "--algorithms", "textbook")
-    name = torch.get_device_module(kind).get_device_name(0)
-    assert name in out and "Not measured" not in out
+    trainer.fit(module, DataLoader(data, 7))
+    assert trainer.strategy.root_device.type == KIND
+    return [parameter.detach().cpu() for parameter in module.parameters()]
 
 
-def test_testing(run: Run, kind: str) -> None:
-    out = run(
-        "--strategy=manual_allreduce",
-        "--devices=1",
-        f"--accelerator={kind}",
-        module="lightning_mgpu.testing",
-    )
-    assert "kept" in out and "BROKEN" not in out
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("model", ["LeNet", "ResNet18"])
-def test_seconds_per_epoch(
-    model: str, kind: str, run: Run, directory: Path, record_property: Callable[[str, str], None]
-) -> None:
-    """The second epoch is measured: 60,000 images in batches of 256."""
-    if kind == "cpu":
-        pytest.skip("takes minutes on a CPU")
-    limits = [*(("--trainer.limit_train_batches=3",) if IS_SIMULATED else ()), *FEW[1:]]
-    options = (
-        "--data.source=synthetic",
-        "--data.val_size=0",
-        f"--trainer.accelerator={kind}",
-        "--trainer.devices=1",
-    )
-    run(
-        "fit", f"--model={model}", *options, *limits, "--trainer.max_epochs=2", f"--run_dir={model}"
-    )
-    with (directory / model / "metrics.csv").open() as file:
-        seconds = [
-            float(row["epoch_seconds"]) for row in csv.DictReader(file) if row["epoch_seconds"]
-        ]
-    assert len(seconds) == 2 and seconds[-1] > 0
-    of = "for three batches" if IS_SIMULATED else "per epoch"
-    record_property("gpu", f"{about(kind)}: {model} {seconds[-1]:.2f} s {of}")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_allreduce_sums_between_gpus(name: str) -> None:
+    devices = [gpus()[i % len(gpus())] for i in range(4)]
+    data = [torch.arange(10.0, device=device) * 2**i for i, device in enumerate(devices)]
+    getattr(allreduce, f"{name}_allreduce")(data)
+    for tensor, device in zip(data, devices):
+        assert tensor.device == device and torch.equal(tensor.cpu(), torch.arange(10.0) * 15)
 
 
-def about(kind: str) -> str:
-    """`NVIDIA T4, driver 550.54, torch 2.9.0+cu128`."""
-    words = [torch.get_device_module(kind).get_device_name(0), f"torch {torch.__version__}"]
-    if kind == "cuda":  # torch knows the driver by CUDA's version only
-        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
-        words.insert(1, f"driver {driver.splitlines()[0]}")
-    return ", ".join(words)
+@pytest.mark.parametrize("name", ["manual_allreduce", "dp"])
+def test_replicas_on_one_gpu_train_as_one_device(name: str) -> None:
+    two = [str(gpus()[0])] * 2
+    strategies = {
+        "dp": DataParallelStrategy(parallel_devices=two),
+        "manual_allreduce": ManualAllreduceStrategy(replicas=2),
+    }
+    assert_same(trained(strategies[name]), trained())
+
+
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["manual_allreduce", "manual_allreduce_ring"])
+def test_processes_on_two_gpus_train_as_one_device(name: str) -> None:
+    one = trained(devices=1)
+    for found in run_in_processes(2, trained, name, 2):
+        assert_same(found, one)
+
+
+def test_an_epoch_of_the_books_lenet(main: Callable[..., int], capfd: Any) -> None:
+    options = ("--data.source=synthetic", "--trainer.devices=1", "--trainer.max_epochs=1")
+    assert main("fit", *options, f"--trainer.accelerator={KIND}") == 0
+    out = capfd.readouterr().out
+    assert "epoch 1/1" in out and f"sec/epoch on [device(type='{KIND}', index=0)]" in out

@@ -100,7 +100,8 @@ def test_panels_of_the_curve() -> None:
     panels = {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in figure.axes}
     assert panels == {
         "loss": ["training", "other"],
-        **dict.fromkeys(("a", "b"), ["training"]),
+        "a": ["training"],
+        "b": ["training"],
         "f1": ["other"],
     }
 

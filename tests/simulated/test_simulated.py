@@ -12,6 +12,7 @@ PATHS = [HERE.parent / "strategies" / "test_dp.py", HERE]  # tests of one proces
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(520)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the simulated devices")
 def test_on_simulated_devices() -> None:
     """In a process of its own: torch takes one such backend, and keeps it."""

@@ -1,0 +1,72 @@
+"""Prints the table of docs/strategies.md: the same bits in one, two and four processes.
+
+    python scripts/fingerprints.py textbook TopK --trainer.limit_train_batches=20
+
+Four replicas train an epoch. A batch of 234 images is cut into 59, 59, 58 and 58; the last one, of
+10, into 3, 3, 2 and 2. Without names all rows are made. Options go to every run.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor, nn
+
+from lightning_mgpu.models import Classifier
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+
+RUN = (
+    *("--model=fingerprints.Net", "--model.optimizer=AdamW", "--trainer.strategy.replicas=4"),
+    *("--model.lr_scheduler=ExponentialLR", "--model.lr_scheduler.gamma=0.99"),
+    *("--model.lr_interval=step", "--data.batch_size=234", "--trainer.max_epochs=1"),
+    *("--trainer.accelerator=cpu", "--wandb.mode=disabled", "--output.test=false"),
+)
+NAMES = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+GIVEN = sys.argv[1 + len(NAMES) :]
+BY_BOOK = "--trainer.strategy=manual_allreduce"
+ROWS = {  # and the options of each
+    "textbook": [BY_BOOK],
+    **{name: [f"{BY_BOOK}_{name}"] for name in ("tree", "ring", "sharded", "key_value")},
+    "TopK": ["--trainer.strategy=fingerprints.TopK"],
+    "accumulated": [BY_BOOK, "--trainer.accumulate_grad_batches=2"],
+    "two epochs": [BY_BOOK, "--trainer.max_epochs=2"],
+    "resumed": [BY_BOOK],  # two epochs, the first of them in another number of processes
+}
+
+
+class Net(Classifier):
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(**kwargs)
+        first = (nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.net = nn.Sequential(*first, nn.Dropout(0.3), nn.Linear(8 * 12 * 12, 10))
+
+
+class TopK(ManualAllreduceStrategy):  # a tenth of a gradient's entries now, the rest later
+    def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
+        unsent = vars(self).setdefault("unsent", {})
+        gradient += unsent.get((name, replica), 0)
+        smallest = gradient.abs().flatten().topk(1 + gradient.numel() // 10).values[-1]
+        unsent[name, replica] = gradient * (gradient.abs() < smallest)
+        gradient -= unsent[name, replica]
+
+
+def fit(processes: int, *options: str) -> str:
+    line = [sys.executable, "-m", "lightning_mgpu", "fit", *options, *GIVEN]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    out = subprocess.check_output([*line, f"--trainer.devices={processes}"], env=env, text=True)
+    return f" `{out.partition('fingerprint: ')[2].split()[0]}` |"
+
+
+if __name__ == "__main__":
+    print("| four replicas | 1 process | 2 processes | 4 processes |", "| --- " * 4 + "|", sep="\n")
+    for row in NAMES or ROWS:
+        print(f"| {row} |", end="", flush=True)
+        for processes, first in ((1, 4), (2, 1), (4, 2)):
+            with TemporaryDirectory() as run:
+                begin = first if row == "resumed" else processes
+                found = fit(begin, *RUN, *ROWS[row], f"--run_dir={run}")
+                if row == "resumed":
+                    found = fit(processes, f"--resume={run}", "--trainer.max_epochs=2")
+            print(found, end="\n" if processes == 4 else "", flush=True)
