@@ -15,12 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torchvision.tv_tensors import BoundingBoxes
 
 from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.split_batch import (
-    cut,
-    num_samples,
-    shard_sizes,
-    split_batch,
-)
+from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes, split_batch
 
 X = torch.arange(20.0).reshape(10, 2)
 Pair = namedtuple("Pair", "X y")
@@ -36,10 +31,12 @@ def test_shards_are_those_of_tensor_split(more: int, k: int) -> None:
     assert all(map(torch.equal, split_batch(rows, k), expected))
 
 
-def test_shares_are_rounded_to_the_nearest_sizes() -> None:
+def test_shares_are_rounded_to_the_nearest_sizes_above_0() -> None:
     assert shard_sizes(10, [0.7, 0.3]) == [7, 3]
     assert shard_sizes(9, [3, 1]) == [7, 2]
-    assert shard_sizes(1, [0.01, 0.99]) == [0, 1]
+    for shares in ([0.01, 0.99], [1, 1, 1, 1]):
+        with pytest.raises(ValueError, match="A batch of 3 samples cannot be shared out to"):
+            shard_sizes(3, shares)
 
 
 CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
