@@ -30,7 +30,10 @@ class Scheduled(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Unused(Net):
@@ -221,12 +224,17 @@ def fit_case(name: str, replicas: int | None = None) -> Any:
     return attempt(fit, make, replicas=replicas, **kwargs())
 
 
-def fit_all() -> dict[tuple[str, int], Any]:
-    return {(name, k or 2): fit_case(name, k) for name in CASES for k in (None, 4)}
+TWICE = "momentum", "frozen, accumulated", "edited"
+
+
+def fit_all() -> dict[Any, Any]:
+    """Two replicas in two processes, and some cases with four."""
+    two = {name: fit_case(name) for name in CASES}
+    return {**two, **{(name, 4): fit_case(name, 4) for name in TWICE}}
 
 
 @pytest.fixture(scope="module")
-def in_two_processes() -> list[dict[tuple[str, int], Any]]:
+def in_two_processes() -> list[dict[Any, Any]]:
     return run_in_processes(2, fit_all)
 
 
@@ -234,9 +242,7 @@ def in_two_processes() -> list[dict[tuple[str, int], Any]]:
 def test_training_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
     expected = fit_case(name)
     rtol = {"lbfgs": 1e-6, "bf16": 0.02, "GradScaler": 0.02}.get(name, 1e-10)
-    found = {"two processes, rank": [each[name, 2] for each in in_two_processes]}
-    found["replicas"] = [fit_case(name, 3), in_two_processes[1][name, 4]]
-    for results in found.values():
-        for result in results:
-            if result is not None:
-                assert_close(result, expected, rtol)
+    others = fit_case(name, 3), in_two_processes[1].get((name, 4))
+    for found in (*(each[name] for each in in_two_processes), *others):
+        if found is not None:
+            assert_close(found, expected, rtol)
