@@ -76,14 +76,17 @@ def fit(
     ckpt_path: Any = None,
     **kwargs: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The trained module's state, and what was logged. Without processes: one device."""
+    """The trained module's state, and what was logged. Without processes: one device.
+
+    `data`: a loader, or a function of the Trainer that makes one.
+    """
     seed_everything(0, verbose=False)
     strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
     given = {"strategy": strategy, "precision": "64-true", "max_epochs": 2, **kwargs}
     trainer = Trainer(**{**QUIET, "devices": world_size(), **given})
-    with trainer.init_module():
-        module = make()
+    module = make()
     data = DataLoader(samples(), 10, shuffle=True) if data is None else data
+    data = data(trainer) if callable(data) else data
     trainer.fit(module, data, val, ckpt_path=ckpt_path, weights_only=False)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return state, {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -1,0 +1,169 @@
+"""What does not train right is refused in one line that names the fix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.strategies.conftest import (
+    QUIET,
+    Net,
+    attempt,
+    fit,
+    make_strategy,
+    rank,
+    run_in_processes,
+)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class LossBackward(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class NewGradient(Manual):
+    """Half of the gradients come from `manual_backward`, then `loss.backward()` adds to them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.manual_backward(self.loss(batch))
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(10, 3, sparse=True))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[1]), batch[1])
+
+
+class Hidden(Net):
+    """Only the optimizer knows this parameter."""
+
+    def configure_optimizers(self) -> Any:
+        self.hidden = [nn.Parameter(torch.zeros(3))]
+        return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
+
+
+class Returns(Net):
+    """Something else for the second shard of a batch of 10."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.num_steps = make, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_steps += 1
+        loss = self.loss(batch)
+        return self.make(loss) if rank() or self.num_steps == 2 else loss
+
+
+class NothingCounts(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "weight": rank() and 0.0}
+
+
+def copies_to_none(tensors: list[Tensor]) -> None:
+    """The book's first edition: the first device alone has the sum."""
+    for tensor in tensors[1:]:
+        tensors[0] += tensor
+
+
+def wrong() -> dict[str, Any]:
+    return {"strategy": ManualAllreduceStrategy(copies_to_none, replicas=2)}
+
+
+ONE_REPLICA = "need one replica per process: leave out `replicas`"
+IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "manual optimization": (Manual, {}, ONE_REPLICA),
+    "own backward": (OwnBackward, {}, ONE_REPLICA),
+    "sync_batchnorm": (Net, {"sync_batchnorm": True}, ONE_REPLICA),
+    "sparse": (Sparse, {}, "use nn.Embedding(sparse=False)"),
+    "hidden": (Hidden, {}, "An optimizer has a parameter that the module does not have"),
+    "no loss": (lambda: Returns(lambda loss: None), {}, "every shard needs a loss"),
+    "a vector": (lambda: Returns(lambda loss: loss.repeat(2)), {}, "a tensor of one number"),
+    "a weight": (
+        lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
+        {},
+        "All losses need one, and a sum > 0",
+    ),
+    "nothing counts": (NothingCounts, {}, "Weights of a batch: [0.0, 0.0]"),
+    "more replicas than samples": (Net, {"replicas": 11}, "10 samples cannot be shared out to 11"),
+}
+IN_TWO: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "replicas": (Net, {"replicas": 3}, "replicas=3 must be a multiple of the 2 processes"),
+    "loss.backward()": (LossBackward, {}, "call `self.manual_backward(loss)` instead"),
+    "then manual_backward": (NewGradient, {}, "A gradient was never exchanged"),
+    "hidden, alone": (Hidden, {}, "An optimizer has a parameter"),
+    "weight 0": (
+        lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
+        {},
+        "All losses need one, and a sum > 0",
+    ),
+    "another Trainer": (
+        Net,
+        {"devices": 1, "strategy": make_strategy},
+        "This Trainer wants 1 of 2 processes",
+    ),
+}
+
+
+def refused(name: str) -> Any:
+    make, kwargs, _ = {**IN_ONE, **IN_TWO}[name]
+    given = {key: value() if callable(value) else value for key, value in kwargs.items()}
+    return attempt(fit, make, **given)
+
+
+def refuse_all() -> dict[str, Any]:
+    return {name: refused(name) for name in IN_TWO}
+
+
+def check(found: str, said: str) -> None:
+    assert said in found and "\n" not in found, found
+
+
+@pytest.mark.parametrize("name", IN_ONE)
+def test_refused_in_one_process(name: str) -> None:
+    make, kwargs, said = IN_ONE[name]
+    check(attempt(fit, make, **{"replicas": 2, **kwargs}), said)
+
+
+def test_refused_in_two_processes() -> None:
+    for found in run_in_processes(2, refuse_all):
+        for name, (_, _, said) in IN_TWO.items():
+            check(found[name], said)
+
+
+def test_wrong_options() -> None:
+    check(attempt(fit, Net, **wrong()), "replicas must be bit-identical")
+    for options in ({"replicas": 0}, {"allreduce": 3}):
+        with pytest.raises(ValueError, match="a function, a count"):
+            ManualAllreduceStrategy(**options)
+
+
+def test_one_process_needs_no_launcher_and_no_group() -> None:
+    strategy = make_strategy(replicas=2)
+    trainer = Trainer(**QUIET, devices=1, strategy=strategy)
+    assert strategy.launcher is None and trainer.world_size == 1
+    fit(replicas=2)
+    assert not dist.is_initialized()
