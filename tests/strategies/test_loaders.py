@@ -17,6 +17,7 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
+    known_fault,
     make_strategy,
     rank,
     run_in_processes,
@@ -100,7 +101,10 @@ def in_two_processes() -> Any:
     return run_in_processes(2, fit_all)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+SEVERAL = known_fault("several", "other random numbers: a loader begins its pass too late")
+
+
+@pytest.mark.parametrize("name", [SEVERAL if name == "several" else name for name in LOADERS])
 def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any]) -> None:
     expected = fit_loader(name)
     for found in (fit_loader(name, 3), *(each[name] for each in in_two_processes)):

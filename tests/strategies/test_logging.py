@@ -14,6 +14,7 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
+    known_fault,
     make_strategy,
     run_in_processes,
     samples,
@@ -118,7 +119,10 @@ def in_two_processes() -> Any:
     return run_in_processes(2, run_all)
 
 
-@pytest.mark.parametrize("name", RUNS)
+IN_HOOKS = known_fault("in hooks", "`sync_dist` is switched on for what a hook logs")
+
+
+@pytest.mark.parametrize("name", [IN_HOOKS if name == "in hooks" else name for name in RUNS])
 def test_values_are_means_over_all_samples(name: str, in_two_processes: list[Any]) -> None:
     _, expected = fit_run(name)
     for found in (fit_run(name, 3), *(each[name] for each in in_two_processes)):
