@@ -23,10 +23,12 @@ class Random(Net):
     def __init__(self) -> None:
         layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)]
         super().__init__(nn.Sequential(*layers, nn.Linear(16, 3)))
-        self.register_buffer("drawn", torch.zeros(2))
+        self.register_buffer("drawn", torch.zeros(1))
+        self.numbers: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
-        self.drawn.copy_(torch.rand(2))  # type: ignore[operator]
+        self.drawn.copy_(torch.rand(1))  # type: ignore[operator]
+        self.numbers.append(float(self.drawn))
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
@@ -66,6 +68,7 @@ def train(name: str, save: Path | None = None, resume: Path | None = None, **kwa
     if save or resume:
         data = batch_loader(samples(58), 10, trainer, shuffle=True)
     trainer.fit(module, data, ckpt_path=resume, weights_only=False)
+    assert len(set(module.numbers)) == len(module.numbers)  # of each replica and batch
     if save:
         trainer.save_checkpoint(save)
     return digest(module)

@@ -35,7 +35,11 @@ class Stream(IterableDataset):
 
 
 class Draws(Net):
-    """Hooks that draw other random numbers in every process, after each validation."""
+    """Every process draws other weights, and other numbers in hooks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(rank())
+        super().__init__()
 
     def on_train_start(self) -> None:
         torch.rand(rank() + 1)

@@ -159,7 +159,7 @@ def test_refused_in_two_processes() -> None:
 def test_wrong_options() -> None:
     strategy = make_strategy(allreduce=reduce_only, replicas=2)
     check(attempt(fit, strategy=strategy), "instead of the sum")
-    for options in ({"replicas": 0}, {"allreduce": 3}):
+    for options in ({"replicas": -1}, {"allreduce": 3}):
         with pytest.raises(ValueError, match="a function, a count"):
             ManualAllreduceStrategy(**options)
 
