@@ -1,34 +1,44 @@
-"""Buffers: every replica starts a step with the same ones.
+"""Every replica starts a step with the same buffers.
 
-The running statistics of normalization layers are averaged over the replicas, in their order. For
+The running statistics of normalization layers are averaged over the replicas, in their order. Of
 any other buffer the first replica's value is kept.
 """
 
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 16  # bytes of the largest dtype
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def read_buffers(module: nn.Module) -> Tensor:
-    """All buffers in one row of bytes, a copy."""
+    """A copy of all buffers in one row of bytes. Its length tells how many bytes they have."""
     parts = [b.detach().contiguous().view(-1).view(torch.uint8) for _, b in _buffers(module)]
     row = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    return torch.cat([row, row.new_zeros(-len(row) % ALIGNMENT)])
+    return torch.cat([row, row.new_zeros(_padding(len(row)))])
 
 
+@torch.no_grad()
 def write_buffers(module: nn.Module, rows: Tensor) -> None:
     """Set the buffers to what the rows (k, bytes) of k replicas become."""
+    end = sum(b.numel() * b.element_size() for b in module.buffers())
+    if end + _padding(end) != rows.shape[1]:
+        raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
     end = 0
     for name, buffer in _buffers(module):
         start, end = end, end + buffer.numel() * buffer.element_size()
         values = rows[:, start:end].view(buffer.dtype)  # (k, numel)
-        is_statistic = name.endswith(("running_mean", "running_var"))
-        value = values.mean(0) if is_statistic and len(rows) > 1 else values[0]
-        # by `.data`: a backward pass may still need the buffer, whose value is the same to it
-        buffer.data.copy_(value.view(buffer.shape))
+        is_mean = name.endswith(STATISTICS[:2]) and len(rows) > 1
+        value = (values.mean(0) if is_mean else values[0]).view(buffer.shape)
+        if name.endswith(STATISTICS):
+            buffer.data.copy_(value)  # the backward pass does not need them
+        elif not torch.equal(value, buffer):
+            buffer.copy_(value)  # autograd raises if it needs the buffer as it was
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     # the largest dtype first, so that all views are aligned
     return sorted(module.named_buffers(), key=lambda item: -item[1].element_size())
+
+
+def _padding(size: int) -> int:
+    return -size % 16 + size % 16 * 16

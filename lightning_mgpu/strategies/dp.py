@@ -1,7 +1,4 @@
-"""`dp`, data parallelism as in `torch.nn.DataParallel`, which the Lightning Trainer dropped in 2.0.
-
-python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=dp
-"""
+"""`dp`: `torch.nn.DataParallel`'s way, which the Lightning Trainer dropped in 2.0."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +37,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().__init__()
         self.split = split
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
-        # the Trainer sets these
         self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
 
     @property
@@ -59,9 +55,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def training_step(self, batch: Any, *args: Any) -> Any:
         module: Any = self.lightning_module
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
-        if len(self.shares) == 1:
-            return super().training_step(batch, *args)
-        sizes = shard_sizes(num_samples(batch), self.shares)
+        sizes = shard_sizes(num_samples(batch) if len(self.shares) > 1 else 1, self.shares)
         outputs, results = [], module.trainer._results
         # all copies are made before the first shard runs, which may edit what is copied
         copies = [{}, *(copy_tensors(module, device) for device in self.parallel_devices[1:])]
@@ -70,11 +64,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
             results.batch, results.batch_size = shard, None  # for the means of `self.log`
             with self.precision_plugin.train_step_context(), using(module, tensors, device):
                 outputs.append(module.training_step(shard, *args))
+        results.batch, results.batch_size = batch, None
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
         accumulates = module.trainer.accumulate_grad_batches > 1
-        refuse(any(loss is None for loss in losses), "needs a loss of every shard")
-        refuse(len({w is None for w in weights}) > 1, "needs a weight of every shard, or of none")
+        is_odd = any(loss is None for loss in losses) or len({w is None for w in weights}) > 1
+        refuse(is_odd, "needs a loss of every shard, and a weight of all or of none")
         refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: it does not count
@@ -95,16 +90,16 @@ def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
     metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
-    updates = {metric: metric.update for metric in metrics}
+    updates = [metric.update for metric in metrics]
     root_device, module._device = module.device, device
-    for metric, update in updates.items():
+    for metric, update in zip(metrics, updates):
         metric.update = partial(move_and_call, update, metric.device)
     try:
         with _reparametrize_module(module, tensors, tie_weights=True):
             yield
     finally:
         module._device = root_device
-        for metric, update in updates.items():
+        for metric, update in zip(metrics, updates):
             metric.update = update
 
 

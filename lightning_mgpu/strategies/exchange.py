@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mgpu.allreduce import allreduce_many
+
 ALIGNMENT = 64  # bytes
 
 
 class Exchange:
-    """Rows travel to their owners and the sums back, by two all-to-all messages.
-
-    Args:
-        strategy: Has `allreduce`, `gather`, and the numbers of processes and replicas.
-        parameters: All that may have a gradient.
-    """
+    """Rows travel to their owners and the sums back, by two all-to-all messages."""
 
     def __init__(self, strategy: Any, parameters: Sequence[Tensor]) -> None:
         self.strategy, self.parameters = strategy, parameters
@@ -38,13 +35,12 @@ class Exchange:
 
         r, size, device = strategy.num_local, sum(self.sizes), strategy.root_device
         self.blocks = torch.empty(r, size, dtype=torch.uint8, device=device)  # of replicas here
-        self.incoming, self.returned = self.blocks[None], self.blocks[0]  # of one process
+        self.incoming = self.blocks[None]
         if not strategy.is_alone:
             self.incoming = self.blocks.new_empty(num_owners, r, self.sizes[rank])
-            self.returned = torch.empty_like(self.blocks[0])
         self.local_rows = [rows_in(block, parameters) for block in self.blocks]
         owned = [rows_in(b, parameters[self.mine]) for b in self.incoming.flatten(0, 1)]
-        self.owned_rows, self.sums = list(zip(*owned)), rows_in(self.returned, parameters)
+        self.owned_rows = list(zip(*owned))
 
     def write(self, replica: int, gradients: Sequence[Tensor | None]) -> None:
         """Copy the gradients of a replica of this process into its rows. A missing one is zeros."""
@@ -53,7 +49,7 @@ class Exchange:
         self.has_gradient[replica] = [gradient is not None for gradient in gradients]
 
     def sum(self) -> list[Tensor | None]:
-        """Each parameter's sum, until the next `write`; None if no replica has a gradient."""
+        """Each parameter's sum, in new memory; None if no replica has a gradient."""
         flags = self.strategy.gather(self.has_gradient)  # all have written their rows
         is_present = flags.reshape(-1, len(self.parameters)).max(axis=0).tolist()
         rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
@@ -61,14 +57,14 @@ class Exchange:
             parts = [part.flatten() for part in self.blocks.split(self.sizes, dim=1)]
             lengths = [len(part) for part in parts]
             dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), None, lengths)
-        if many := getattr(self.strategy.allreduce, "many", None):
-            many(rows)
-        else:
-            for row in rows:
-                self.strategy.allreduce(row)
-        if not self.strategy.is_alone:  # each process gets the row of its first replica
-            dist.all_to_all_single(self.returned, self.incoming[:, 0].flatten(), self.sizes)
-        return [total if has else None for total, has in zip(self.sums, is_present)]
+        allreduce_many(self.strategy.allreduce, rows)
+        sums = torch.empty_like(self.blocks[0])
+        if self.strategy.is_alone:
+            sums.copy_(self.blocks[0])
+        else:  # each process gets the row of its first replica
+            dist.all_to_all_single(sums, self.incoming[:, 0].flatten(), self.sizes)
+        totals = rows_in(sums, self.parameters)
+        return [total if has else None for total, has in zip(totals, is_present)]
 
 
 def num_bytes(parameter: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Each process gets its part of every batch, whatever the loader is.
 
-Every process reads whole batches, so that any sampler and any dataset is right. P processes read
-P times as much for it; `lightning_mgpu.data.batch_loader` reads only its part.
+Every process reads whole batches, so that any sampler and dataset is right, and P processes read P
+times as much. `lightning_mgpu.data.batch_loader` reads only its part.
 """
 
 import zlib
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_samples
 
@@ -29,8 +30,12 @@ class SlicedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.strategy.begin_pass()
-        for index, batch in enumerate(self.loader):
+        # the loader's sampler draws what it would draw on one device
+        _set_rng_states(self.strategy.broadcast(_collect_rng_states(include_cuda=False)))
+        return self._parts(iter(self.loader))  # before the next loader: it may draw a seed
+
+    def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for index, batch in enumerate(batches):
             self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
             before, size, after = self.strategy.part_of(num_samples(batch))
             # the indices of each batch that Lightning notes for `predict`

@@ -1,7 +1,6 @@
-"""What a `training_step` returns: a loss, and perhaps how many things it is the mean of.
+"""`{"loss": loss, "weight": n}`, the output of a `training_step`: a mean over n things, as tokens.
 
-`{"loss": loss, "weight": n}` says that the loss is a mean over n things, for example tokens or
-labelled pixels. Shards then count by n, and not by their samples.
+Shards count by n, or, without a weight, by their samples.
 """
 
 import math
@@ -13,11 +12,7 @@ from torch import Tensor
 
 
 def split_loss(output: Any) -> tuple[Tensor | None, float | None]:
-    """The 0-d loss, and its weight. The host waits for the device if the weight is a tensor there.
-
-    Raises:
-        MisconfigurationException: For a loss that is not one number, or an impossible weight.
-    """
+    """The 0-d loss, and its weight. A MisconfigurationException refuses what is neither."""
     given = output if isinstance(output, Mapping) else {"loss": output}
     loss, weight = given.get("loss"), given.get("weight")
     if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):

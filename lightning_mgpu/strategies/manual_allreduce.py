@@ -9,13 +9,10 @@ The functions of the chapter, and where they are here:
       loss.backward()     `backward`
       allreduce           `exchange_gradients`; the rows that it sums are made in exchange.py
       sgd on each device  the optimizer of each process, called by Lightning
-
-    python -m lightning_mgpu fit --trainer.devices=2 --trainer.strategy=manual_allreduce \\
-        --trainer.strategy.allreduce=my_module.my_allreduce
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -35,7 +32,7 @@ from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.processes import DIFFER, ProcessPerDeviceStrategy
+from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.strategies.split_batch import num_samples, split_batch
 
 Gradients = dict[Tensor, Any]
@@ -109,7 +106,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         for i, shard in enumerate(self.shards):
             if i > 0:
                 write_buffers(self.module, start[None])
-            with self._draw_numbers(self.global_rank * self.num_local + i, shard):
+            replica = self.global_rank * self.num_local + i
+            with self._run_as(replica, shard) if self.num_replicas > 1 else nullcontext():
                 outputs.append(super().training_step(shard, *args, **kwargs))
             buffers.append(read_buffers(self.module))
         if self.num_replicas > 1 and len(start):
@@ -117,20 +115,19 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
 
     @contextmanager
-    def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
-        """A random stream for each replica and batch: dropout draws the same in any process."""
-        if self.num_replicas == 1:
-            yield
-            return
+    def _run_as(self, replica: int, shard: Any) -> Iterator[None]:
+        """Random numbers by batch and replica: dropout draws the same in any process."""
         trainer = self.module.trainer
         # `self.log` weighs a mean by the samples that Lightning finds in here
-        trainer._results.batch, trainer._results.batch_size = shard, None
+        results, batch = trainer._results, trainer._results.batch
+        results.batch, results.batch_size = shard, None
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):
             seed_generators(self.seed, "step", trainer.fit_loop.total_batch_idx, replica)
             yield
+        results.batch, results.batch_size = batch, None
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
-        """(k, n) bytes of all replicas, of (r, n) here."""
+        """(k, n) bytes of all replicas, given (r, n) here."""
         if rows.is_cpu:
             return torch.from_numpy(self.gather(rows.numpy())).view(self.num_replicas, -1)
         gathered = rows.repeat(self.world_size, 1)
@@ -158,28 +155,16 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
-        """The shares of the shards here, by their weights, or by their numbers of samples.
-
-        The processes exchange these numbers, and a checksum of what their loaders have drawn.
-        """
+        """The shares of the shards here, by their weights, or by their numbers of samples."""
         has_weights = None not in weights
         mine = [num_samples(s) if w is None else w for s, w in zip(self.shards, weights)]
-        order = sum(getattr(loader, "order_checksum", 0) for loader in self.training_loaders)
-        numbers = self.gather_numbers([order, has_weights, *mine])
-        for process in np.flatnonzero(numbers[:, 0] != numbers[0, 0]):
-            raise RuntimeError(
-                f"{DIFFER}: the loader of process {process} draws other batches than that of "
-                "process 0. Seed all alike, and do not split a dataset by rank: each process gets "
-                "its part of every batch."
-            )
-        all_weights = numbers[:, 2:].ravel().tolist()
+        numbers = self.gather_numbers([has_weights, *mine])
+        all_weights = numbers[:, 1:].ravel().tolist()
         total = sum(all_weights)
-        if not 0 < total < np.inf or len(set(numbers[:, 1])) > 1:
-            raise ValueError(
-                f"Weights of a batch: {all_weights}. All losses need one, and a sum > 0."
-            )
-        if 0 in all_weights and self._layer_sync:
-            raise MisconfigurationException("sync_batchnorm needs weights larger than 0.")
+        is_zero_wrong = 0 in all_weights and self._layer_sync
+        if not 0 < total < np.inf or len(set(numbers[:, 0])) > 1 or is_zero_wrong:
+            what = "all need one, with a sum > 0; with sync_batchnorm each > 0"
+            raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
         self.my_share, factor, self.rescale = sum(mine) / total, 1.0, 1.0
         if has_weights:  # the gradient of a window is the weighted mean over its batches
             before = self.window_weight if self.window else 0.0
@@ -199,8 +184,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self.window:
-            # sums of an earlier pass, which may be in rows that are written again
-            self.kept = {p: p.grad.clone() for p in parameters if p.grad is not None}
+            self.kept = get_gradients(parameters)  # the sums of earlier passes
             set_gradients(parameters, {})
             self.window = [{} for _ in range(self.num_local)]
         elif self.rescale != 1:
@@ -225,10 +209,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters this for all batches of an accumulation window but the last."""
         self.is_blocked = True
-        try:
-            yield
-        finally:
-            self.is_blocked = False
+        yield
+        self.is_blocked = False
 
     # --- the allreduce
 
@@ -243,6 +225,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             for name, p, row in zip(names, parameters, exchange.local_rows[i]):
                 if p in gradients:
                     self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
+        set_gradients(list(self.kept), self.kept)
         for p, total in zip(parameters, exchange.sum()):
             kept = self.kept.get(p)
             p.grad = total if kept is None else kept if total is None else kept + total

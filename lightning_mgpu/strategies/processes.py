@@ -5,14 +5,14 @@ There is no DDP wrapper: manual_allreduce.py exchanges the gradients.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,7 +24,6 @@ from lightning_mgpu.strategies.loaders import SlicedLoader
 from lightning_mgpu.strategies.split_batch import shard_sizes
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 
-ENDED = "another process has ended: see its message above"
 DIFFER = "the processes do not run the same program"
 
 
@@ -33,6 +32,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     replicas: int | None = None
     host_group: Any = None
+    averaged: Sequence[Any] = ()  # logged values of an evaluation
 
     @property
     def module(self) -> Any:
@@ -81,14 +81,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
-        self.training_loaders: list[Any] = []
-        self.averaged: list[Any] = []  # logged values of an evaluation
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self.host_group is None and not self.is_alone:
             self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if is_fitting and self._layer_sync and not self.is_alone:
-            if self.root_device.type == "cpu":
-                self._layer_sync = CPUSyncBatchNorm()
+            is_cpu = self.root_device.type == "cpu"
+            self._layer_sync = CPUSyncBatchNorm() if is_cpu else self._layer_sync
             self.model = self._layer_sync.apply(self.module)
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
@@ -113,22 +111,25 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             dist.all_gather(list(rows), sent, self.host_group)
         return rows.numpy()
 
-    def gather_numbers(self, numbers: Sequence[float]) -> np.ndarray:
-        """(P, n), the numbers of all processes."""
-        return self.gather(np.array(numbers, np.float64)).view(np.float64)
+    def gather_numbers(self, numbers: Sequence[float], names: Iterable[str] = ()) -> np.ndarray:
+        """(P, n) numbers of all processes; an error if their names or loaders' batches differ."""
+        facts = zlib.crc32(repr([*names]).encode())
+        for loader in self.module.trainer._active_loop._combined_loader.flattened:
+            facts += getattr(loader, "order_checksum", 0)
+        rows = self.gather(np.array([facts, *numbers], np.float64)).view(np.float64)
+        for process in np.flatnonzero(rows[:, 0] != facts):
+            raise RuntimeError(
+                f"{DIFFER}: process {process} has other batches, or logs other names, than process "
+                f"{self.global_rank}. Seed all alike, and do not split a dataset by rank: each "
+                "process gets its part of every batch."
+            )
+        return rows[:, 1:]
 
     def process_dataloader(self, dataloader: object) -> object:
-        is_training = self.module.trainer.training
-        if not self.is_alone and not getattr(dataloader, "is_sliced", False):
-            dataloader = SlicedLoader(dataloader, self)
-        if is_training:
-            self.training_loaders.append(dataloader)
-        return dataloader
-
-    def begin_pass(self) -> None:
-        """Let a training loader's sampler draw what it would draw on one device."""
-        if self.module.trainer.training:
-            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        if self.is_alone or getattr(dataloader, "is_sliced", False):
+            return dataloader
+        _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
+        return SlicedLoader(dataloader, self)
 
     def part_of(self, n: int) -> list[int]:
         """The numbers of samples before, in and after this process's part of a batch of n."""
@@ -143,15 +144,22 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().test_step, *args, **kwargs)
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the step logs becomes the mean over all samples, with or without `sync_dist`."""
+        if self.is_alone:
+            return step(*args, **kwargs)
         for value in self.averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
         output = step(*args, **kwargs)
-        logged = () if self.is_alone else self.module.trainer._results.values()
-        self.averaged = [v for v in logged if v.is_tensor and not v.meta.sync.should]
+        results = self.module.trainer._results or {}
+        logged = [v for v in results.values() if v.is_tensor and v.meta.fx.endswith("_step")]
+        self.averaged = [value for value in logged if not value.meta.sync.should]
         for value in self.averaged:
             value.meta.sync.should = True
+        self.gather_numbers([], results)
         return output
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -174,14 +182,13 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return
         names, parameters = list(dict(self.module.named_parameters())), self.module.parameters()
         flat = [p.detach().cpu().contiguous().view(-1).view(torch.uint8) for p in parameters]
-        digests = self.gather_numbers([zlib.crc32(values.numpy().data) for values in flat])
+        digests = self.gather(np.array([zlib.crc32(v.numpy().data) for v in flat])).view(np.int64)
         for process, parameter in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
-                f"{DIFFER}: {names[parameter]} of process {process} is not that of process 0. The "
-                "commonest causes: an edit that depends on the rank or on a hook's random numbers, "
-                "or a training value that was logged without sync_dist=True."
+                f"{DIFFER}: {names[parameter]} of process {process} is not that of process 0, by an "
+                "edit that depends on the rank, or by a value logged without sync_dist=True."
             )
 
     def on_exception(self, exception: BaseException) -> None:
         pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
-        _augment_message(exception, pattern, ENDED)
+        _augment_message(exception, pattern, "another process has ended: see its message above")

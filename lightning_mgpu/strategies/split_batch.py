@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 ARRAYS = (Tensor, np.ndarray)
+PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))
 
 
 def split_batch(batch: Any, k: int) -> list[Any]:
@@ -47,13 +48,17 @@ def num_samples(batch: Any) -> int:
     arrays = [leaf for leaf in leaves(batch) if isinstance(leaf, ARRAYS) and leaf.ndim]
     lengths = {len(array) for array in arrays}
     lengths = lengths - {1} or lengths
+    small = [x for x in leaves(batch) if isinstance(x, ARRAYS) and (not x.ndim or len(x) == 1)]
+    if 1 < max(lengths, default=0) <= len(small):
+        lengths.add(1)  # they are in a list of samples
     if len(arrays) > 3 and lengths == {3} and all(array.ndim == 3 for array in arrays):
         lengths.add(len(arrays))  # a list of images: three channels are not three samples
     if len(lengths) != 1 or 0 in lengths or any(map(_is_opaque, leaves(batch))):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves(batch)}))
         raise ValueError(
             f"A batch of {kinds} with lengths {sorted(lengths)} cannot be split. Collate it to "
-            "tensors with one row per sample, in lists, tuples or dicts."
+            "tensors with one row per sample, in lists, tuples or dicts; or, for a batch that has "
+            'been split, return {"loss": loss, "weight": n}.'
         )
     return lengths.pop()
 
@@ -103,4 +108,4 @@ def _like(part: Any, items: list[Any]) -> Any:
 def _is_opaque(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
-    return hasattr(leaf, "to") or isinstance(leaf, PackedSequence)
+    return isinstance(leaf, PackedSequence) or not isinstance(leaf, PLAIN)

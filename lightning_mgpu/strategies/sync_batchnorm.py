@@ -1,12 +1,12 @@
 """BatchNorm over the whole batch on CPUs (`sync_batchnorm=True`): torch's layer refuses them.
 
-Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1). The processes
-exchange sums, and in the backward pass autograd exchanges their gradients.
+Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1).
 """
 
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
@@ -14,7 +14,7 @@ from torch.distributed.nn.functional import all_reduce
 LAYERS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
-class SyncedBatchNorm(nn.BatchNorm1d):
+class SyncedBatchNorm(nn.SyncBatchNorm):
     """Takes mean and variance over the batches of all processes, which may differ in size."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,17 +41,16 @@ class SyncedBatchNorm(nn.BatchNorm1d):
             Y = Y * self.weight.view(shape) + self.bias.view(shape)
         return Y.to(input.dtype)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        """A layer of any dimensionality."""
-
 
 class CPUSyncBatchNorm(LayerSync):
     """Exchanges the layers' classes, and puts them back: checkpoints have the plain layers."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        self.plain = {layer: type(layer) for layer in model.modules() if type(layer) in LAYERS}
-        for layer in self.plain:
-            layer.__class__ = SyncedBatchNorm
+        self.plain = {x: type(x) for x in model.modules() if isinstance(x, LAYERS)}
+        for layer, plain_class in self.plain.items():
+            if plain_class not in LAYERS:
+                raise MisconfigurationException(f"sync_batchnorm on CPUs: not for {plain_class}.")
+            layer.__class__ = SyncedBatchNorm  # type: ignore[assignment]
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:

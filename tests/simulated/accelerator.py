@@ -7,23 +7,19 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from typing_extensions import override
 
 
 class SimulatedAccelerator(CPUAccelerator):
     """Simulated devices for a Trainer. As on the CPU, `devices="auto"` is one."""
 
-    @override
     def setup_device(self, device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
     @staticmethod
-    @override
     def get_parallel_devices(devices: int) -> list[torch.device]:  # type: ignore[override]
         return [torch.device("sim", i) for i in range(devices)]
 
     @staticmethod
-    @override
     def name() -> str:
         return "sim"
 

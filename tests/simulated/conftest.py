@@ -1,6 +1,6 @@
-"""Most tests here need `-p tests.simulated.devices`: test_simulated.py runs them with it."""
+"""Most tests here need `-p tests.simulated.devices`; test_simulated.py runs them with it."""
 
 import torch
 
-if not hasattr(torch, "sim"):
-    collect_ignore = ["test_commands.py", "test_steps.py", "test_watch.py"]
+with_devices = ["test_commands.py", "test_steps.py", "test_watch.py"]
+collect_ignore = ["test_simulated.py"] if hasattr(torch, "sim") else with_devices

@@ -7,10 +7,10 @@ As on GPUs, tensors of different devices cannot be mixed, nor with the CPU's. Au
 thread per device. Each device has its own random numbers and counts the bytes it holds. Autocast
 and GradScalers work. watch.py counts what makes the host wait, and bytes between devices.
 
-What a GPU has and these devices lack: streams (all work is done when a call returns, so no test
+These devices lack what GPUs have: streams (all work is done when a call returns, so no test
 here finds a missing `synchronize` or a race), kernels and speed of their own (the CPU's run, to the
 bit), a limit of memory, collectives, CUDA's name, sparse tensors, fused recurrent cells. They exist
-in one process. A test of what is missing here is marked `gpu`.
+in one process. Tests of these are marked `gpu`.
 """
 
 import functools
@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 TORCH = Path(torch.__file__).parent
@@ -78,12 +77,6 @@ def register() -> None:
 
 def pytest_load_initial_conftests() -> None:
     register()  # before a conftest.py asks for the devices
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if {"command", "command_in"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.skip(reason="the devices exist in one process"))
 
 
 def pytest_configure() -> None:

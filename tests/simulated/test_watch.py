@@ -11,7 +11,6 @@ from tests.simulated.watch import watched
 
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda X: float(X[0]),
-    "a condition": lambda X: bool(X[0] > 0),
     "a copy to the CPU": lambda X: X.cpu(),
     "a copy from memory not pinned": lambda X: torch.ones(3).to(X.device, non_blocking=True),
     "a number's copy": lambda X: torch.tensor(3.0, device=X.device),
@@ -20,11 +19,9 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a mask": lambda X: X[X > 0],
 }
 GOES_ON: dict[str, Callable[[Tensor], Any]] = {
-    "arithmetic": lambda X: (X + 1).square().sum(),
     "a pinned copy": lambda X: torch.ones(3).pin_memory().to(X.device, non_blocking=True),
     "a copy between devices": lambda X: X.to("sim:1"),
     "and its gradient": lambda X: X.requires_grad_().to("sim:1").sum().backward(),
-    "masked_fill": lambda X: X.masked_fill(X > 0, 0.0),
 }
 
 

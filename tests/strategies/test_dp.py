@@ -179,17 +179,17 @@ def test_weights_count(fit: Callable[..., Any]) -> None:
         assert_same(fit(Weighted, k, strategy="dp")[0].state_dict(), module.state_dict())
 
 
-class Returns(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "size": len(batch[0])}
+class LogsAfterTheStep(Classifier):
+    """Logs in a hook of the whole batch, whose size counts."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.sizes = outputs["size"], len(batch[0])
+        assert outputs["loss"].ndim == 0 and outputs["loss"].device == self.device
+        self.log("after", batch[0].sum(), on_step=False, on_epoch=True)
 
 
-def test_other_outputs_are_the_last_shards(fit: Callable[..., Any]) -> None:
-    module, _ = fit(Returns, 2, max_epochs=1)  # the last batch has 3 samples
-    assert module.sizes == (1, 3)
+def test_hooks_get_the_loss_and_the_size_of_the_batch(fit: Callable[..., Any]) -> None:
+    _, logged = fit(LogsAfterTheStep)
+    assert_same(fit(LogsAfterTheStep, 3)[1], logged, rtol=1e-6)
 
 
 class Watched(Classifier):
@@ -216,17 +216,17 @@ class Watched(Classifier):
 
 
 @pytest.mark.parametrize(
-    "options", [{"split": [0.7, 0.3]}, {"split": [0.2, 0.8]}, {"parallel_devices": ["cpu"] * 2}]
+    "options", [{"split": [0.7, 0.3]}, {"split": [0.3, 0.7]}, {"parallel_devices": ["cpu"] * 2}]
 )
 def test_shares_devices_and_copies(fit: Callable[..., Any], options: dict[str, Any]) -> None:
     """All shards but the first have copies, on one device too; buffers are the first shard's."""
     module, _ = fit(Watched, 2, strategy=DataParallelStrategy(**options), max_epochs=1)
     sizes, devices, are_leaves = zip(*module.shards)
-    expected = {0.7: (6, 2) * 3 + (2, 1), 0.2: (2, 6) * 3 + (1, 2)}
+    expected = {0.7: (6, 2) * 3 + (2, 1), 0.3: (2, 6) * 3 + (1, 2)}
     assert sizes == expected.get(options.get("split", [0])[0], (4, 4) * 3 + (2, 1))
     assert are_leaves == (True, False) * 4
     assert set(devices[1::2]) == {torch.device("cpu") if "parallel_devices" in options else SECOND}
-    assert module.num_forwards == 2 * len(sizes) + 4  # evaluation is not cut
+    assert module.num_forwards == 2 * len(sizes) + 4  # 4 batches of validation
     assert module.num_seen.tolist() == [sum(sizes[::2])] * 2
 
 
@@ -265,10 +265,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "needs a weight of every shard, or of none",
     ),
     "nothing counts": (lambda: Weighted(5), {}, "needs a weight larger than 0"),
-    "weights in a window": (
+    "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
+    "on one device too": (
         Weighted,
-        {"accumulate_grad_batches": 2},
-        "takes no weights where gradients",
+        {"accumulate_grad_batches": 2, "devices": 1},
+        "takes no weights where gradients are accumulated",
     ),
 }
 
