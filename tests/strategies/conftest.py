@@ -68,6 +68,13 @@ def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy
     return ManualAllreduceStrategy(timeout=timedelta(seconds=seconds), **kwargs)
 
 
+def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
+    """Of all processes that run this; in one without replicas, Lightning's own for one device."""
+    strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
+    given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
+    return Trainer(**{**QUIET, **given})
+
+
 def fit(
     make: Callable[[], LightningModule] = Net,
     data: Any = None,
@@ -81,10 +88,7 @@ def fit(
     `data`: a loader, or a function of the Trainer that makes one.
     """
     seed_everything(0, verbose=False)
-    strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
-    given = {"strategy": strategy, "precision": "64-true", "max_epochs": 2, **kwargs}
-    trainer = Trainer(**{**QUIET, "devices": world_size(), **given})
-    module = make()
+    trainer, module = new_trainer(replicas, **{"precision": "64-true", **kwargs}), make()
     data = DataLoader(samples(), 10, shuffle=True) if data is None else data
     data = data(trainer) if callable(data) else data
     trainer.fit(module, data, val, ckpt_path=ckpt_path, weights_only=False)
@@ -100,11 +104,6 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("SHOW"):
             traceback.print_exc()
         return f"{type(error).__name__}: {error}"
-
-
-def known_fault(name: str, reason: str) -> Any:
-    """A case of a test that fails until the engine is mended."""
-    return pytest.param(name, marks=pytest.mark.xfail(reason=reason, strict=True))
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-10) -> None:

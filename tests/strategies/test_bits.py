@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_mgpu import allreduce
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from tests.strategies.conftest import QUIET, Net, run_in_processes, samples, world_size
+from tests.strategies.conftest import Net, new_trainer, run_in_processes, samples, world_size
 
 
 class Random(Net):
@@ -61,9 +61,9 @@ def train(name: str, save: Path | None = None, resume: Path | None = None, **kwa
     """A digest of the state of four replicas. Batches are cut to 3, 3, 2, 2 and 2, 2, 2, 2."""
     seed_everything(0, verbose=False)
     new_strategy, options = RUNS[name]
-    strategy = new_strategy(replicas=4, **options)
-    given = {**QUIET, "devices": world_size(), "max_epochs": 1 if save else 2, **kwargs}
-    trainer, module = Trainer(strategy=strategy, **given), Random().double()
+    strategy, epochs = new_strategy(replicas=4, **options), 1 if save else 2
+    trainer = new_trainer(strategy=strategy, max_epochs=epochs, **kwargs)
+    module = Random().double()
     data: Any = DataLoader(samples(58), 10, shuffle=True)
     if save or resume:
         data = batch_loader(samples(58), 10, trainer, shuffle=True)

@@ -4,21 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.conftest import (
-    QUIET,
     Net,
     assert_close,
     attempt,
     fit,
-    known_fault,
-    make_strategy,
+    new_trainer,
     run_in_processes,
     samples,
-    world_size,
 )
 
 
@@ -102,10 +99,8 @@ def fit_run(name: str, replicas: int | None = None) -> Any:
 
 
 def evaluate() -> dict[str, float]:
-    kwargs = {"strategy": make_strategy()} if world_size() > 1 else {}
-    trainer = Trainer(**QUIET, devices=world_size(), **kwargs)
     torch.manual_seed(0)
-    module = Logs().double()
+    trainer, module = new_trainer(), Logs().double()
     first = trainer.validate(module, val_loaders()[0], verbose=False)[0]
     return {**first, **trainer.test(module, val_loaders()[1], verbose=False)[0]}
 
@@ -119,10 +114,7 @@ def in_two_processes() -> Any:
     return run_in_processes(2, run_all)
 
 
-IN_HOOKS = known_fault("in hooks", "`sync_dist` is switched on for what a hook logs")
-
-
-@pytest.mark.parametrize("name", [IN_HOOKS if name == "in hooks" else name for name in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_values_are_means_over_all_samples(name: str, in_two_processes: list[Any]) -> None:
     _, expected = fit_run(name)
     for found in (fit_run(name, 3), *(each[name] for each in in_two_processes)):
