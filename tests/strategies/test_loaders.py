@@ -32,14 +32,11 @@ class Stream(IterableDataset):
 
 
 class Draws(Net):
-    """Every process draws other weights, and other numbers in hooks."""
+    """Every process draws other weights, and other numbers after an epoch."""
 
     def __init__(self) -> None:
         torch.manual_seed(rank())
         super().__init__()
-
-    def on_train_start(self) -> None:
-        torch.rand(rank() + 1)
 
     def on_train_epoch_end(self) -> None:
         torch.rand(rank() + 1)

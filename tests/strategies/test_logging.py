@@ -74,15 +74,15 @@ class Plateau(Logs):
 
 
 class InHooks(Logs):
-    """Values logged by hooks of batches, of the module and of a callback."""
+    """Values that hooks log need `sync_dist`, those of a callback too."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, *args: Any) -> None:
-        self.log("val_hook", batch[0][:, 0].mean(), batch_size=len(batch[0]))
+        self.log("val_hook", batch[0][:, 0].mean(), sync_dist=True)
 
 
 class LogsBatches(Callback):
     def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.log("val_callback", args[1][0][:, 0].mean(), batch_size=len(args[1][0]))
+        self.log("val_callback", args[1][0][:, 0].mean(), sync_dist=True)
 
 
 RUNS: dict[str, Any] = {
