@@ -20,6 +20,8 @@ class SlicedLoader:
     def __init__(self, loader: Any, strategy: Any) -> None:
         self.loader, self.strategy = loader, strategy
         self.order_checksum = 0  # of all batches so far; all processes must have the same
+        if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet while a copy is made

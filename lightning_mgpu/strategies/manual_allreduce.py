@@ -98,7 +98,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
         self.exchanged: Gradients = {}
 
-    # --- my shards, and their losses
+    # --- a step: my shards and their losses, my gradients, the allreduce, my update
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
@@ -173,8 +173,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             factor = self.module.trainer.accumulate_grad_batches * (1 - self.rescale)
         return [weight / total * factor for weight in mine]
 
-    # --- my gradients
-
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
         weight = kwargs.pop("weight", None)  # of `manual_backward`
@@ -212,8 +210,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         yield
         self.is_blocked = False
 
-    # --- the allreduce
-
     def exchange_gradients(self, replicas: list[Gradients]) -> None:
         """Leave the sum over all replicas in the `grad` of every parameter."""
         exchange, names = self._find_exchange()
@@ -235,13 +231,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """The rows of all parameters that require a gradient, or did once, and their names."""
         known = set(map(id, self.exchange.parameters)) if self.exchange else set()
         named = self.module.named_parameters()
-        names, parameters = zip(*((n, p) for n, p in named if p.requires_grad or id(p) in known))
+        used = [(n, p) for n, p in named if p.requires_grad or p.grad is not None or id(p) in known]
+        names, parameters = zip(*used)
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
         if self.exchange is None or layout != self.layout:
             self.layout, self.exchange = layout, Exchange(self, parameters)
         return self.exchange, names
-
-    # --- my update
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:

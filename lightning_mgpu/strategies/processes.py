@@ -177,18 +177,19 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.compare_weights()
 
     def compare_weights(self) -> None:
-        """Raise a RuntimeError if processes hold other weights."""
+        """Raise a RuntimeError if processes hold other weights or buffers."""
         if self.is_alone:
             return
-        names, parameters = list(dict(self.module.named_parameters())), self.module.parameters()
-        flat = [p.detach().cpu().contiguous().view(-1).view(torch.uint8) for p in parameters]
+        tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+        flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
         digests = self.gather(np.array([zlib.crc32(v.numpy().data) for v in flat])).view(np.int64)
-        for process, parameter in np.argwhere(digests != digests[0]).tolist():
+        for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
-                f"{DIFFER}: {names[parameter]} of process {process} is not that of process 0, by an "
+                f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "
                 "edit that depends on the rank, or by a value logged without sync_dist=True."
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        pattern = ".*(Connection closed by peer|Connection reset by peer|Broken pipe).*"
-        _augment_message(exception, pattern, "another process has ended: see its message above")
+        pattern = "(?i).*(connection (closed|reset)|broken pipe|timed out waiting|timeout).*"
+        message = "another process has ended, or is late: see its message above"
+        _augment_message(exception, pattern, message)
