@@ -18,6 +18,9 @@ class Normalized(Net):
         self.register_buffer("first", torch.zeros(()))
         self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
 
+    def on_train_start(self) -> None:
+        self.classes = [type(self.net[1]).__name__]
+
     def loss(self, batch: Any) -> Tensor:
         self.first = batch[0][0, 0].clone()  # another tensor in each step
         self.num_seen += len(batch[0])
@@ -35,26 +38,19 @@ class Images(Net):
         return F.cross_entropy(self.head(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1)), batch[1])
 
 
-class Watched(Normalized):
-    """Knows the class of its layer while it trains, and after it."""
-
-    def on_train_start(self) -> None:
-        self.classes = [type(self.net[1]).__name__]
-
-
 def data() -> DataLoader:
     return DataLoader(samples(), 10)
 
 
-def frozen_statistics() -> Net:
+def no_statistics() -> Net:
     return Normalized(nn.BatchNorm1d(16, track_running_stats=False))
 
 
-SYNCED = {"1d": Watched, "2d": Images, "no statistics": frozen_statistics}
+SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics}
 
 
 def classes_of_layers() -> list[str]:
-    module = Watched()
+    module = Normalized()
     fit(lambda: module, data(), sync_batchnorm=True, max_epochs=1)
     return [*module.classes, type(module.net[1]).__name__]
 
@@ -94,6 +90,9 @@ class KeepsBatch(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", torch.zeros(()))
+
+    def on_train_start(self) -> None:
+        self.classes = [type(self.net[1]).__name__]
 
     def loss(self, batch: Any) -> Tensor:
         self.first = batch[0][0, 0]

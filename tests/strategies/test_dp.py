@@ -266,11 +266,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "nothing counts": (lambda: Weighted(5), {}, "needs a weight larger than 0"),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
-    "on one device too": (
-        Weighted,
-        {"accumulate_grad_batches": 2, "devices": 1},
-        "takes no weights where gradients are accumulated",
-    ),
+    "one device": (Weighted, {"accumulate_grad_batches": 2, "devices": 1}, "takes no weights"),
 }
 
 
