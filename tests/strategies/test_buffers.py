@@ -84,21 +84,6 @@ def by_hand(k: int) -> dict[str, Tensor]:
     return {f"net.1.{name}": value.double() for name, value in layer.state_dict().items()}
 
 
-class KeepsBatch(Net):
-    """A buffer that is a view of the batch, which the backward pass needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", torch.zeros(()))
-
-    def on_train_start(self) -> None:
-        self.classes = [type(self.net[1]).__name__]
-
-    def loss(self, batch: Any) -> Tensor:
-        self.first = batch[0][0, 0]
-        return super().loss(batch)
-
-
 @pytest.fixture(scope="module")
 def in_two_processes() -> Any:
     return run_in_processes(2, fit_all)
@@ -113,10 +98,6 @@ def test_plain_batchnorm_and_other_buffers(in_two_processes: list[Any]) -> None:
         assert state["first"] == samples().tensors[0][50, 0]
         sizes = [len(batch[0].tensor_split(k)[0]) for batch in data()]
         assert state["num_seen"] == 2 * sum(sizes) and state["num_seen"].dtype == torch.int32
-
-
-def test_a_buffer_that_is_the_batch_is_refused() -> None:
-    assert "modified by an inplace operation" in attempt(fit, KeepsBatch, data(), replicas=3)
 
 
 @pytest.mark.parametrize("name", SYNCED)

@@ -42,16 +42,6 @@ class Draws(Net):
         torch.rand(rank() + 1)
 
 
-class Batches:
-    """Any iterable of batches."""
-
-    def __init__(self, *batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class Several(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
@@ -77,7 +67,6 @@ LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "a stream": (Net, lambda: DataLoader(Stream(), 10)),
     "workers": (Net, lambda: workers(1)),
     "several": (Several, several),
-    "any iterable": (Net, lambda: Batches(*DataLoader(samples(), 10))),
     "batch_loader": (
         Net,
         lambda: lambda trainer: batch_loader(samples(), 10, trainer, shuffle=True),
@@ -151,10 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         lambda: (None, DataLoader(Subset(samples(), [1, 2, 3]), 2)),
         "A batch of 1 samples cannot be shared out to 2",
     ),
-    "no rows": (
-        lambda: (Batches({"a": 3}), None),
-        "A batch of int with lengths [] cannot be split",
-    ),
+    "no rows": (lambda: (DataLoader(["a"] * 4, 4), None), "A batch of list with lengths []"),
 }
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -46,16 +45,12 @@ class Logs(Net):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluate(batch, "val")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluate(batch, "test")
-
-
-class Steps(Logs):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.loss(batch), on_step=True, on_epoch=True)
         if batch_idx > 1:
             self.log("val_some", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, "test")
 
 
 class Plateau(Logs):
@@ -74,22 +69,16 @@ class Plateau(Logs):
 
 
 class InHooks(Logs):
-    """Values that hooks log need `sync_dist`, those of a callback too."""
+    """Values that hooks log need `sync_dist`."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, *args: Any) -> None:
         self.log("val_hook", batch[0][:, 0].mean(), sync_dist=True)
 
 
-class LogsBatches(Callback):
-    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.log("val_callback", args[1][0][:, 0].mean(), sync_dist=True)
-
-
 RUNS: dict[str, Any] = {
     "several loaders": (Logs, val_loaders, {}),
-    "on_step": (Steps, val_loaders, {}),
     "plateau": (Plateau, lambda: val_loaders()[0], {"max_epochs": 6}),
-    "in hooks": (InHooks, lambda: val_loaders()[0], {"callbacks": LogsBatches()}),
+    "in hooks": (InHooks, lambda: val_loaders()[0], {}),
 }
 
 

@@ -91,19 +91,16 @@ IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "sparse": (Sparse, {}, "use nn.Embedding(sparse=False)"),
     "hidden": (Hidden, {}, "An optimizer has a parameter that the module does not have"),
     "no loss": (lambda: Returns(lambda loss: None), {}, "every shard needs a loss"),
-    "a vector": (lambda: Returns(lambda loss: loss.repeat(2)), {}, "a tensor of one number"),
     "a weight": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
         {},
         "all need one, with a sum > 0",
     ),
-    "more replicas than samples": (Net, {"replicas": 11}, "10 samples cannot be shared out to 11"),
 }
 IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
     "replicas": (Net, lambda: {"replicas": 3}, "replicas=3 must be a multiple of the 2 processes"),
     "loss.backward()": (LossBackward, dict, "call `self.manual_backward(loss)` instead"),
     "then manual_backward": (NewGradient, dict, "A gradient was never exchanged"),
-    "hidden, alone": (Hidden, dict, "An optimizer has a parameter"),
     "weight 0": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
         dict,
