@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -101,8 +100,6 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        if os.environ.get("SHOW"):
-            traceback.print_exc()
         return f"{type(error).__name__}: {error}"
 
 

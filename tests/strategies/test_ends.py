@@ -65,10 +65,8 @@ def fit_one(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_process_that_fails_ends_all(name: str) -> None:
-    start = time.monotonic()
     for found, said in zip(run_in_processes(2, fit_one, name), ENDS[name][1]):
         assert found == said or said in found, found
-    assert time.monotonic() - start < 60
 
 
 def test_other_weights_are_found_at_the_end() -> None:
