@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a weight of a shard": (
         lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
         {},
-        "needs a weight of every shard, or of none",
+        "a weight of all or of none",
     ),
     "nothing counts": (lambda: Weighted(5), {}, "needs a weight larger than 0"),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
