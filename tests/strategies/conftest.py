@@ -1,19 +1,112 @@
-"""Functions run in several processes, as torchrun would start them: 0.3 s for each process."""
+"""Functions run in several processes, as torchrun would start them, and a small model to train.
+
+A process takes 0.3 s to start, and a `fit` 0.1 s: most tests share a group of processes.
+"""
 
 import importlib.util
 import multiprocessing
 import os
 import pickle
 import socket
-import traceback
+import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mgpu"])
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET = {**dict.fromkeys(OFF, False), "num_sanity_val_steps": 0, "accelerator": "cpu"}
+
+
+def world_size() -> int:
+    """Of the processes that run this."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def samples(num: int = 57, seed: int = 1) -> TensorDataset:
+    """X (N, 8) in float64 and classes (N,). The last of six batches of 10 has 7 samples."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(num, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(X, torch.randint(0, 3, (num,), generator=generator))
+
+
+class Net(LightningModule):
+    """Tests override its methods."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy:
+    return ManualAllreduceStrategy(timeout=timedelta(seconds=seconds), **kwargs)
+
+
+def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
+    """Of all processes that run this; in one without replicas, Lightning's own for one device."""
+    strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
+    given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
+    return Trainer(**{**QUIET, **given})
+
+
+def fit(
+    make: Callable[[], LightningModule] = Net,
+    data: Any = None,
+    val: Any = None,
+    replicas: int | None = None,
+    ckpt_path: Any = None,
+    **kwargs: Any,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The trained module's state, and what was logged. Without processes: one device.
+
+    `data`: a loader, or a function of the Trainer that makes one.
+    """
+    seed_everything(0, verbose=False)
+    trainer, module = new_trainer(replicas, **{"precision": "64-true", **kwargs}), make()
+    data = DataLoader(samples(), 10, shuffle=True) if data is None else data
+    data = data(trainer) if callable(data) else data
+    trainer.fit(module, data, val, ckpt_path=ckpt_path, weights_only=False)
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return state, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns, or the exception that it raises, as text."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def assert_close(found: Any, expected: Any, rtol: float = 1e-10) -> None:
+    """Nested dicts of tensors and numbers, or tuples of such."""
+    assert not isinstance(found, str), found
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 100)
 
 
 def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -71,16 +164,13 @@ def _call(
         "GROUP_RANK": 0,
     }.items():
         os.environ[name] = str(number)
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
+    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("in_process", where[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    try:
-        result = getattr(module, where[1])(*args, **kwargs)
-    except BaseException as error:
-        if os.environ.get("SHOW"):
-            traceback.print_exc()
-        result = f"{type(error).__name__}: {error}"
+    result = attempt(getattr(module, where[1]), *args, **kwargs)
     connection.send_bytes(pickle.dumps(result))  # `send` would share tensors with a dying process
     connection.close()
 

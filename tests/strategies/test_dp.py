@@ -4,7 +4,6 @@ Reference runs are Lightning's own. With `-p tests.simulated.devices` the device
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,27 +28,12 @@ def loader(num_samples: int = 27, batch_size: int = 8) -> DataLoader:
     return DataLoader(TensorDataset(X, X[:, :4].argmax(1)), batch_size)
 
 
-def sgd(module: nn.Module) -> Any:
-    return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-
-
-def adamw(module: nn.Module) -> Any:
-    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def lbfgs(module: nn.Module) -> Any:
-    return torch.optim.LBFGS(module.parameters(), 0.01, max_iter=3)
-
-
 class Classifier(LightningModule):
     """Logs losses and metrics in all the usual ways."""
 
-    def __init__(self, net: nn.Module | None = None, optimizer: Callable[..., Any] = sgd) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         self.net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.configure_optimizers = lambda: optimizer(self)  # type: ignore[method-assign]
         self.accuracy = MulticlassAccuracy(4, average="micro")
         self.metrics = MetricCollection([MulticlassF1Score(4), MulticlassAccuracy(4)])
         self.num_steps = 0
@@ -68,6 +52,9 @@ class Classifier(LightningModule):
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         return loss
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits = self(batch[0])
         self.metrics.update(logits, batch[1])
@@ -76,9 +63,6 @@ class Classifier(LightningModule):
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.metrics.compute())
         self.metrics.reset()
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"X": batch[0], "y": batch[1].numpy(force=True), "names": ["n"] * len(batch[0])}
 
 
 class LSTM(nn.Module):
@@ -100,10 +84,6 @@ def weight_norm_net() -> nn.Module:
     old = torch.nn.utils.weight_norm(nn.Linear(6, 6))
     new = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
     return nn.Sequential(old, nn.Tanh(), new)
-
-
-def frozen_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 4))
 
 
 def hooked_net() -> nn.Module:
@@ -146,18 +126,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1
 
 RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sgd": (Classifier, {}),
-    "adamw, a scheduler": (lambda: Classifier(optimizer=adamw), {}),
-    "lbfgs": (lambda: Classifier(optimizer=lbfgs), {"max_epochs": 1}),
     "clipping by norm": (Classifier, {"gradient_clip_val": 0.1}),
-    "clipping by value": (
-        Classifier,
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ),
     "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
     "lstm": (lambda: Classifier(LSTM()), {}),
     "tied weights": (lambda: Classifier(tied_net()), {}),
     "weight norm": (lambda: Classifier(weight_norm_net()), {}),
-    "frozen": (lambda: Classifier(frozen_net()), {}),
     "a hook on a weight": (lambda: Classifier(hooked_net()), {}),
     "gradients of gradients": (PenalisedGradient, {}),
     "compiled": (lambda: Classifier(compiled_net()), {}),
@@ -210,14 +183,6 @@ def test_hooks_get_the_loss_and_the_size_of_the_batch(fit: Callable[..., Any]) -
     assert_same(fit(LogsAfterTheStep, 3)[1], logged, rtol=1e-6)
 
 
-def test_predictions_are_in_order(make_trainer: Callable[..., Trainer]) -> None:
-    trainer, data = make_trainer(strategy="dp", devices=3), loader(9, 4)  # the last batch has one
-    predictions: Any = trainer.predict(Classifier(), data)
-    for found, (X, y) in zip(predictions, data, strict=True):
-        assert torch.equal(found["X"].cpu(), X) and (found["y"] == y.numpy()).all()
-        assert found["names"] == ["n"] * len(X)
-
-
 class Watched(Classifier):
     """Records what shards are and what they compute with."""
 
@@ -256,28 +221,6 @@ def test_shares_devices_and_copies(fit: Callable[..., Any], options: dict[str, A
     assert module.num_seen.tolist() == [sum(sizes[::2])] * 2
 
 
-def test_checkpoints_are_the_plain_modules(
-    fit: Callable[..., Any], make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    """A run that goes on from a checkpoint of the other strategy ends as one without a break."""
-
-    def run(k: int, max_epochs: int, ckpt_path: Any = None) -> Any:
-        seed_everything(1, verbose=False)
-        module = Classifier(optimizer=adamw)
-        strategy = "dp" if k > 1 else "auto"
-        trainer = make_trainer(strategy=strategy, devices=k, max_epochs=max_epochs)
-        trainer.fit(module, loader(), ckpt_path=ckpt_path, weights_only=False)
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-        return module
-
-    expected = run(1, 2)
-    for first, second in ((1, 2), (2, 1), (3, 2)):
-        run(first, 1)
-        assert_same(run(second, 2, tmp_path / "a.ckpt").state_dict(), expected.state_dict())
-        saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
-        assert saved.keys() == expected.state_dict().keys()
-
-
 class Unequal(Classifier):
     """Returns something else for shards of other sizes: 3, 3, 2 samples over three devices."""
 
@@ -310,15 +253,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a weight of a shard": (
         lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
         {},
-        "needs a weight of every shard, or of none",
+        "a weight of all or of none",
     ),
     "nothing counts": (lambda: Weighted(5), {}, "needs a weight larger than 0"),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
-    "on one device too": (
-        Weighted,
-        {"accumulate_grad_batches": 2, "devices": 1},
-        "takes no weights where gradients are accumulated",
-    ),
+    "one device": (Weighted, {"accumulate_grad_batches": 2, "devices": 1}, "takes no weights"),
 }
 
 
@@ -335,11 +274,7 @@ def test_launchers_are_refused(
 ) -> None:
     """Each of the processes would train a model of its own."""
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2"}
-    started = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}
-    for variables in ({**torchrun, **started}, slurm):
-        with monkeypatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            with pytest.raises(MisconfigurationException, match="runs as one process"):
-                make_trainer(strategy="dp", devices=2)
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisconfigurationException, match="runs as one process"):
+        make_trainer(strategy="dp", devices=2)

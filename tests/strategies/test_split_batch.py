@@ -52,7 +52,6 @@ CUT: dict[str, tuple[Any, Any]] = {  # with ten samples: what the last three are
     "defaultdict": (defaultdict(list, a=X), {"a": X[7:]}),
     "UserDict": (UserDict(a=[X]), {"a": [X[7:]]}),
     "names": ([X, NAMES], [X[7:], NAMES[7:]]),
-    "a tuple of names": ([X, tuple(NAMES)], [X[7:], tuple(NAMES[7:])]),
     "a list for every sample": ([X, [[1, 2]] * 10], [X[7:], [[1, 2]] * 3]),
     "of every shard": ([X, X[:1], torch.tensor(3), "b" * 10, 10, None], None),
     "a list of another length": ([X, ["a", "b"]], [X[7:], ["a", "b"]]),

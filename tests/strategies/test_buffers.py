@@ -1,0 +1,115 @@
+"""Running statistics are averaged over replicas; of other buffers the first replica's are kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+
+
+class Normalized(Net):
+    def __init__(self, last: Any = None) -> None:
+        layers = [nn.Linear(8, 16), last or nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)]
+        super().__init__(nn.Sequential(*layers))
+        self.register_buffer("first", torch.zeros(()))
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int32))
+
+    def on_train_start(self) -> None:
+        self.classes = [type(self.net[1]).__name__]
+
+    def loss(self, batch: Any) -> Tensor:
+        self.first = batch[0][0, 0].clone()  # another tensor in each step
+        self.num_seen += len(batch[0])
+        return super().loss(batch)
+
+
+class Images(Net):
+    """A layer of two dimensions, without weights, with a mean over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm2d(2, momentum=None, affine=False))
+        self.head = nn.Linear(8, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1)), batch[1])
+
+
+def data() -> DataLoader:
+    return DataLoader(samples(), 10)
+
+
+def no_statistics() -> Net:
+    return Normalized(nn.BatchNorm1d(16, track_running_stats=False))
+
+
+SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics}
+
+
+def classes_of_layers() -> list[str]:
+    module = Normalized()
+    fit(lambda: module, data(), sync_batchnorm=True, max_epochs=1)
+    return [*module.classes, type(module.net[1]).__name__]
+
+
+def fit_all() -> dict[str, Any]:
+    runs = {name: attempt(fit, make, data(), sync_batchnorm=True) for name, make in SYNCED.items()}
+    runs["plain"] = attempt(fit, Still, data())
+    return {**runs, "classes": attempt(classes_of_layers)}
+
+
+class Still(Normalized):
+    """Does not train."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def by_hand(k: int) -> dict[str, Tensor]:
+    """The layer's statistics after one epoch, of k replicas that start every step alike."""
+    torch.manual_seed(0)
+    net, layer = Still().double().net[0], nn.BatchNorm1d(16).double()
+    for X, _ in [*data()] * 2:
+        states = []
+        for shard in X.tensor_split(k):
+            other = nn.BatchNorm1d(16).double()
+            other.load_state_dict(layer.state_dict())
+            other(net(shard))
+            states.append(other.state_dict())
+        mean = {n: torch.stack([each[n].double() for each in states]).mean(0) for n in states[0]}
+        layer.load_state_dict(mean)
+    return {f"net.1.{name}": value.double() for name, value in layer.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def in_two_processes() -> Any:
+    return run_in_processes(2, fit_all)
+
+
+def test_plain_batchnorm_and_other_buffers(in_two_processes: list[Any]) -> None:
+    found = [(2, each["plain"]) for each in in_two_processes]
+    for k, result in (*found, (3, attempt(fit, Still, data(), replicas=3))):
+        assert not isinstance(result, str), result
+        state, expected = result[0], by_hand(k)
+        assert_close({name: state[name].double() for name in expected}, expected)
+        assert state["first"] == samples().tensors[0][50, 0]
+        sizes = [len(batch[0].tensor_split(k)[0]) for batch in data()]
+        assert state["num_seen"] == 2 * sum(sizes) and state["num_seen"].dtype == torch.int32
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_sync_batchnorm_is_one_device(name: str, in_two_processes: list[Any]) -> None:
+    """The last batch has shards of 4 and 3 samples."""
+    expected = fit(SYNCED[name], data())
+    for found in in_two_processes:
+        assert not isinstance(found[name], str), found[name]
+        for key in ("num_seen", "net.1.num_batches_tracked"):
+            found[name][0].pop(key, None), expected[0].pop(key, None)
+        assert_close(found[name], expected, 1e-9)
+
+
+def test_the_plain_layer_comes_back(in_two_processes: list[Any]) -> None:
+    assert in_two_processes[0]["classes"] == ["SyncedBatchNorm", "BatchNorm1d"]

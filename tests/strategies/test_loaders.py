@@ -1,0 +1,159 @@
+"""Each process gets its part of every global batch, whatever the loader is."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+
+from lightning_mgpu.data import batch_loader
+from tests.strategies.conftest import (
+    Net,
+    assert_close,
+    attempt,
+    fit,
+    new_trainer,
+    rank,
+    run_in_processes,
+    samples,
+    world_size,
+)
+
+
+class Stream(IterableDataset):
+    def __init__(self, start: int = 0, step: int = 1) -> None:
+        self.start, self.step = start, step
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (samples()[i] for i in range(self.start, 57, self.step))
+
+
+class Draws(Net):
+    """Every process draws other weights, and other numbers after an epoch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(rank())
+        super().__init__()
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(rank() + 1)
+
+
+class Several(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
+
+
+def workers(num: int) -> DataLoader:
+    # these processes are daemons, which may not have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    return DataLoader(samples(), 10, shuffle=True, num_workers=num)
+
+
+def weighted() -> DataLoader:
+    return DataLoader(samples(), 10, sampler=WeightedRandomSampler(torch.arange(57.0) + 1, 57))
+
+
+def several() -> Any:
+    return {"a": DataLoader(samples(), 10, shuffle=True), "b": DataLoader(samples(57, 2), 10)}
+
+
+LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
+    "shuffled, other random numbers": (Draws, lambda: None),
+    "weighted": (Net, weighted),
+    "a stream": (Net, lambda: DataLoader(Stream(), 10)),
+    "workers": (Net, lambda: workers(1)),
+    "several": (Several, several),
+    "batch_loader": (
+        Net,
+        lambda: lambda trainer: batch_loader(samples(), 10, trainer, shuffle=True),
+    ),
+}
+
+
+def fit_loader(name: str, replicas: int | None = None) -> Any:
+    make, data = LOADERS[name]
+    return attempt(fit, make, data(), replicas=replicas)
+
+
+def fit_all() -> dict[str, Any]:
+    return {name: fit_loader(name) for name in LOADERS}
+
+
+@pytest.fixture(scope="module")
+def in_two_processes() -> Any:
+    return run_in_processes(2, fit_all)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any]) -> None:
+    expected = fit_loader(name)
+    for found in (fit_loader(name, 3), *(each[name] for each in in_two_processes)):
+        assert_close(found, expected)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.rows: list[tuple[int, Any]] = []
+
+    def write_on_batch_end(self, *args: Any) -> None:
+        prediction, indices = args[2:4]
+        self.rows += zip(indices, prediction.tolist(), strict=True)
+
+
+def predict() -> list[tuple[int, Any]]:
+    class Predicts(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0][:, 0]
+
+    writer = Writer()
+    new_trainer(callbacks=writer).predict(Predicts().double(), DataLoader(samples(), 10))
+    return writer.rows
+
+
+def test_predictions_know_their_samples() -> None:
+    first, second = run_in_processes(2, predict)
+    assert [row[0] for row in first[:6]] == [0, 1, 2, 3, 4, 10]
+    assert sorted(first + second) == list(enumerate(samples().tensors[0][:, 0].tolist()))
+
+
+def seeded_apart() -> DataLoader:
+    generator = torch.Generator().manual_seed(rank())
+    return DataLoader(samples(), 10, shuffle=True, generator=generator)
+
+
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "split by rank": (
+        lambda: (DataLoader(Stream(rank(), world_size()), 10), None),
+        " has other batches",
+    ),
+    "seeded by rank": (lambda: (seeded_apart(), None), " has other batches"),
+    "few samples": (
+        lambda: (DataLoader(samples(), 28), None),
+        "A batch of 1 samples cannot be shared out to 2 replicas: use drop_last=True",
+    ),
+    "few samples to evaluate": (
+        lambda: (None, DataLoader(Subset(samples(), [1, 2, 3]), 2)),
+        "A batch of 1 samples cannot be shared out to 2",
+    ),
+    "no rows": (lambda: (DataLoader(["a"] * 4, 4), None), "A batch of list with lengths []"),
+}
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+def refuse_all() -> dict[str, Any]:
+    return {name: attempt(fit, Validated, *make()) for name, (make, _) in REFUSED.items()}
+
+
+def test_refused_in_one_line() -> None:
+    for found in run_in_processes(2, refuse_all):
+        for name, (_, said) in REFUSED.items():
+            assert said in found[name] and "\n" not in found[name], found[name]

@@ -1,0 +1,228 @@
+"""Training on two devices, or with several replicas, is training on one device, in float64.
+
+Every case is a kind of model, optimizer or hook for which data parallelism could go wrong.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+
+
+class Plain(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Searches(Net):
+    """Runs the step several times per batch, and decides by the loss."""
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+        return torch.optim.LBFGS(self.parameters(), **options)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Frozen(Net):
+    """The first layer trains in every second epoch, the last in the others, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+    def on_train_epoch_start(self) -> None:
+        for i in (0, 2):
+            self.net[i].requires_grad_((self.current_epoch + i // 2) % 2 == 1)
+
+
+class Tied(Net):
+    """Layers with one weight, and two weights to which autograd gives views of one gradient."""
+
+    def __init__(self) -> None:
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        second.weight = first.weight
+        super().__init__(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 3)))
+        self.a, self.b = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss([batch[0] @ (self.a + self.b.t()), batch[1]])
+
+
+class Replaced(Net):
+    """Another layer of the same shape, and one of another."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0] = nn.Linear(8, 16).double()
+            self.net[2] = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3)).double()
+            optimizer: Any = self.optimizers()
+            for i in (0, 2):
+                optimizer.add_param_group({"params": list(self.net[i].parameters())})
+
+
+class Recurrent(Net):
+    """An LSTM, weight_norm and checkpointed activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[0])
+        self.lstm = nn.LSTM(1, 8, batch_first=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        features = self.lstm(batch[0][..., None])[0][:, -1]
+        return F.cross_entropy(checkpoint(self.net, features, use_reentrant=False), batch[1])
+
+
+class Edited(Net):
+    """Weights and gradients that hooks edit."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.99)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.net[0].weight.data.clamp_(-0.3, 0.3)
+
+    def on_after_backward(self) -> None:
+        self.net[2].weight.grad.clamp_(-0.01, 0.01)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[0].bias.grad = self.net[0].bias.grad * 2
+
+
+class ChannelsLast(Net):
+    """`fused=True` reads a gradient in the order of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, fused=True)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class GAN(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        fake = self.net(batch[0])
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        self.manual_backward(-self.critic(fake).mean())
+        self.clip_gradients(first, 0.1)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        second.zero_grad()
+        is_real = self.critic(batch[0]).sigmoid().mean()
+        self.manual_backward(self.critic(fake.detach()).sigmoid().mean() - is_real)
+        second.step()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        nets = (self.net, 0.01), (self.critic, 0.02)
+        return [torch.optim.AdamW(net.parameters(), lr) for net, lr in nets]
+
+
+class ByHand(Manual):
+    """Accumulates by hand; two losses have one graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        y = self.net(batch[0])
+        self.manual_backward(F.cross_entropy(y, batch[1]), retain_graph=True)
+        self.manual_backward(y.square().mean())
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def half(**kwargs: Any) -> dict[str, Any]:
+    """Float32 samples, of which one overflows: a GradScaler leaves that step out."""
+    X, y = samples().tensors
+    X[20] = 1e38 if "plugins" in kwargs else X[20]
+    return {**kwargs, "data": DataLoader(TensorDataset(X.float(), y), 10), "precision": None}
+
+
+CASES: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
+    "momentum": (Net, dict),
+    "adamw, a scheduler": (Scheduled, dict),
+    "lbfgs": (Searches, dict),
+    "clipping by norm": (Net, lambda: {"gradient_clip_val": 0.05}),
+    "accumulation": (Net, lambda: {"accumulate_grad_batches": 4}),  # of 6 batches
+    "frozen": (Frozen, lambda: {"max_epochs": 3}),
+    "frozen, accumulated": (Frozen, lambda: {"max_epochs": 3, "accumulate_grad_batches": 2}),
+    "tied": (Tied, dict),
+    "replaced layers": (Replaced, dict),
+    "lstm": (Recurrent, dict),
+    "edited": (Edited, dict),
+    "swa": (
+        Plain,
+        lambda: {"callbacks": StochasticWeightAveraging(0.05, swa_epoch_start=1), "max_epochs": 4},
+    ),
+    "channels_last": (ChannelsLast, dict),
+    "gan": (GAN, dict),
+    "by hand": (ByHand, dict),
+    "bf16": (Plain, lambda: half(precision="bf16-mixed")),
+    "GradScaler": (Plain, lambda: half(plugins=[MixedPrecision("16-mixed", "cpu")])),
+}
+
+
+def fit_case(name: str, replicas: int | None = None) -> Any:
+    make, kwargs = CASES[name]
+    if replicas and issubclass(make, Manual):
+        return None  # refused: test_refusals.py
+    return attempt(fit, make, replicas=replicas, **kwargs())
+
+
+TWICE = "momentum", "frozen, accumulated", "edited"
+
+
+def fit_all() -> dict[Any, Any]:
+    """Two replicas in two processes, and some cases with four."""
+    two = {name: fit_case(name) for name in CASES}
+    return {**two, **{(name, 4): fit_case(name, 4) for name in TWICE}}
+
+
+@pytest.fixture(scope="module")
+def in_two_processes() -> list[dict[Any, Any]]:
+    return run_in_processes(2, fit_all)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
+    expected = fit_case(name)
+    rtol = {"lbfgs": 1e-6, "bf16": 0.02, "GradScaler": 0.02}.get(name, 1e-10)
+    others = fit_case(name, 3), in_two_processes[1].get((name, 4))
+    for found in (*(each[name] for each in in_two_processes), *others):
+        if found is not None:
+            assert_close(found, expected, rtol)

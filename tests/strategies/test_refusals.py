@@ -1,0 +1,151 @@
+"""What does not train right is refused in one line that names the fix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.strategies.conftest import (
+    Net,
+    attempt,
+    fit,
+    make_strategy,
+    new_trainer,
+    rank,
+    run_in_processes,
+)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class LossBackward(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class NewGradient(Manual):
+    """Half of the gradients come from `manual_backward`, then `loss.backward()` adds to them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.manual_backward(self.loss(batch))
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(10, 3, sparse=True))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[1]), batch[1])
+
+
+class Hidden(Net):
+    """Only the optimizer knows this parameter."""
+
+    def configure_optimizers(self) -> Any:
+        self.hidden = [nn.Parameter(torch.zeros(3))]
+        return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
+
+
+class Returns(Net):
+    """Something else for the second shard of a batch of 10."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make, self.num_steps = make, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_steps += 1
+        loss = self.loss(batch)
+        return self.make(loss) if rank() or self.num_steps == 2 else loss
+
+
+def reduce_only(tensors: list[Tensor]) -> None:
+    """Only the first device gets the sum, as in an early edition of the book."""
+    for tensor in tensors[1:]:
+        tensors[0] += tensor
+
+
+ONE_REPLICA = "need one replica per process: leave out `replicas`"
+IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "manual optimization": (Manual, {}, ONE_REPLICA),
+    "own backward": (OwnBackward, {}, ONE_REPLICA),
+    "sync_batchnorm": (Net, {"sync_batchnorm": True}, ONE_REPLICA),
+    "sparse": (Sparse, {}, "use nn.Embedding(sparse=False)"),
+    "hidden": (Hidden, {}, "An optimizer has a parameter that the module does not have"),
+    "no loss": (lambda: Returns(lambda loss: None), {}, "every shard needs a loss"),
+    "a weight": (
+        lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
+        {},
+        "all need one, with a sum > 0",
+    ),
+}
+IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
+    "replicas": (Net, lambda: {"replicas": 3}, "replicas=3 must be a multiple of the 2 processes"),
+    "loss.backward()": (LossBackward, dict, "call `self.manual_backward(loss)` instead"),
+    "then manual_backward": (NewGradient, dict, "A gradient was never exchanged"),
+    "weight 0": (
+        lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
+        dict,
+        "all need one, with a sum > 0",
+    ),
+    "another Trainer": (
+        Net,
+        lambda: {"devices": 1, "strategy": make_strategy()},
+        "This Trainer wants 1 of 2 processes",
+    ),
+}
+
+
+def refuse_all() -> dict[str, Any]:
+    return {name: attempt(fit, make, **kwargs()) for name, (make, kwargs, _) in IN_TWO.items()}
+
+
+def check(found: str, said: str) -> None:
+    assert said in found and "\n" not in found, found
+
+
+@pytest.mark.parametrize("name", IN_ONE)
+def test_refused_in_one_process(name: str) -> None:
+    make, kwargs, said = IN_ONE[name]
+    check(attempt(fit, make, **{"replicas": 2, **kwargs}), said)
+
+
+def test_refused_in_two_processes() -> None:
+    first, second = run_in_processes(2, refuse_all)
+    for name, (_, _, said) in IN_TWO.items():
+        check(first[name], said)
+        # for one device, process 1 has none: it ends with an IndexError
+        check(second[name], "IndexError" if name == "another Trainer" else said)
+
+
+def test_wrong_options() -> None:
+    strategy = make_strategy(allreduce=reduce_only, replicas=2)
+    check(attempt(fit, strategy=strategy), "instead of the sum")
+    for options in ({"replicas": -1}, {"allreduce": 3}):
+        with pytest.raises(ValueError, match="a function, a count"):
+            ManualAllreduceStrategy(**options)
+
+
+def test_one_process_needs_no_launcher_and_no_group() -> None:
+    trainer = new_trainer(replicas=2)
+    assert trainer.strategy.launcher is None and trainer.world_size == 1
+    fit(replicas=2)
+    assert not dist.is_initialized()
