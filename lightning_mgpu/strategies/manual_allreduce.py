@@ -63,7 +63,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if not callable(allreduce) or (replicas or 1) < 1:
+        if not callable(allreduce) or (replicas is not None and replicas < 1):
             raise ValueError(f"allreduce={allreduce}, replicas={replicas}: a function, a count")
         super().__init__(
             parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
@@ -156,17 +156,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples."""
-        has_weights = None not in weights
+        num_given = sum(weight is not None for weight in weights)
         mine = [num_samples(s) if w is None else w for s, w in zip(self.shards, weights)]
-        numbers = self.gather_numbers([has_weights, *mine])
+        numbers = self.gather_numbers([num_given, *mine])
         all_weights = numbers[:, 1:].ravel().tolist()
         total = sum(all_weights)
+        is_mixed = set(numbers[:, 0]) not in ({0}, {self.num_local})
         is_zero_wrong = 0 in all_weights and self._layer_sync
-        if not 0 < total < np.inf or len(set(numbers[:, 0])) > 1 or is_zero_wrong:
+        if not 0 < total < np.inf or is_mixed or is_zero_wrong:
             what = "all need one, with a sum > 0; with sync_batchnorm each > 0"
             raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
         self.my_share, factor, self.rescale = sum(mine) / total, 1.0, 1.0
-        if has_weights:  # the gradient of a window is the weighted mean over its batches
+        if num_given:  # the gradient of a window is the weighted mean over its batches
             before = self.window_weight if self.window else 0.0
             self.window_weight = before + total
             self.rescale = before / self.window_weight

@@ -64,12 +64,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             raise MisconfigurationException(
                 f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
             )
-        if self.is_alone:
-            Strategy.setup_environment(self)
-            self.set_world_ranks()
-        else:
-            with isolate_rng():  # it would seed the generators again
-                super().setup_environment()
         environment: Any = self.cluster_environment
         group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if (running := max(group, environment.world_size())) != self.world_size:
@@ -77,6 +71,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
                 "apart: give all Trainers of a script as many devices as have been launched."
             )
+        if self.is_alone:
+            Strategy.setup_environment(self)
+            self.set_world_ranks()
+        else:
+            with isolate_rng():  # it would seed the generators again
+                super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
