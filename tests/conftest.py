@@ -28,9 +28,8 @@ from lightning_mgpu.data import FashionMNIST, fashion_mnist
 
 torch.set_num_threads(1)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# in a shell's background job, whose child processes would ignore Ctrl-C, too
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # our children need Ctrl-C
 REPOSITORY = Path(__file__).parents[1]
 NUM_TRAIN, NUM_TEST = 503, 107  # primes: every batch size and number of processes is uneven
 save_figure = Figure.savefig
@@ -45,8 +44,7 @@ def run_devices(num: int) -> list[torch.device]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints the times that `pytest -m gpu` has measured."""
     for report in terminalreporter.stats.get("passed", []):
-        for _, line in report.user_properties:
-            terminalreporter.write_line(line)
+        terminalreporter.write("".join(f"{line}\n" for _, line in report.user_properties))
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +77,8 @@ def make_data(root: Path) -> Callable[..., FashionMNIST]:
     """A data module on the tiny dataset, prepared and set up."""
 
     def make(**kwargs: Any) -> FashionMNIST:
-        options = {"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3, **kwargs}
-        data = FashionMNIST(**options)
+        usual = {"root": str(root), "batch_size": 64, "val_size": 101, "seed": 3}
+        data = FashionMNIST(**{**usual, **kwargs})
         data.prepare_data()
         data.setup("fit")
         return data
@@ -99,7 +97,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Run a command line in this process and an empty directory; returns the exit status."""
+    """Run `python -m PACKAGE ARGS` in this process and an empty directory; the exit status."""
     # pictures are saved empty: else half of a short run is text that matplotlib draws
     empty = Figure(figsize=(1, 1))
     monkeypatch.setattr(Figure, "savefig", lambda _, *args, **kw: save_figure(empty, *args, **kw))
@@ -109,7 +107,6 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     handlers = [*getLogger("lightning.pytorch").handlers, *getLogger("lightning.fabric").handlers]
 
     def run(*args: str, package: str = "lightning_mgpu") -> int:
-        """As `python -m PACKAGE ARGS`."""
         signals = {number: signal.getsignal(number) for number in SIGNALS}
         with mock.patch.dict(os.environ), monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{package}/__main__.py", *args])
@@ -141,8 +138,9 @@ class Command:
         self.cwd = cwd
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         own = {"HOME": str(cwd), "PYTHONPATH": path, "WANDB_MODE": "disabled", "COLUMNS": "120"}
-        dropped = ("PL_GLOBAL_SEED", "WANDB_API_KEY", "WANDB_SERVICE")
-        self.env = {name: text for name, text in os.environ.items() if name not in dropped} | own
+        self.env = os.environ | own
+        for name in ("PL_GLOBAL_SEED", "WANDB_API_KEY"):
+            self.env.pop(name, None)
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -179,8 +177,7 @@ class Command:
 
 def group_lives(group: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
+        return os.killpg(group, 0) is None
     return False
 
 
