@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule, seed_everything
 
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.test_adding import FILES
 
 WINDOW, NUM_BATCHES = 128, 4
@@ -42,18 +43,17 @@ def test_one_big_batch(
             return super().training_step(batch, batch_idx)["loss"]
 
     rows = [
-        "| devices | batches per update | with the weight | without it |",
+        "| replicas | batches per update | with the weight | without it |",
         "| --: | --: | --: | --: |",
     ]
-    for num_devices in (1, 2, 3):
+    for num_replicas in (1, 2, 3):
         for num_batches in (1, NUM_BATCHES):
             found = []
             for make in (page["LanguageModel"], Without):
                 seed_everything(0, verbose=False)
                 module = make().double()
                 trainer = make_trainer(
-                    strategy="manual_allreduce",
-                    devices=num_devices,
+                    strategy=ManualAllreduceStrategy(replicas=num_replicas),
                     max_epochs=2,
                     accumulate_grad_batches=num_batches,
                 )
@@ -62,6 +62,6 @@ def test_one_big_batch(
                 found.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
                 assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
             assert found[0] < 1e-10
-            assert found[1] > 1e-3 or num_devices == num_batches == 1
-            rows.append(f"| {num_devices} | {num_batches} | {found[0]:.0e} | {found[1]:.0e} |")
+            assert found[1] > 1e-3 or num_replicas == num_batches == 1
+            rows.append(f"| {num_replicas} | {num_batches} | {found[0]:.0e} | {found[1]:.0e} |")
     print("", *rows, sep="\n")
