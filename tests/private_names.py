@@ -12,6 +12,7 @@ NAMES = {
     "_results": "what `self.log` has logged: each shard's batch size, mean over all samples",
     "_collect_rng_states": "random numbers of all generators; Lightning's own use it, too",
     "_set_rng_states": "the same",
+    "_timeout": "what DDPStrategy keeps the timeout of its process group in",
     "_reparametrize_module": "torch's functional_call for a whole step, not only for `forward`",
     "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
     "_foreach_copy_": "the same for copies",

@@ -43,7 +43,7 @@ def test_a_step_is_gradient_descent_on_the_whole_batch(num_devices: int, num_sam
     X, y = batch(num_samples)
     initial = book.get_params(params(), CPU)
     gradients = torch.autograd.grad(F.cross_entropy(book.lenet(X, initial), y), initial)
-    replicas = [book.get_params(initial, CPU) for _ in range(num_devices)]
+    replicas = [book.get_params(params(), CPU) for _ in range(num_devices)]
     book.train_batch(X, y, replicas, [CPU] * num_devices, lr=0.5)
     for first, *others in zip(*replicas):
         assert all(torch.equal(first, other) for other in others)

@@ -175,11 +175,12 @@ class Classifier(LightningModule):
 
     def _run_length(self) -> dict[str, int]:
         """The missing `total_steps` of a OneCycleLR: how often it is stepped in the run."""
-        make, by_epoch = self.lr_scheduler, self.lr_interval == "epoch"
-        given = getattr(make, "keywords", {})  # of a `partial`
-        is_one_cycle = getattr(make, "func", make) in (OneCycle, OneCycleLR)
+        make = getattr(self.lr_scheduler, "func", self.lr_scheduler)  # of a `partial`
+        given = getattr(self.lr_scheduler, "keywords", {})  # the command line's has all arguments
+        is_one_cycle = make in (OneCycle, OneCycleLR) or "total_steps" in given
         if not is_one_cycle or given.get("total_steps") or given.get("epochs"):
             return {}
+        by_epoch = self.lr_interval == "epoch"
         num_steps = self.trainer.max_epochs if by_epoch else self.trainer.estimated_stepping_batches
         if num_steps in (None, -1, inf):
             raise ValueError("OneCycleLR needs to know when the run ends: set trainer.max_epochs")
@@ -188,8 +189,7 @@ class Classifier(LightningModule):
 
 @cache
 def compiled_call() -> Callable[[nn.Module, Tensor], Tensor]:
-    # `net.compile()` silently skips torch's own classes before torch 2.14
-    return torch.compile(lambda net, X: net(X))
+    return torch.compile(lambda net, X: net(X))  # `net.compile()` skips torch's own before 2.14
 
 
 def init_weights(net: nn.Module, init: Literal["book", "kaiming"], zero_biases: bool) -> None:

@@ -40,7 +40,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().__init__()
         self.split = split
         self.parallel_devices = [torch.device(device) for device in parallel_devices or ()]
-        # the Trainer sets these
         self.num_nodes, self._layer_sync, self.cluster_environment = 1, None, None
 
     @property

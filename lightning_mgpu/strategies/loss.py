@@ -13,11 +13,7 @@ from torch import Tensor
 
 
 def split_loss(output: Any) -> tuple[Tensor | None, float | None]:
-    """The 0-d loss, and its weight. The host waits for the device if the weight is a tensor there.
-
-    Raises:
-        MisconfigurationException: For a loss that is not one number, or an impossible weight.
-    """
+    """The 0-d loss, and its weight. A MisconfigurationException refuses what is neither."""
     given = output if isinstance(output, Mapping) else {"loss": output}
     loss, weight = given.get("loss"), given.get("weight")
     if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):

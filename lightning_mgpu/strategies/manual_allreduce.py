@@ -109,7 +109,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         for i, shard in enumerate(self.shards):
             if i > 0:
                 write_buffers(self.module, start[None])
-            with self._draw_numbers(self.global_rank * self.num_local + i, shard):
+            with self._run_as(self.global_rank * self.num_local + i, shard):
                 outputs.append(super().training_step(shard, *args, **kwargs))
             buffers.append(read_buffers(self.module))
         if self.num_replicas > 1 and len(start):
@@ -117,8 +117,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
 
     @contextmanager
-    def _draw_numbers(self, replica: int, shard: Any) -> Iterator[None]:
-        """A random stream for each replica and batch: dropout draws the same in any process."""
+    def _run_as(self, replica: int, shard: Any) -> Iterator[None]:
+        """Random numbers by batch and replica: dropout draws the same in any process."""
         if self.num_replicas == 1:
             yield
             return
@@ -174,12 +174,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             )
         all_weights = numbers[:, 2:].ravel().tolist()
         total = sum(all_weights)
-        if not 0 < total < np.inf or len(set(numbers[:, 1])) > 1:
+        is_zero_wrong = 0 in all_weights and self._layer_sync
+        if not 0 < total < np.inf or len(set(numbers[:, 1])) > 1 or is_zero_wrong:
             raise ValueError(
-                f"Weights of a batch: {all_weights}. All losses need one, and a sum > 0."
+                f"The losses of a batch have weights {all_weights}: all need one, their sum must "
+                "be positive, and with sync_batchnorm each of them."
             )
-        if 0 in all_weights and self._layer_sync:
-            raise MisconfigurationException("sync_batchnorm needs weights larger than 0.")
         self.my_share, factor, self.rescale = sum(mine) / total, 1.0, 1.0
         if has_weights:  # the gradient of a window is the weighted mean over its batches
             before = self.window_weight if self.window else 0.0
@@ -225,10 +225,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters this for all batches of an accumulation window but the last."""
         self.is_blocked = True
-        try:
-            yield
-        finally:
-            self.is_blocked = False
+        yield
+        self.is_blocked = False
 
     # --- the allreduce
 
@@ -243,6 +241,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             for name, p, row in zip(names, parameters, exchange.local_rows[i]):
                 if p in gradients:
                     self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
+        set_gradients(list(self.kept), self.kept)
         for p, total in zip(parameters, exchange.sum()):
             kept = self.kept.get(p)
             p.grad = total if kept is None else kept if total is None else kept + total

@@ -87,8 +87,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.host_group is None and not self.is_alone:
             self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if is_fitting and self._layer_sync and not self.is_alone:
-            if self.root_device.type == "cpu":
-                self._layer_sync = CPUSyncBatchNorm()
+            is_cpu = self.root_device.type == "cpu"
+            self._layer_sync = CPUSyncBatchNorm() if is_cpu else self._layer_sync
             self.model = self._layer_sync.apply(self.module)
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
