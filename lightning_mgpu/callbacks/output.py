@@ -1,14 +1,14 @@
-"""What a run prints: a header, and a line per epoch; it draws the curve, too."""
+"""The output of a run: a header, a line per epoch, the learning curve."""
 
 import re
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_mgpu.callbacks.curve import draw_curve
 from lightning_mgpu.data.batches import GlobalBatchSampler
@@ -20,10 +20,11 @@ from lightning_mgpu.runs.record import count_parameters
 FORKED = re.compile(r"_(step|epoch)(?=$|/dataloader_idx_)")
 
 
+@dataclass(eq=False)
 class RunOutput(Checkpoint):
-    """What a run prints and draws. It saves no checkpoint, but Lightning calls a `Checkpoint` last.
+    """Prints and draws. It saves no checkpoint, but Lightning calls a `Checkpoint` last.
 
-    So all of an epoch is logged, also by the module's own `on_train_epoch_end`.
+    Then all of an epoch is logged, also by the module's own `on_train_epoch_end`.
 
     Args:
         header: Print a few lines about the run at its start.
@@ -34,24 +35,20 @@ class RunOutput(Checkpoint):
         test: `fit` tests the best epoch. Without it, a run never looks at the test set.
     """
 
-    def __init__(
-        self,
-        header: bool = True,
-        lines: bool = True,
-        curve: bool = True,
-        pictures: bool = True,
-        predictions: bool = True,
-        test: bool = True,
-    ) -> None:
-        self.header, self.lines, self.curve = header, lines, curve
-        self.pictures, self.predictions, self.test = pictures, predictions, test
+    header: bool = True
+    lines: bool = True
+    curve: bool = True
+    pictures: bool = True
+    predictions: bool = True
+    test: bool = True
+
+    def __post_init__(self) -> None:
         self.notes: dict[str, str] = {}  # more lines of the header, label -> text
         self.seconds: list[float] = []  # of training, one per epoch of this process
         self.metrics_before: dict[str, Tensor] = {}  # logged before the epoch
         self.elapsed = 0.0  # in this epoch
         self.started: float | None = None  # `None` while validation runs
 
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batch = global_batch_size(trainer)  # warns
         if not self.header or not trainer.is_global_zero or trainer.sanity_checking:
@@ -77,13 +74,11 @@ class RunOutput(Checkpoint):
 
     on_test_start = on_predict_start = on_train_start
 
-    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_clock(trainer)
         if trainer.state.fn == "validate":
             self.on_train_start(trainer, pl_module)
 
-    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.curve and self.seconds:
             draw_curve(trainer, upload=False)  # metrics.csv has all of the last epoch now
@@ -91,12 +86,10 @@ class RunOutput(Checkpoint):
         self.elapsed = 0.0
         self.start_clock(trainer)
 
-    @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if self.started is None:  # the first batch after a validation in the middle of the epoch
             self.start_clock(trainer)
 
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_clock(trainer)
         self.seconds.append(self.elapsed)
@@ -107,7 +100,6 @@ class RunOutput(Checkpoint):
             epoch = f"epoch {trainer.current_epoch + 1}{end}"
             print("  ".join([epoch, *values, f"{self.elapsed:.1f} s"]), flush=True)
 
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.curve:
             draw_curve(trainer, upload=True)
@@ -123,24 +115,21 @@ class RunOutput(Checkpoint):
             self.started = None
 
 
-def global_batch_size(trainer: Trainer) -> int | None:
-    """The size of a batch, summed over processes; `None` if the loader does not know it.
-
-    Warns if it trains and processes do not share a batch.
-    """
+def global_batch_size(trainer: Trainer) -> int:
+    """The size of a batch, summed over processes. Warns if they train and do not share a batch."""
     stages = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
     loader = trainer.train_dataloader or next(filter(None, stages), None)
     loader = loader[0] if isinstance(loader, list) else loader
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return sampler.batch_size
-    if trainer.training and trainer.world_size > 1:
+    # a strategy with replicas cuts every batch
+    processes = 1 if hasattr(trainer.strategy, "num_replicas") else trainer.world_size
+    if trainer.training and processes > 1:
         rank_zero_warn(
-            f"each of the {trainer.world_size} processes takes batches of its own: make the loader "
-            "with lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, "
-            "shuffle=True), which deals one batch out to all processes"
+            f"each of the {processes} processes takes batches of its own: make the loader with "
+            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True)"
         )
-    process_batch_size = getattr(loader, "batch_size", None)
-    return process_batch_size and process_batch_size * trainer.world_size
+    return processes * (getattr(loader, "batch_size", None) or 0)
 
 
 def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:

@@ -6,7 +6,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix as Matrix
-from typing_extensions import override
 
 from lightning_mgpu.callbacks.curve import picture_errors_as_warnings, save_picture
 
@@ -25,11 +24,9 @@ class TestPictures(Callback):
     __test__ = False  # pytest takes a class named Test... for tests
     confusion: Matrix | None = None
 
-    @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.confusion = None
 
-    @override
     def on_test_batch_end(
         self,
         trainer: Trainer,
@@ -57,7 +54,6 @@ class TestPictures(Callback):
                 X, y, classes = (t[:NUM_IMAGES].cpu() for t in (X, y, logits.argmax(1)))
                 save_picture(trainer, plot_predictions(X, y, classes, names), "predictions.png")
 
-    @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.confusion is None:
             return

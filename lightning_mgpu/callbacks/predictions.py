@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from typing_extensions import override
 
 from lightning_mgpu.callbacks.pictures import label_names
 from lightning_mgpu.data.batches import GlobalBatchSampler
@@ -30,7 +29,6 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
 
-    @override
     def write_on_epoch_end(
         self,
         trainer: Trainer,

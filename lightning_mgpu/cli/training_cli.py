@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch.distributed import destroy_process_group, is_initialized
-from typing_extensions import override
 
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
@@ -54,6 +53,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
     cli.build(f"{command()} {shlex.join([subcommand, *args])}")
     way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
+    way_on = way_on if subcommand == "fit" else "try again"
     ending: BaseException | None = None
     try:
         cli.run()
@@ -95,21 +95,16 @@ class TrainingCLI(LightningCLI):
             parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "prog": command()},
         )
 
-    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, kind, default in (
-            ("run_dir", str | None, None),
-            ("weights", str | None, None),
-            ("malloc", Literal["default", "keep"], "default"),
-        ):
-            parser.add_argument(f"--{name}", type=kind, default=default)
+        parser.add_argument("--run_dir", type=str | None, default=None)
+        parser.add_argument("--weights", type=str | None, default=None)
+        parser.add_argument("--malloc", type=Literal["default", "keep"], default="default")
         parser.add_class_arguments(WandbOptions, "wandb")
         parser.add_class_arguments(checkpoints.BestCheckpoint, "checkpoint")
         parser.add_class_arguments(RunOutput, "output")
         skip = {*self.subcommands()[self.method], "weights_only"}
         self.method_options = parser.add_method_arguments(Trainer, self.method, skip=skip)
 
-    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = self.parse(self.options.args)
         # a repeated run gets a directory of its own
@@ -135,7 +130,6 @@ class TrainingCLI(LightningCLI):
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
             raise UsageError(explain(str(error), self.options.given, known)) from error
 
-    @override
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
 
@@ -164,12 +158,10 @@ class TrainingCLI(LightningCLI):
             raise UsageError("--output.test=false: but the data validate on the test set")
         if config.weights and not self.ckpt_path:
             self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
-        saves = options.enable_checkpointing is not False
-        self.last = checkpoints.LastCheckpoint(
-            config.seed_everything, saves and self.best.keeps_last
-        )
+        saves, seed = options.enable_checkpointing is not False, config.seed_everything
+        self.last = checkpoints.LastCheckpoint(seed, saves and self.best.keeps_last)
         wandb = None if options.logger is False else config.wandb
-        facts = {"command": command_line, "options": given, "seed": config.seed_everything}
+        facts = {"command": command_line, "options": given, "seed": seed}
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
         has_bar = any(isinstance(each, ProgressBar) for each in users)
@@ -243,17 +235,13 @@ class TrainingCLI(LightningCLI):
             return {}
         which = "the last epoch: no metric says which one is the best"
         if best:
+            which = f"epoch {best['epoch']}: the last one saved by --checkpoint"
+        if best and best["monitor"]:
             extreme = "smallest" if self.best.mode == "min" else "largest"
-            by = (
-                f"{best['monitor']} {best['value']:.4f} ({extreme})"
-                if best["monitor"]
-                else "the last"
-            )
-            which = f"epoch {best['epoch']}: {by}"
+            which = "epoch {epoch}: {monitor} {value:.4f} ".format(**best) + f"({extreme})"
         print_once(f"testing {which}")
         seed_generators(self.config.seed_everything, "test")
-        path = best.get("path")
-        tested = trainer.test(self.model, data, path, verbose=False, weights_only=True)
+        tested = trainer.test(self.model, data, best.get("path"), False, weights_only=True)
         return dict(tested[0]) if tested else {}
 
     def is_deleted(self) -> bool:

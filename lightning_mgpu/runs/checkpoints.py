@@ -15,9 +15,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
-from typing_extensions import override
 
 from lightning_mgpu.seeds import VERSION, seed_generators
 from lightning_mgpu.tools import UsageError, replacing
@@ -46,7 +44,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its name and renames it: a kill leaves the old one, or none."""
 
-    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
@@ -58,7 +55,6 @@ class WholeFiles(TorchCheckpointIO):
         with replacing(Path(path)) as part:
             part.write_bytes(content.getbuffer())
 
-    @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return read_checkpoint(path)
 
@@ -67,8 +63,7 @@ class BestCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint` in the run directory; `fit` tests its best one.
 
     Args:
-        monitor: The metric to watch. There is no best one where it is not logged, or is one of the
-            test set.
+        monitor: The metric to watch, if it is logged, and not of the test set.
         mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
@@ -90,26 +85,19 @@ class BestCheckpoint(ModelCheckpoint):
         )
         self.keeps_last = save_last
 
-    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").resolve())
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
+            self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)
 
-    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.may_choose(trainer):
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
 
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.may_choose(trainer):
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_train_epoch_end(trainer, pl_module)
-
-    def may_choose(self, trainer: Trainer) -> bool:
-        """Whether the metric is there and is not one of the test set."""
-        on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        is_there = self.monitor in trainer.callback_metrics and not on_test_set
-        return self.monitor is None or is_there
 
     @property
     def best(self) -> dict[str, Any]:
@@ -120,12 +108,11 @@ class BestCheckpoint(ModelCheckpoint):
         value = float(self.best_model_score) if self.best_model_score is not None else None
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
 
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["dirpath"] == self.dirpath:
-            super().load_state_dict(state_dict)
-        else:
-            rank_zero_warn(f"{self.dirpath} was moved: which epoch was the best is forgotten")
+        here, before = str(self.dirpath), state_dict["dirpath"]  # the run may have been moved
+        scores = {k.replace(before, here): v for k, v in state_dict["best_k_models"].items()}
+        paths = {k: v.replace(before, here) for k, v in state_dict.items() if isinstance(v, str)}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": scores})
 
 
 class LastCheckpoint(Callback):
@@ -140,7 +127,6 @@ class LastCheckpoint(Callback):
         self.loaded_metrics: dict[str, Any] = {}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
         trainer.callback_metrics.update(self.loaded_metrics)
@@ -150,10 +136,9 @@ class LastCheckpoint(Callback):
             if end < (steps or 0) < inf:
                 raise UsageError(
                     f"--trainer.max_epochs={trainer.max_epochs}: {type(config.scheduler).__name__} "
-                    f"ends after {end} of {steps} steps: start a longer run anew"
+                    f"ends after {end} of {steps} steps: start a new run"
                 )
 
-    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self.first_epoch:
             self.save(trainer, LAST)
@@ -164,11 +149,9 @@ class LastCheckpoint(Callback):
             loop.epoch_loop.restarting = False
             loop.on_iteration_done()
 
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.has_finished, self.why_stopped = True, why_stopped(trainer)
 
-    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.has_finished:
             is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -179,7 +162,6 @@ class LastCheckpoint(Callback):
             path = Path(trainer.default_root_dir, "checkpoints", name)
             trainer.save_checkpoint(path, weights_only=False)
 
-    @override
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -187,16 +169,19 @@ class LastCheckpoint(Callback):
         stopped = why_stopped(trainer)
         checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
 
-    @override
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
             return
+        loop = checkpoint["loops"]["fit_loop"]
+        if not loop["epoch_loop.batch_progress"][
+            "is_last_batch"
+        ]:  # such as Lightning's under SLURM
+            raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
         self.loaded_metrics = checkpoint[KEY]["metrics"]
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
-        loop = checkpoint["loops"]["fit_loop"]
         for counts in loop["epoch_progress"].values():
             counts["ready"] = counts["started"]  # the next epoch is one that has not begun
         loop["state_dict"].pop("combined_loader", None)  # the loader begins with its first batch
@@ -208,7 +193,5 @@ def why_stopped(trainer: Trainer) -> str:
     timers = [each for each in callbacks if isinstance(each, Timer)]
     if not trainer.should_stop or any((each.time_remaining() or 1) <= 0 for each in timers):
         return ""
-    reasons = [
-        each.stopping_reason_message for each in callbacks if isinstance(each, EarlyStopping)
-    ]
+    reasons = (x.stopping_reason_message for x in callbacks if isinstance(x, EarlyStopping))
     return next(filter(None, reasons), "trainer.should_stop was set")

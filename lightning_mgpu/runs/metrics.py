@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from typing_extensions import override
 
 from lightning_mgpu.tools import UsageError, replacing
 
@@ -20,6 +19,8 @@ STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `tr
 
 class MetricsFile(Logger):
     """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+
+    name = version = ""
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:
         super().__init__()
@@ -31,22 +32,12 @@ class MetricsFile(Logger):
             self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
 
     @property
-    @override
     def save_dir(self) -> str:
         return str(self.run_dir)
 
-    @property
-    @override
-    def name(self) -> str:
-        return ""
-
-    version = name
-
-    @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `config.yaml` has them."""
 
-    @override
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         row = {**metrics, "step": step}

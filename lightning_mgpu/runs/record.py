@@ -21,7 +21,6 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from typing_extensions import override
 
 from lightning_mgpu.devices import describe_devices, devices
 from lightning_mgpu.runs.checkpoints import BestCheckpoint
@@ -44,7 +43,6 @@ class RunRecord(Callback):
     results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
     lock: int | None = None  # once the directory is there, in the first process
 
-    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if "strategy" in self.content:  # in the test after `fit`
             return

@@ -1,8 +1,4 @@
-"""Weights & Biases that never asks and never holds up training.
-
-`--wandb.mode=auto` goes online if there is a login and the server answers, else offline. W&B reads
-other settings from its own variables: `WANDB_ENTITY`, `WANDB_RUN_GROUP`, `WANDB_TAGS`.
-"""
+"""Weights & Biases that never asks and never holds up training."""
 
 import os
 from dataclasses import dataclass
@@ -24,11 +20,11 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass
 class WandbOptions:
-    """The options of Weights & Biases.
+    """The options of Weights & Biases; it reads others from `WANDB_ENTITY`, `WANDB_TAGS`, ...
 
     Args:
-        mode: `auto`: online with a login and an answering server; `WANDB_MODE` goes before it.
-        project: `WANDB_PROJECT` or the program's name, `lightning-mgpu`, if left out.
+        mode: `WANDB_MODE`, or `auto`: online with a login and an answering server, else offline.
+        project: `WANDB_PROJECT` or the program's name if left out.
         name: Shown name of the run; the run directory's if left out.
         log_model: Upload the best and the last epoch's checkpoints as artifacts after training.
     """

@@ -68,7 +68,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
             "--checkpoint.monitor=val_error --checkpoint.mode=max --checkpoint.save_top_k=2",
             "testing epoch 1: val_error 1.0000 (largest)",
         ),
-        ("--checkpoint.monitor=null", "testing epoch 2: the last"),
+        ("--checkpoint.monitor=null", "testing epoch 2: the last one saved by --checkpoint"),
         (
             "--checkpoint.monitor=val_other",
             "testing the last epoch: no metric says which one is the best",
