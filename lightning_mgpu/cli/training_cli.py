@@ -7,6 +7,7 @@ all over `configs/default.yaml`. A relative `--config` that is not here is looke
 import errno
 import os
 import shlex
+import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
@@ -59,6 +60,8 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         cli.run()
     except BaseException as error:
         ending = error
+        if launcher := cli.trainer.strategy.launcher:  # its processes would only say that we ended
+            launcher.kill(signal.SIGKILL)
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or cli.run_dir
             ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
