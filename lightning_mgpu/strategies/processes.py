@@ -194,5 +194,4 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         pattern = "(?i).*(connection (closed|reset)|broken pipe|timed out waiting|timeout).*"
-        message = "another process has ended: see its message above (or it is late)"
-        _augment_message(exception, pattern, message)
+        _augment_message(exception, pattern, "another process has ended: see its message above")
