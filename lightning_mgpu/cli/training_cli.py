@@ -7,6 +7,7 @@ all over `configs/default.yaml`. A relative `--config` that is not here is looke
 import errno
 import os
 import shlex
+import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
@@ -53,11 +54,14 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
     cli.build(f"{command()} {shlex.join([subcommand, *args])}")
     way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
+    way_on = way_on if subcommand == "fit" else "try again"
     ending: BaseException | None = None
     try:
         cli.run()
     except BaseException as error:
         ending = error
+        if launcher := cli.trainer.strategy.launcher:  # its processes would only say that we ended
+            launcher.kill(signal.SIGKILL)
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or cli.run_dir
             ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")

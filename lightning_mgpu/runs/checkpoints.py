@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.seeds import VERSION, seed_generators
@@ -64,8 +63,7 @@ class BestCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint` in the run directory; `fit` tests its best one.
 
     Args:
-        monitor: The metric to watch. There is no best one where it is not logged, or is one of the
-            test set.
+        monitor: The metric to watch, if it is logged, and not of the test set.
         mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
         save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
@@ -88,22 +86,18 @@ class BestCheckpoint(ModelCheckpoint):
         self.keeps_last = save_last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").resolve())
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
+            self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.may_choose(trainer):
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.may_choose(trainer):
+        if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_train_epoch_end(trainer, pl_module)
-
-    def may_choose(self, trainer: Trainer) -> bool:
-        """Whether the metric is there and is not one of the test set."""
-        on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
-        is_there = self.monitor in trainer.callback_metrics and not on_test_set
-        return self.monitor is None or is_there
 
     @property
     def best(self) -> dict[str, Any]:
@@ -115,10 +109,10 @@ class BestCheckpoint(ModelCheckpoint):
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["dirpath"] == self.dirpath:
-            super().load_state_dict(state_dict)
-        else:
-            rank_zero_warn(f"{self.dirpath} was moved: which epoch was the best is forgotten")
+        here, before = str(self.dirpath), state_dict["dirpath"]  # the run may have been moved
+        scores = {k.replace(before, here): v for k, v in state_dict["best_k_models"].items()}
+        paths = {k: v.replace(before, here) for k, v in state_dict.items() if isinstance(v, str)}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": scores})
 
 
 class LastCheckpoint(Callback):

@@ -65,7 +65,8 @@ class RunRecord(Callback):
                 trainer.loggers = [*trainer.loggers, logger]
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
-        self.write(begin=now(), devices=used, versions=versions, git=find_commit(), end=None)
+        self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
+        self.write(git=find_commit(), end=None)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
@@ -99,7 +100,11 @@ class RunRecord(Callback):
                 error.add_note(f"{self.run_dir}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            end |= {"time": now(), "epochs": trainer.current_epoch, "best": best.best}
+            end |= {
+                "time": str(datetime.now(UTC)),
+                "epochs": trainer.current_epoch,
+                "best": best.best,
+            }
             end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
             self.write(end=end)
         for logger in trainer.loggers:
@@ -136,15 +141,8 @@ def find_commit() -> str | None:
     return None
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """12 hex digits of a SHA-256 over the bytes of all parameters in order; buffers are left out.
-
-    Two runs with the same fingerprint have trained the same bits.
-    """
+    """12 hex digits of a SHA-256 over the bytes of all parameters in order, without buffers."""
     digest = hashlib.sha256()
     for p in parameters:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -11,12 +11,13 @@ from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.seeds import VERSION
 from lightning_mgpu.tools import UsageError
 
-LENGTH = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")
-WHERE = ("accelerator", "devices", "num_nodes", "strategy", "logger", "enable_progress_bar")
+OF_TRAINER = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "enable_progress_bar"),
+    *("accelerator", "devices", "num_nodes", "strategy", "logger"),
+)
 MAY_CHANGE = (
-    *(f"trainer.{name}." for name in (*LENGTH, *WHERE)),
-    *("wandb.", "output.", "malloc.", "run_dir."),
-    *("data.root.", "data.num_workers.", "data.pin_memory."),  # of a machine
+    *(f"trainer.{name}." for name in OF_TRAINER),
+    *("wandb.", "output.", "malloc.", "data.root.", "data.num_workers.", "data.pin_memory."),
 )
 
 
@@ -25,20 +26,14 @@ def refuse_changes(run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -
     old, new = flatten(before), flatten(now)
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key) and not f"{key}.".startswith(MAY_CHANGE):
-            raise UsageError(
-                f"--{key}={new.get(key)}: {run_dir} has {old.get(key)}, which stays: leave the "
-                "option out, or start a new run, from --weights if you like"
-            )
+            told = f"{run_dir} has {old.get(key)}, which stays: leave the option out"
+            raise UsageError(f"--{key}={new.get(key)}: {told}, or start a new run by --weights")
 
 
 def find_last(
     run_dir: Path, config: dict[str, Any], max_epochs: int | None
 ) -> tuple[str | None, int]:
-    """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch.
-
-    Raises:
-        UsageError: If no training can go on from there, or none was to be saved.
-    """
+    """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch."""
     path = run_dir / "checkpoints" / LAST
     if not path.exists():
         for option in ("checkpoint.save_last", "trainer.enable_checkpointing"):

@@ -118,4 +118,4 @@ def test_seconds_are_of_training_only(make_data: Callable, trainer: Callable) ->
 
     output = RunOutput()
     trainer(output, val_check_interval=3, limit_train_batches=6).fit(Sleeps(), make_data())
-    assert 0.3 <= output.seconds[0] < 1.2  # of 6 steps, beside 4 batches of validation
+    assert 0.3 <= output.seconds[0] < 2  # of 6 steps, without 4 batches of validation

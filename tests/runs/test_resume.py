@@ -98,19 +98,19 @@ def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_longer_run_under_another_strategy(
+def test_a_longer_run_elsewhere_under_another_strategy(
     run: Path, fit: Callable[..., int], capfd: Any
 ) -> None:
-    """Flags that only say how long and where are taken, and equal ones."""
-    before = metrics(run)
-    equal_ones = ("--model=own_run.Net", "--model.lr=0.10", "--run_dir=run")
-    assert fit("--resume=run", *equal_ones, "--trainer.max_epochs=3", *STRATEGIES["dp"]) == 0
+    """Flags that only say how long and where are taken, and equal ones; the best is still known."""
+    before, run = metrics(run), run.rename(run.with_name("moved"))
+    equal_ones = ("--model=own_run.Net", "--model.lr=0.10", "--run_dir=moved")
+    assert fit("--resume=moved", *equal_ones, "--trainer.max_epochs=3", *STRATEGIES["dp"]) == 0
     out = capfd.readouterr().out
-    assert "ckpt:     run/checkpoints/last.ckpt" in out
+    assert "ckpt:     moved/checkpoints/last.ckpt" in out
     assert "epoch 3/3" in out and "epoch 2/" not in out
     assert metrics(run)[: len(before) - 1] == before[:-1]  # but the test at the end
     assert len(list((run / "checkpoints").iterdir())) == 2
-    assert fit("--resume=run") == 0  # finished: tested once more, and nothing else
+    assert fit("--resume=moved") == 0  # finished: tested once more, and nothing else
     assert "epoch 3/3" not in capfd.readouterr().out
     assert [bool(row["test_acc"]) for row in metrics(run)].count(True) == 1
 
