@@ -151,7 +151,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the step logs becomes the mean over all samples, with or without `sync_dist`."""
+        """Each number that the step logs becomes the mean over all samples."""
         if self.is_alone:
             return step(*args, **kwargs)
         for value in self._averaged:  # as it was logged: Lightning compares
