@@ -68,7 +68,7 @@ def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy
 
 
 def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
-    """A strategy of all processes that run this; in one without replicas, Lightning's own for one device."""
+    """A Trainer of all processes that run this; without replicas, one of one device is `auto`."""
     strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
     given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
     return Trainer(**{**QUIET, **given})
