@@ -162,7 +162,7 @@ class TrainingCLI(LightningCLI):
         if config.weights and not self.ckpt_path:
             self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
         saves, seed = options.enable_checkpointing is not False, config.seed_everything
-        self.last = checkpoints.LastCheckpoint(seed, saves and self.best.keeps_last)
+        self.last = checkpoints.LastCheckpoint(seed, saves)
         wandb = None if options.logger is False else config.wandb
         facts = {"command": command_line, "options": given, "seed": seed}
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)

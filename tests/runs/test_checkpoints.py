@@ -142,7 +142,7 @@ class Deletes(Callback):
     ("options", "code", "told"),
     [
         ("", errno.ENOSPC, "epoch=0-step=7.ckpt: No space left on device; once that is mended, go"),
-        ("--checkpoint.save_last=false", errno.EACCES, "epoch=0-step=7.ckpt: Permission denied; "),
+        ("", errno.EACCES, "epoch=0-step=7.ckpt: Permission denied; "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
         ("--trainer.callbacks+=own_more.Deletes", 0, "a was deleted while it was on: its weights"),
     ],
