@@ -173,7 +173,7 @@ class TrainingCLI(LightningCLI):
             RichProgressBar(1): draws_bar and not has_bar,
             LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
-            PredictionWriter(): self.output.predictions and self.method == "predict",
+            PredictionWriter(): self.method == "predict",
             self.best: saves,
             self.output: True,
         }

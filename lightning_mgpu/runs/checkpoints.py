@@ -165,6 +165,7 @@ class LastCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
+            checkpoint["callbacks"] = {}  # an evaluation takes the weights alone
             return
         loop = checkpoint["loops"]["fit_loop"]
         if not loop["epoch_loop.batch_progress"]["is_last_batch"]:  # as Lightning's under SLURM

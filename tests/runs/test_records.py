@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 import pytest
 import wandb
 
-from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
 from tests.runs.conftest import metrics
@@ -103,8 +102,3 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(wandb, "init", MagicMock(side_effect=RuntimeError("the service\nis gone")))
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert where() == "off (RuntimeError: the service is gone)"
-
-
-def test_flat_names() -> None:
-    nested = {"a": [{"class_path": "C", "init_args": {"x": 1}}, {"class_path": "D"}], "b": {}}
-    assert flatten(nested) == {"a.0": "C", "a.0.x": 1, "a.1": "D", "b": {}}
