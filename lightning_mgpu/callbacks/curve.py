@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_rows
 from lightning_mgpu.tools import replacing
 
-MAX_PANELS = 4
 Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
@@ -40,7 +39,6 @@ def plot_curve(points: Points, validation_label: str) -> Figure:
     for name in sorted(points):
         names_by_metric.setdefault(STAGE_AND_METRIC.fullmatch(name)[2], []).append(name)  # type: ignore[index]
     metrics = sorted(names_by_metric, key=lambda metric: ("loss" not in metric, metric))
-    metrics = metrics[:MAX_PANELS]
     figure = Figure(figsize=(4.2 * len(metrics), 3.3), layout="constrained")
     for metric, axes in zip(metrics, figure.subplots(1, len(metrics), squeeze=False)[0]):
         axes.set(xlabel="epoch", ylabel="accuracy" if metric == "acc" else metric)

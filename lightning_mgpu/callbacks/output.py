@@ -1,6 +1,5 @@
 """The output of a run: a header, a line per epoch, the learning curve."""
 
-import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,16 @@ from lightning_mgpu.devices import describe_devices, devices, process_devices, s
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC
 from lightning_mgpu.runs.record import count_parameters
 
-# what Lightning adds to the name of a value that is logged by step and by epoch
-FORKED = re.compile(r"_(step|epoch)(?=$|/dataloader_idx_)")
-
 
 @dataclass(eq=False)
 class RunOutput(Checkpoint):
-    """Prints and draws. It saves no checkpoint, but Lightning calls a `Checkpoint` last.
-
-    Then all of an epoch is logged, also by the module's own `on_train_epoch_end`.
+    """Prints and draws. Lightning calls a `Checkpoint` last, when all of an epoch is logged.
 
     Args:
         header: Print a few lines about the run at its start.
         lines: Print a line per epoch.
         curve: Draw `curve.png` after every epoch.
         pictures: Draw `confusion.png` and `predictions.png` in a test.
-        predictions: Write `predictions.csv` in `predict`.
         test: `fit` tests the best epoch. Without it, a run never looks at the test set.
     """
 
@@ -39,7 +32,6 @@ class RunOutput(Checkpoint):
     lines: bool = True
     curve: bool = True
     pictures: bool = True
-    predictions: bool = True
     test: bool = True
 
     def __post_init__(self) -> None:
@@ -117,9 +109,7 @@ class RunOutput(Checkpoint):
 
 def global_batch_size(trainer: Trainer) -> int:
     """The size of a batch, summed over processes. Warns if they train and do not share a batch."""
-    stages = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
-    loader = trainer.train_dataloader or next(filter(None, stages), None)
-    loader = loader[0] if isinstance(loader, list) else loader
+    loader = trainer.train_dataloader
     if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
         return sampler.batch_size
     # a strategy with replicas cuts every batch
@@ -133,15 +123,15 @@ def global_batch_size(trainer: Trainer) -> int:
 
 
 def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
-    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch that is over.
+    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch that is over; all if no name is known.
 
-    Metrics of training and validation are shown, and those with `prog_bar=True`. If there are none
-    of these, all are shown. Lightning keeps values of earlier epochs, such as those of the last
-    validation; one that was logged again is another tensor.
+    Lightning keeps values of earlier epochs; one that was logged again is another tensor.
     """
     values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
     values.pop("epoch_seconds")
-    values = {k: v for k, v in values.items() if (n := FORKED.sub("", k)) == k or n not in values}
+    # a value that is logged by step and by epoch is there under three names
+    twins = {f"{name}_{when}" for name in values for when in ("step", "epoch")}
+    values = {k: v for k, v in values.items() if k not in twins}
     bar = trainer.progress_bar_metrics
     shown = [name for name in values if STAGE_AND_METRIC.fullmatch(name) or name in bar]
     return [f"{name} {float(values[name]):.4f}" for name in shown or values]

@@ -16,16 +16,12 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # images of the first batch; classes of a conf
 class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and the first test images (`predictions.png`).
 
-    Needs batches (X, y) with labels y (N,) in 0..C-1, where -100 is ignored, and a `test_step` that
-    returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Other models and
-    batches get no picture, and neither do further loaders.
+    Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that returns
+    a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Others get no picture.
     """
 
     __test__ = False  # pytest takes a class named Test... for tests
     confusion: Matrix | None = None
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.confusion = None
 
     def on_test_batch_end(
         self,
@@ -38,13 +34,12 @@ class TestPictures(Callback):
     ) -> None:
         match outputs, batch, dataloader_idx:
             case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
-                if y.is_floating_point():
-                    return
+                pass
             case _:
                 return  # another kind of model
         names = label_names(trainer, logits.shape[1])
         with picture_errors_as_warnings("confusion.png"):
-            if self.confusion is None and len(names) <= MAX_CLASSES:
+            if batch_idx == 0 and len(names) <= MAX_CLASSES:
                 matrix = Matrix(len(names), IGNORED_LABEL, validate_args=False)
                 self.confusion = matrix.to(logits.device)
             if self.confusion is not None:

@@ -15,8 +15,7 @@ from lightning_mgpu.callbacks.pictures import label_names
 from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.tools import replacing
 
-Table = dict[str, list[Any]]
-"""A column for every name; `index` has the samples' indices in the dataset."""
+Table = dict[str, list[Any]]  # a column for every name; `index` is that in the dataset
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -42,8 +41,7 @@ class PredictionWriter(BasePredictionWriter):
             dist.all_gather_object(tables, table)
         if None in tables:
             rank_zero_warn(
-                "predictions.csv is not written: it needs one loader that says which samples are "
-                "in a batch, as a DataLoader with a batch_size does, and a "
+                "predictions.csv is not written: it needs one DataLoader with a batch_size, and a "
                 f"{type(pl_module).__name__}.predict_step that returns a tensor, or a dict of "
                 "tensors, with a row for every sample."
             )

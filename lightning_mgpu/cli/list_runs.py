@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.runs.directory import find_state, flatten, read_run_json
+from lightning_mgpu.runs.directory import flatten, read_run_json
 from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.tools import UsageError, make_parser
 
@@ -62,7 +62,7 @@ def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any
         except UsageError as error:
             print(f"left out: {' '.join(str(error).split())}", file=sys.stderr)
             continue
-        results |= {"fingerprint": end.get("fingerprint"), "state": find_state(path)}
+        results |= {"fingerprint": end.get("fingerprint"), "state": end.get("state", "unfinished")}
         runs[path] = settings, results
     return runs
 

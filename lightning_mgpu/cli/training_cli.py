@@ -162,7 +162,7 @@ class TrainingCLI(LightningCLI):
         if config.weights and not self.ckpt_path:
             self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
         saves, seed = options.enable_checkpointing is not False, config.seed_everything
-        self.last = checkpoints.LastCheckpoint(seed, saves and self.best.keeps_last)
+        self.last = checkpoints.LastCheckpoint(seed, saves)
         wandb = None if options.logger is False else config.wandb
         facts = {"command": command_line, "options": given, "seed": seed}
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
@@ -173,7 +173,7 @@ class TrainingCLI(LightningCLI):
             RichProgressBar(1): draws_bar and not has_bar,
             LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
-            PredictionWriter(): self.output.predictions and self.method == "predict",
+            PredictionWriter(): self.method == "predict",
             self.best: saves,
             self.output: True,
         }

@@ -65,14 +65,12 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: The metric to watch, if it is logged, and not of the test set.
         mode: Left out: `min` for a name with loss, err, mae, mse, ... in it, else `max`.
-        save_last: Save `last.ckpt` after every epoch, from which `--resume` goes on.
     """
 
     def __init__(
         self,
         monitor: str | None = "val_acc",
         mode: Literal["min", "max"] | None = None,
-        save_last: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -83,10 +81,10 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
             **kwargs,
         )
-        self.keeps_last = save_last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))  # whatever the loggers
+        path = Path(trainer.default_root_dir, "checkpoints")  # whatever the loggers
+        self.dirpath = str(path.absolute())  # as a resumed run is known by another name, too
         if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
             self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)
@@ -107,12 +105,6 @@ class BestCheckpoint(ModelCheckpoint):
         epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
         value = float(self.best_model_score) if self.best_model_score is not None else None
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        here, before = str(self.dirpath), state_dict["dirpath"]  # the run may have been moved
-        scores = {k.replace(before, here): v for k, v in state_dict["best_k_models"].items()}
-        paths = {k: v.replace(before, here) for k, v in state_dict.items() if isinstance(v, str)}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": scores})
 
 
 class LastCheckpoint(Callback):
@@ -173,11 +165,10 @@ class LastCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
+            checkpoint["callbacks"] = {}  # an evaluation takes the weights alone
             return
         loop = checkpoint["loops"]["fit_loop"]
-        if not loop["epoch_loop.batch_progress"][
-            "is_last_batch"
-        ]:  # such as Lightning's under SLURM
+        if not loop["epoch_loop.batch_progress"]["is_last_batch"]:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
         self.loaded_metrics = checkpoint[KEY]["metrics"]
         if why := checkpoint[KEY]["why_stopped"]:

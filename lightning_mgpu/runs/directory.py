@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from lightning_mgpu.tools import UsageError
 
 CONFIG, RUN_JSON = "config.yaml", "run.json"
 RUN_DIR_ENV = "LIGHTNING_MGPU_RUN_DIR"  # tells the processes that `ddp` starts where their run is
-LOCK_SECONDS = 6  # the DataLoader's workers of a killed run hold its lock, until they notice
 
 
 def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
@@ -46,31 +44,15 @@ def lock_run_dir(run_dir: Path) -> int:
     """Make a run directory if need be, and lock it; closing the descriptor returned frees it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     directory = os.open(run_dir, os.O_RDONLY)
-    for _ in range(LOCK_SECONDS * 10):
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return directory
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError:
-            return directory  # a network file system without locks
-    os.close(directory)
-    raise UsageError(f"{run_dir} is still running: stop that process first")
-
-
-def find_state(run_dir: Path) -> str:
-    """running, finished, stopped (by itself), interrupted or failed; empty if nothing says it."""
-    record = read_run_json(run_dir)
-    if end := record.get("end"):
-        return str(end["state"])
-    directory = os.open(run_dir, os.O_RDONLY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return "running" if isinstance(error, BlockingIOError) else ""
-    finally:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(directory)
-    return "interrupted" if record else ""
+        told = "stop that process first; workers of a killed one end within seconds"
+        raise UsageError(f"{run_dir} is still running: {told}") from error
+    except OSError:
+        pass  # a network file system without locks
+    return directory
 
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,12 +51,11 @@ class RunRecord(Callback):
             trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
         if self.lock is None:
             return
-        before = read_run_json(self.run_dir)
-        self.content["num_resumes"] = before.get("num_resumes", -1) + 1
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.wandb_options is not None:
-            config, run_id = flatten(yaml.safe_load(self.config)), before.get("wandb_id")
+            config = flatten(yaml.safe_load(self.config))
+            run_id = read_run_json(self.run_dir).get("wandb_id")
             logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
             self.notes["wandb"] = where
             if logger is not None:
@@ -66,7 +64,7 @@ class RunRecord(Callback):
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
         self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
-        self.write(git=find_commit(), end=None)
+        self.write(end=None)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
@@ -100,11 +98,7 @@ class RunRecord(Callback):
                 error.add_note(f"{self.run_dir}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            end |= {
-                "time": str(datetime.now(UTC)),
-                "epochs": trainer.current_epoch,
-                "best": best.best,
-            }
+            end |= {"epochs": trainer.current_epoch, "best": best.best}
             end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
             self.write(end=end)
         for logger in trainer.loggers:
@@ -129,16 +123,6 @@ def stop_on_signals() -> None:
 
 def count_parameters(module: LightningModule) -> int:
     return sum(p.numel() for p in module.parameters() if not is_lazy(p))
-
-
-def find_commit() -> str | None:
-    """The git commit of the working directory, with `-dirty` if tracked files differ from it."""
-    command = ("git", "describe", "--always", "--dirty")
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a huge repository
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=2
-        ).strip()
-    return None
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:

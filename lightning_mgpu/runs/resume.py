@@ -1,7 +1,4 @@
-"""`fit --resume`: go on with a run in its own directory, as if it had never stopped.
-
-The run's `config.yaml` is the configuration. Only options in `MAY_CHANGE` may have other values.
-"""
+"""`fit --resume`: go on with a run in its own directory, as if it had never stopped."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +8,9 @@ from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.seeds import VERSION
 from lightning_mgpu.tools import UsageError
 
-OF_TRAINER = (
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "enable_progress_bar"),
-    *("accelerator", "devices", "num_nodes", "strategy", "logger"),
-)
 MAY_CHANGE = (
-    *(f"trainer.{name}." for name in OF_TRAINER),
+    *("trainer.max_", "trainer.min_", "trainer.enable_progress_bar.", "trainer.accelerator."),
+    *("trainer.devices.", "trainer.num_nodes.", "trainer.strategy.", "trainer.logger."),
     *("wandb.", "output.", "malloc.", "data.root.", "data.num_workers.", "data.pin_memory."),
 )
 
@@ -36,9 +30,8 @@ def find_last(
     """The `last.ckpt` of a run and its steps; none if it was stopped in its first epoch."""
     path = run_dir / "checkpoints" / LAST
     if not path.exists():
-        for option in ("checkpoint.save_last", "trainer.enable_checkpointing"):
-            if flatten(config).get(option) is False:
-                raise UsageError(f"--resume={run_dir}: it saved no {LAST}: --{option}=false")
+        if flatten(config).get("trainer.enable_checkpointing") is False:
+            raise UsageError(f"--resume={run_dir}: it saves no checkpoint (enable_checkpointing)")
         return None, 0
     checkpoint = read_checkpoint(path)
     if checkpoint.get(KEY, {}).get("streams") != VERSION:

@@ -10,12 +10,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_mgpu.tools import program
 
 # A server may take 8 s to make a run, which then goes offline; the end waits 30 s for uploads.
-SETTINGS: dict[str, Any] = {
-    "silent": True,
-    "console": "off",
-    "init_timeout": 8.0,
-    "finish_timeout": 30.0,
-}
+SETTINGS: dict[str, Any] = {"console": "off", "init_timeout": 8.0, "finish_timeout": 30.0}
 
 
 @dataclass
@@ -26,13 +21,11 @@ class WandbOptions:
         mode: `WANDB_MODE`, or `auto`: online with a login and an answering server, else offline.
         project: `WANDB_PROJECT` or the program's name if left out.
         name: Shown name of the run; the run directory's if left out.
-        log_model: Upload the best and the last epoch's checkpoints as artifacts after training.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     name: str | None = None
-    log_model: bool = False
 
 
 def start_run(
@@ -51,7 +44,7 @@ def start_run(
 
     # W&B reports on itself to the same server, and a process that ends waits for that
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    wandb.setup(wandb.Settings(silent=True))
+    os.environ.setdefault("WANDB_SILENT", "true")
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
         mode, reason = "offline", "no login"
     default = program().replace("_", "-")
@@ -63,7 +56,6 @@ def start_run(
                 id=run_id,
                 save_dir=run_dir,
                 mode=try_mode,
-                log_model=options.log_model,
                 config=config,
                 settings=wandb.Settings(**SETTINGS),
             )

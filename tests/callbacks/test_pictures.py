@@ -128,9 +128,6 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
         trainer.predict(model, DataLoader(samples, 5, shuffle=wanted is flat))
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     (tmp_path / "predictions.csv").unlink()
-    one_batch: Any = [samples[7:12]]
-    with pytest.warns(UserWarning, match="one loader that says which samples are in a batch"):
-        trainer.predict(model, DataLoader(one_batch, batch_size=None))
     model.choose = lambda X: {"label": X[::2]}
     told = r"predictions\.csv is not written: .*, and a VectorNet\.predict_step that"
     with pytest.warns(UserWarning, match=told):

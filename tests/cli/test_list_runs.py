@@ -47,7 +47,7 @@ def test_the_table(runs: Path, main: Callable[..., int], capfd: pytest.CaptureFi
     assert header.split() == ["run", "model.optimizer", *last]
     assert [row.split() for row in rows] == [
         ["sweep/trial_000", "AdamW", "0.25", "0.1235", "2.5", "0955842d504b", "finished"],
-        ["killed", "SGD", "0.75", "2", "3", "interrupted"],
+        ["killed", "SGD", "0.75", "2", "3", "unfinished"],
     ]
     assert rows[0].index("AdamW") == rows[1].index("SGD") == header.index("model.optimizer")
     broken = [*(f"broken_{i}/config.yaml" for i in range(3)), "no_metrics/metrics.csv"]
