@@ -39,7 +39,7 @@ from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
-from lightning_mgpu.seeds import draw_seed, seed_generators
+from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.tools import UsageError, command
 
 # what a file system says that is full or must not be written
@@ -112,8 +112,8 @@ class TrainingCLI(LightningCLI):
         self.config = self.parse(self.options.args)
         # a repeated run gets a directory of its own
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
-        if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
-            self.config.seed_everything = draw_seed()
+        if isinstance(self.config.seed_everything, bool):
+            raise UsageError("--seed_everything: give a number, such as $RANDOM")
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
         self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
         if run_dir := self.options.run_dir:
