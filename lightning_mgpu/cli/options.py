@@ -97,18 +97,13 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     read_checkpoint(ckpt_path)
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
-        told = "is in no run directory, whose config.yaml names the model: give it with --config"
-        raise UsageError(f"{ckpt_path} {told}")
+        raise UsageError(f"{ckpt_path} is in no run directory: give its model with --config")
     config = read_config(str(path)) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
 
 def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """The arguments with a strategy's class for its name where the class or options are given.
-
-    jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
-    `--model.help` gets the class that would run, and `--help.all` is the parser's help.
-    """
+    """The arguments with classes for names where jsonargparse needs one: for help and options."""
     helps = {"--help.all": "--help"}
     for key in ("model", "data"):
         helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"

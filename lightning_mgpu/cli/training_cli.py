@@ -1,8 +1,4 @@
-"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it.
-
-Every option can stand in a YAML file: later `--config` files and flags win over earlier ones, and
-all over `configs/default.yaml`. A relative `--config` that is not here is looked up in `configs/`.
-"""
+"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it."""
 
 import errno
 import os
@@ -11,7 +7,6 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
-from math import inf
 from statistics import mean
 from typing import Any, Literal
 
@@ -77,8 +72,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     finally:
         cli.record.close(cli.trainer, ending, cli.best)
     if is_initialized():
-        # Lightning does so for NCCL alone. Gloo's threads may still hold tensors while Python ends,
-        # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
+        # else Gloo's threads at times end a finished process (pytorch/pytorch#179291)
         destroy_process_group()
 
 
@@ -121,12 +115,9 @@ class TrainingCLI(LightningCLI):
             refuse_changes(run_dir, before, self.config_dump)
 
     def parse(self, args: list[str]) -> Namespace:
-        """Parse options over the base configuration.
-
-        That is a first --config, not an object: jsonargparse would check that alone, and refuse a
-        class whose required arguments come from the command line.
-        """
-        base = yaml.safe_dump(self.options.base, default_flow_style=True, width=inf)
+        """Parse options over the base configuration."""
+        # a first --config, as an object would be checked before the options complete it
+        base = yaml.safe_dump(self.options.base, default_flow_style=True)
         try:
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
