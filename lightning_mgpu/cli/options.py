@@ -97,7 +97,8 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     read_checkpoint(ckpt_path)
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
-        raise UsageError(f"{ckpt_path} is in no run directory: give its model with --config")
+        told = "is in no run directory, whose config.yaml names the model: give it with --config"
+        raise UsageError(f"{ckpt_path} {told}")
     config = read_config(str(path)) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}
 
