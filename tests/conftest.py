@@ -41,12 +41,6 @@ def run_devices(num: int) -> list[torch.device]:
     return [torch.device("sim", i) if is_simulated else torch.device("cpu") for i in range(num)]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the times that `pytest -m gpu` has measured."""
-    for report in terminalreporter.stats.get("passed", []):
-        terminalreporter.write("".join(f"{line}\n" for _, line in report.user_properties))
-
-
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`data.root` of a dataset of 503 and 107 images."""

@@ -1,7 +1,6 @@
 """Every block of docs/cookbook.md, in its order, in one process and on the tiny dataset.
 
-Only the limits of a short run are appended. Of torchrun, which would start processes, and of files
-in configs/, only the options are read.
+Only the limits of a short run are appended; two devices become two replicas of this process.
 """
 
 import csv
@@ -17,19 +16,18 @@ import pytest
 import torch
 from torchvision.utils import save_image
 
-from tests.conftest import run_devices
-
 pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[1] / "docs" / "cookbook.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
 LINES = [
-    line
+    line.removeprefix("OMP_NUM_THREADS=1 ")
     for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     for line in block.splitlines()
 ]
 LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-SHORT = ["--trainer.max_epochs=1", "--data.val_size=101", "--pictures=false", "--curve=false"]
+SHORT = ["--trainer.max_epochs=1", "--data.val_size=101", "--output.pictures=false"]
+TWO_REPLICAS = "--trainer.strategy.replicas=2"
 
 
 @pytest.fixture
@@ -52,19 +50,20 @@ def test_every_block_runs(
     capfd: pytest.CaptureFixture,
 ) -> None:
     said: dict[str, str] = {}
-    for line in sorted(LINES, key=lambda line: line.startswith("python my_")):  # they need the runs
-        program, args = parse(line)
-        if "my_" in program:
-            monkeypatch.setattr(sys, "argv", [program, *args])
-            figure = runpy.run_path(program)["figure"]
+    for line in LINES:
+        _, *words = shlex.split(line)
+        if words[0] == "my_curves.py":
+            monkeypatch.setattr(sys, "argv", words)
+            figure = runpy.run_path(words[0])["figure"]
             assert [len(axes.lines) for axes in figure.axes] == [2, 2], "two metrics, two runs"
-        elif program == "torchrun" or "callbacks/" in line:
-            assert main(*args, "--print_config") == 0
-        elif program == "lightning_mgpu" and args[0] == "runs":
-            assert main(*args) == 0
         else:
-            options = [f"--data.root={root}", *SHORT, *LIMITS] if args[0] == "fit" else []
-            assert main(*args, "--trainer.accelerator=cpu", *options) == 0, line
+            assert words[:2] == ["-m", "lightning_mgpu"]
+            options = [f"--data.root={root}", *SHORT, *LIMITS] if words[2] == "fit" else []
+            options += [] if words[2] == "runs" else ["--trainer.accelerator=cpu"]
+            if "--trainer.devices=2" in words:
+                needs_processes = "--trainer.sync_batchnorm=true" in words
+                options += ["--trainer.devices=1"] + [TWO_REPLICAS] * (not needs_processes)
+            assert main(*words[2:], *options) == 0, line
         said[line] = capfd.readouterr().out
     outputs = list(said.values())
 
@@ -75,24 +74,14 @@ def test_every_block_runs(
     assert (kitchen / "curves.png").exists()
 
     [look] = [out for line, out in said.items() if "my_look" in line]
-    before = re.findall(r"before: gradient (\S+)", look)
-    after = re.findall(r"weight (\S+), gradient (\S+)", look)
-    assert len(before) == len(after) == 2 * 2, "two replicas, two steps"
-    assert before[0] != before[1] and after[0] == after[1]
+    before = re.findall(r"replica \d, before: gradient (\S+)", look)
+    after = re.findall(r"process 0 on \S+: weight (\S+), gradient (\S+)", look)
+    assert len(before) == 2 * len(after) == 2 * 2, "two replicas, two steps"
+    assert before[0] != before[1]
 
     run_notebook(FILES["my_notebook.py"], root)
     classify = runpy.run_path("my_classify.py")["classify"]
     torch.testing.assert_close(classify(torch.rand(7, 1, 28, 28)).sum(dim=1), torch.ones(7))
-
-
-def parse(line: str) -> tuple[str, list[str]]:
-    """The program of a printed command, and its arguments."""
-    words = [word for word in shlex.split(line) if not word.startswith("OMP_NUM_THREADS=")]
-    if words[0] == "torchrun":
-        return "torchrun", words[words.index("lightning_mgpu") + 1 :]
-    assert words[0] == "python"
-    is_script = words[1] != "-m"
-    return words[1 if is_script else 2], words[2 if is_script else 3 :]
 
 
 def run_notebook(code: str, root: Path) -> None:
@@ -101,4 +90,4 @@ def run_notebook(code: str, root: Path) -> None:
     code = code.replace("batch_size=256", f"batch_size=256, root={str(root)!r}, val_size=101")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
-    assert namespace["trainer"].strategy.given_devices == run_devices(2)
+    assert namespace["trainer"].strategy.num_replicas == 2

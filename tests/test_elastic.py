@@ -26,6 +26,7 @@ RUN = (
     *("--model=own_run.Lost", "--data=own_run.Shuffled", "--trainer.max_epochs=3"),
     *("--trainer.accelerator=cpu", "--output.curve=false"),
 )
+REPLICAS = ("--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=4")
 
 
 def fingerprint(out: str) -> str:
@@ -54,7 +55,7 @@ def test_a_lost_machine_changes_no_bit(
         conf = f"--rdzv-conf=is_host={int(is_host)},last_call_timeout=2,keep_alive_interval=1"
         launcher = ("-m", "torch.distributed.run", *machines, *meeting, conf)
         script = ("--no-python", "bash", str(SCRIPT), "run")
-        return command.start(*script, *RUN, launcher=launcher, PATH=path, **env)
+        return command.start(*script, *RUN, *REPLICAS, launcher=launcher, PATH=path, **env)
 
     kept, lost = start(True), start(False, IS_LOST="1")
     assert command.finish(lost, timeout=120)[0] == -9
@@ -64,6 +65,5 @@ def test_a_lost_machine_changes_no_bit(
     assert "on 2 x cpu" in out and "epoch 2/3" not in out.partition("on cpu")[0]
 
     monkeypatch.syspath_prepend(tmp_path)
-    replicas = ("--trainer.strategy=manual_allreduce", "--trainer.strategy.replicas=4")
-    assert main("fit", *RUN, *replicas, "--trainer.devices=1", "--run_dir=whole") == 0
+    assert main("fit", *RUN, *REPLICAS, "--trainer.devices=1", "--run_dir=whole") == 0
     assert fingerprint(out) == fingerprint(capfd.readouterr().out)

@@ -3,14 +3,12 @@
 from typing import Any
 
 import pytest
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.test_adding import FILES
 
 WINDOW, NUM_BATCHES = 128, 4
-TITLES = ("devices", "batches per update", "with the weight", "without it")
-ROWS = ["| " + " | ".join(TITLES) + " |", "| --: " * 4 + "|"]  # as on the page
 
 
 @pytest.fixture(scope="module")
@@ -20,36 +18,50 @@ def page() -> dict[str, Any]:
     return found
 
 
-def test_one_big_batch(page: dict[str, Any], make_trainer: Any) -> None:
-    """Two epochs on k replicas, accumulated or not, are two in plain PyTorch, by the weight."""
+@pytest.fixture(scope="module")
+def one_big_batch(page: dict[str, Any]) -> LightningModule:
+    """Two epochs of the model in plain PyTorch."""
     seed_everything(0, verbose=False)
-    plain = page["LanguageModel"]().double()
-    plain.log = lambda *args, **kwargs: None
-    optimizer, loader = plain.configure_optimizers(), page["Lines"](WINDOW).train_dataloader()
+    module = page["LanguageModel"]().double()
+    module.log = lambda *args, **kwargs: None
+    optimizer = module.configure_optimizers()
+    loader = page["Lines"](WINDOW).train_dataloader()
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
             optimizer.zero_grad()
-            plain.training_step(batch, 0)["loss"].backward()
+            module.training_step(batch, 0)["loss"].backward()
             optimizer.step()
+    return module
 
+
+def test_one_big_batch(
+    page: dict[str, Any], one_big_batch: LightningModule, make_trainer: Any
+) -> None:
     class Without(page["LanguageModel"]):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx)["loss"]
 
-    def difference(make: Any, replicas: int, num_batches: int) -> float:
-        """The largest relative difference of a parameter."""
-        seed_everything(0, verbose=False)
-        strategy = ManualAllreduceStrategy(replicas=replicas)
-        trainer = make_trainer(strategy=strategy, max_epochs=2, accumulate_grad_batches=num_batches)
-        trainer.fit(module := make().double(), datamodule=page["Lines"](WINDOW // num_batches))
-        assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
-        pairs = zip(module.cpu().parameters(), plain.parameters())
-        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-
-    for k, num_batches in [(1, 1), (1, NUM_BATCHES), (2, 1), (2, NUM_BATCHES), (3, NUM_BATCHES)]:
-        by_weight = difference(page["LanguageModel"], k, num_batches)
-        without = difference(Without, k, num_batches)
-        assert by_weight < 1e-10 and (without > 1e-3 or k == num_batches == 1)
-        ROWS.append(f"| {k} | {num_batches} | {by_weight:.0e} | {without:.0e} |")
-    print("", *ROWS, sep="\n")
+    rows = [
+        "| replicas | batches per update | with the weight | without it |",
+        "| --: | --: | --: | --: |",
+    ]
+    for num_replicas in (1, 2, 3):
+        for num_batches in (1, NUM_BATCHES):
+            found = []
+            for make in (page["LanguageModel"], Without):
+                seed_everything(0, verbose=False)
+                module = make().double()
+                trainer = make_trainer(
+                    strategy=ManualAllreduceStrategy(replicas=num_replicas),
+                    max_epochs=2,
+                    accumulate_grad_batches=num_batches,
+                )
+                trainer.fit(module, datamodule=page["Lines"](WINDOW // num_batches))
+                pairs = zip(module.cpu().parameters(), one_big_batch.parameters())
+                found.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
+                assert trainer.callback_metrics["loss_per_token"] < 2, "it learns: 2.4 is chance"
+            assert found[0] < 1e-10
+            assert found[1] > 1e-3 or num_replicas == num_batches == 1
+            rows.append(f"| {num_replicas} | {num_batches} | {found[0]:.0e} | {found[1]:.0e} |")
+    print("", *rows, sep="\n")

@@ -10,7 +10,7 @@ The way of a batch through `manual_allreduce`, in every process:
  6. backward              my gradients                                    manual_allreduce.py
  7.   exchange_gradients  they go into rows; `prepare_gradient`           manual_allreduce.py
  8.   Exchange.sum        the user's allreduce, on all replicas' rows             exchange.py
- 9. optimizer_step        my update                                       manual_allreduce.py
+ 9. optimizer_step        my update; Lightning calls stops 2 to 8 in it   manual_allreduce.py
 10. compare_weights       before a checkpoint: are all replicas equal?           processes.py
 
 `dp` (dp.py) is one process: shards, copies of the parameters, one backward pass, one update.

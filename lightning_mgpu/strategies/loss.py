@@ -1,7 +1,4 @@
-"""`{"loss": loss, "weight": n}`, the output of a `training_step`: a mean over n things, as tokens.
-
-Shards count by n, or, without a weight, by their samples.
-"""
+"""The output of a `training_step`: `{"loss": loss, "weight": n}` is a mean over n things."""
 
 import math
 from collections.abc import Mapping

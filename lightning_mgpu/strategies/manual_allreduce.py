@@ -91,19 +91,19 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "replica per process: leave out `replicas`."
             )
         super().setup(trainer)
-        self.seed = self.broadcast(torch.initial_seed())
-        self.exchange: Exchange | None = None
-        self.layout: list[Any] = []
-        self.window: list[Gradients] = []  # by replica, while batches are accumulated
-        self.window_weight, self.rescale, self.is_blocked = 0.0, 1.0, False
-        self.exchanged: Gradients = {}
+        self._seed = self.broadcast(torch.initial_seed())
+        self._exchange: Exchange | None = None
+        self._layout: list[Any] = []
+        self._window: list[Gradients] = []  # by replica, while batches are accumulated
+        self._window_weight, self._rescale, self._is_blocked = 0.0, 1.0, False
+        self._exchanged: Gradients = {}
 
     # --- a step: my shards and their losses, my gradients, the allreduce, my update
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
-        self.shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
-        for i, shard in enumerate(self.shards):
+        self._shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
+        for i, shard in enumerate(self._shards):
             if i > 0:
                 write_buffers(self.module, start[None])
             replica = self.global_rank * self.num_local + i
@@ -122,7 +122,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         results, batch = trainer._results, trainer._results.batch
         results.batch, results.batch_size = shard, None
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):
-            seed_generators(self.seed, "step", trainer.fit_loop.total_batch_idx, replica)
+            seed_generators(self._seed, "step", trainer.fit_loop.total_batch_idx, replica)
             yield
         results.batch, results.batch_size = batch, None
 
@@ -145,19 +145,19 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "`training_step` returned None: every shard needs a loss. To leave one out of the "
                 'mean, return {"loss": loss, "weight": 0}.'
             )
-        self.losses, self.shares = losses, self.share_out(weights)
+        self._losses, self._shares = losses, self.share_out(weights)
         if self.num_local == 1:
-            loss = scale_gradient(losses[0], self.shares[0])
+            loss = scale_gradient(losses[0], self._shares[0])
         else:
-            total = sum(self.shares) or 1.0
-            mean = sum(loss.detach() * (s / total) for loss, s in zip(losses, self.shares))
-            loss = self.leaf = mean.requires_grad_()
+            total = sum(self._shares) or 1.0
+            mean = sum(loss.detach() * (s / total) for loss, s in zip(losses, self._shares))
+            loss = self._leaf = mean.requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples."""
         num_given = sum(weight is not None for weight in weights)
-        mine = [num_samples(s) if w is None else w for s, w in zip(self.shards, weights)]
+        mine = [num_samples(s) if w is None else w for s, w in zip(self._shards, weights)]
         numbers = self.gather_numbers([num_given, *mine])
         all_weights = numbers[:, 1:].ravel().tolist()
         total = sum(all_weights)
@@ -166,12 +166,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if not 0 < total < np.inf or is_mixed or is_zero_wrong:
             what = "all need one, with a sum > 0; with sync_batchnorm each > 0"
             raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
-        self.my_share, factor, self.rescale = sum(mine) / total, 1.0, 1.0
+        self._my_share, factor, self._rescale = sum(mine) / total, 1.0, 1.0
         if num_given:  # the gradient of a window is the weighted mean over its batches
-            before = self.window_weight if self.window else 0.0
-            self.window_weight = before + total
-            self.rescale = before / self.window_weight
-            factor = self.module.trainer.accumulate_grad_batches * (1 - self.rescale)
+            before = self._window_weight if self._window else 0.0
+            self._window_weight = before + total
+            self._rescale = before / self._window_weight
+            factor = self.module.trainer.accumulate_grad_batches * (1 - self._rescale)
         return [weight / total * factor for weight in mine]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -182,34 +182,36 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if self.num_replicas > 1 or weight is not None:
                 closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self.window:
-            self.kept = get_gradients(parameters)  # the sums of earlier passes
+        if not self._window:
+            self._kept = get_gradients(parameters)  # the sums of earlier passes
             set_gradients(parameters, {})
-            self.window = [{} for _ in range(self.num_local)]
-        elif self.rescale != 1:
-            self.window = [{p: g * self.rescale for p, g in each.items()} for each in self.window]
-            set_gradients(parameters, self.window[0])
+            self._window = [{} for _ in range(self.num_local)]
+        elif self._rescale != 1:
+            self._window = [
+                {p: g * self._rescale for p, g in each.items()} for each in self._window
+            ]
+            set_gradients(parameters, self._window[0])
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.num_local == 1:
-            self.window = [get_gradients(parameters)]
+            self._window = [get_gradients(parameters)]
         else:  # Lightning's pass leaves the loss scale at the leaf; then a pass per replica
-            for i, (loss, share) in enumerate(zip(self.losses, self.shares)):
-                set_gradients(parameters, self.window[i])
+            for i, (loss, share) in enumerate(zip(self._losses, self._shares)):
+                set_gradients(parameters, self._window[i])
                 if share:
-                    loss.backward(self.leaf.grad * share)
-                self.window[i] = get_gradients(parameters)
-            set_gradients(parameters, self.window[0])
-        if not self.is_blocked:
-            self.exchange_gradients(self.window)
-            self.window = []
+                    loss.backward(self._leaf.grad * share)
+                self._window[i] = get_gradients(parameters)
+            set_gradients(parameters, self._window[0])
+        if not self._is_blocked:
+            self.exchange_gradients(self._window)
+            self._window = []
         return self.precision_plugin.post_backward(closure_loss, module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters this for all batches of an accumulation window but the last."""
-        self.is_blocked = True
+        self._is_blocked = True
         yield
-        self.is_blocked = False
+        self._is_blocked = False
 
     def exchange_gradients(self, replicas: list[Gradients]) -> None:
         """Leave the sum over all replicas in the `grad` of every parameter."""
@@ -222,22 +224,22 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             for name, p, row in zip(names, parameters, exchange.local_rows[i]):
                 if p in gradients:
                     self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
-        set_gradients(list(self.kept), self.kept)
+        set_gradients(list(self._kept), self._kept)
         for p, total in zip(parameters, exchange.sum()):
-            kept = self.kept.get(p)
+            kept = self._kept.get(p)
             p.grad = total if kept is None else kept if total is None else kept + total
-            self.exchanged[p] = p.grad
+            self._exchanged[p] = p.grad
 
     def _find_exchange(self) -> tuple[Exchange, Sequence[str]]:
         """The rows of all parameters that require a gradient, or did once, and their names."""
-        known = set(map(id, self.exchange.parameters)) if self.exchange else set()
+        known = set(map(id, self._exchange.parameters)) if self._exchange else set()
         named = self.module.named_parameters()
         used = [(n, p) for n, p in named if p.requires_grad or p.grad is not None or id(p) in known]
         names, parameters = zip(*used)
         layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
-        if self.exchange is None or layout != self.layout:
-            self.layout, self.exchange = layout, Exchange(self, parameters)
-        return self.exchange, names
+        if self._exchange is None or layout != self._layout:
+            self._layout, self._exchange = layout, Exchange(self, parameters)
+        return self._exchange, names
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:
@@ -246,13 +248,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if isinstance(optimizer, LBFGS) and not self.is_alone:  # it decides by the loss, too
 
             def loss_of_batch() -> Tensor:
-                return self.reduce(closure() * self.my_share, reduce_op="sum")
+                return self.reduce(closure() * self._my_share, reduce_op="sum")
 
         return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
 
     def _check_exchanged(self, parameters: list[Tensor]) -> None:
         """Refuse gradients in manual optimization that are not those of `exchange_gradients`."""
-        is_own = [p.grad is None or p.grad is self.exchanged.get(p) for p in parameters]
+        is_own = [p.grad is None or p.grad is self._exchanged.get(p) for p in parameters]
         if not all(is_own) and not self.is_alone:
             raise MisconfigurationException(
                 "A gradient was never exchanged: call `self.manual_backward(loss)` instead of "

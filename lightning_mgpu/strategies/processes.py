@@ -31,8 +31,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    host_group: Any = None
-    averaged: Sequence[Any] = ()  # logged values of an evaluation
+    _host_group: Any = None
+    _averaged: Sequence[Any] = ()  # logged values of an evaluation
 
     @property
     def module(self) -> Any:
@@ -82,8 +82,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.host_group is None and not self.is_alone:
-            self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        if self._host_group is None and not self.is_alone:
+            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if is_fitting and self._layer_sync and not self.is_alone:
             is_cpu = self.root_device.type == "cpu"
             self._layer_sync = CPUSyncBatchNorm() if is_cpu else self._layer_sync
@@ -111,7 +111,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         sent = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8))
         rows = sent.repeat(self.world_size, 1)
         if not self.is_alone:
-            dist.all_gather(list(rows), sent, self.host_group)
+            dist.all_gather(list(rows), sent, self._host_group)
         return rows.numpy()
 
     def gather_numbers(self, numbers: Sequence[float], names: Iterable[str] = ()) -> np.ndarray:
@@ -151,16 +151,16 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the step logs becomes the mean over all samples, with or without `sync_dist`."""
+        """Each number that the step logs becomes the mean over all samples."""
         if self.is_alone:
             return step(*args, **kwargs)
-        for value in self.averaged:  # as it was logged: Lightning compares
+        for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
         output = step(*args, **kwargs)
         results = self.module.trainer._results or {}
         logged = [v for v in results.values() if v.is_tensor and "_step" in v.meta.fx]
-        self.averaged = [value for value in logged if not value.meta.sync.should]
-        for value in self.averaged:
+        self._averaged = [value for value in logged if not value.meta.sync.should]
+        for value in self._averaged:
             value.meta.sync.should = True
         self.gather_numbers([], results)
         return output
@@ -194,5 +194,4 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         pattern = "(?i).*(connection (closed|reset)|broken pipe|timed out waiting|timeout).*"
-        message = "another process has ended, or is late: see its message above"
-        _augment_message(exception, pattern, message)
+        _augment_message(exception, pattern, "another process has ended: see its message above")

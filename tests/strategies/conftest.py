@@ -68,7 +68,7 @@ def make_strategy(seconds: float = 20, **kwargs: Any) -> ManualAllreduceStrategy
 
 
 def new_trainer(replicas: int | None = None, **kwargs: Any) -> Trainer:
-    """Of all processes that run this; in one without replicas, Lightning's own for one device."""
+    """A Trainer of all processes that run this; without replicas, one of one device is `auto`."""
     strategy = make_strategy(replicas=replicas) if replicas or world_size() > 1 else "auto"
     given = {"strategy": strategy, "devices": world_size(), "max_epochs": 2, **kwargs}
     return Trainer(**{**QUIET, **given})
@@ -96,7 +96,7 @@ def fit(
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns, or the exception that it raises, as text."""
+    """The result of a function, or the exception that it raises, as text."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -110,7 +110,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-10) -> None:
 
 
 def run_in_processes(k: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """What a function at the top level of a test file returns in each of k processes.
+    """The results of a function at the top level of a test file in each of k processes.
 
     An exception is returned as `"ValueError: its message"`, and -9 for a process killed by SIGKILL.
     """

@@ -53,7 +53,7 @@ class Edits(Net):
 ENDS: dict[str, tuple[Callable[[], Net], list[Any]]] = {  # what both processes end with
     "killed": (Killed, [ENDED, -signal.SIGKILL]),
     "raises": (Raises, [ENDED, "KeyError: 'mine'"]),
-    "hangs": (Hangs, ["Timed out", ENDED]),
+    "hangs": (Hangs, [ENDED, ENDED]),
     "no loss": (Fails, [ENDED, "every shard needs a loss"]),
 }
 

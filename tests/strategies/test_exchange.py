@@ -61,7 +61,7 @@ def test_sums_of_every_kind_of_parameter(allreduce: Callable[..., Any]) -> None:
 
 
 def test_a_missing_gradient_counts_as_zeros() -> None:
-    """If nobody has one it stays missing, and nothing is summed."""
+    """If no replica has one it stays missing, and nothing is summed."""
     calls: list[int] = []
 
     def counting(tensors: list[Tensor]) -> None:
