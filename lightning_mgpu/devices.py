@@ -33,9 +33,7 @@ def gpus() -> list[torch.device]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work that is queued on these devices, of any type."""
+    """Wait for all work that is queued on these devices."""
     for device in set(devices):
-        if device.type == "mps":
-            torch.mps.synchronize()  # takes no device
-        elif device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

@@ -1,17 +1,12 @@
 """Random numbers of a run: a stream of its own for every seed, purpose and epoch.
 
-With `seed + epoch`, seed 1 would draw in epoch e what seed 0 draws in epoch e + 1, and two purposes
-would draw the same. A hash of all of them gives independent streams.
+With `seed + epoch`, seed 1 would draw in epoch e what seed 0 draws in epoch e + 1.
 """
 
-import os
 import random
-import secrets
 
 import numpy as np
 import torch
-
-from lightning_mgpu.tools import UsageError
 
 # in every last.ckpt: a run must not go on with other numbers than those it began with
 VERSION = 3
@@ -37,16 +32,3 @@ def seed_generators(seed: int, purpose: str, *numbers: int, devices: bool = True
     random.seed(seeds[0])
     np.random.seed(seeds[1] % 2**32)  # noqa: NPY002 - the global one, which others draw from
     (torch if devices else torch.default_generator).manual_seed(seeds[2])
-
-
-def draw_seed() -> int:
-    """A random seed; the processes that Lightning starts take the first one's.
-
-    Raises:
-        UsageError: If a launcher has started several processes: each would draw another one.
-    """
-    if seed := os.environ.get("PL_GLOBAL_SEED"):
-        return int(seed)
-    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
-        raise UsageError("--seed_everything=false: several processes need one seed: give a number")
-    return secrets.randbits(32)

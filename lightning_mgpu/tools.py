@@ -37,11 +37,7 @@ def run_in_group(command: Sequence[str], output: IO[Any] | None = None) -> int:
     On Ctrl-C, or any other exception, the processes that it has started are killed with it.
     """
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output and subprocess.STDOUT,
-        start_new_session=True,
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
     try:
         return process.wait()
@@ -65,7 +61,7 @@ def command() -> str:
 def make_parser(name: str, description: str) -> ArgumentParser:
     """A parser for the subcommand `name`; the examples in the description get our own name."""
     return ArgumentParser(
-        f"{command()} {name}".strip(),
+        f"{command()} {name}",
         description=description.replace(f"python -m {PACKAGE}", command()),
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,

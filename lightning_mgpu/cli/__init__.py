@@ -8,7 +8,4 @@
 | 4 | `runs/record.py`      | RunRecord.setup                     | the directory and its loggers  |
 | 5 | `runs/checkpoints.py` | LastCheckpoint.on_train_epoch_start | per epoch: last.ckpt, a seed   |
 | 6 | `cli/training_cli.py` | TrainingCLI.report                  | test of the best, last lines   |
-
-Off this path stand `help.py` (the subcommands, `--help`), `yaml_files.py` (`--config`), `errors.py`
-(a mistake ends in a few lines), and the commands `export.py` and `list_runs.py`.
 """

@@ -5,7 +5,6 @@ import errno
 import re
 import sys
 import traceback
-from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +69,7 @@ def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in the code."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)  # the disk is full
-    if isinstance(error, (UsageError, MisconfigurationException, ArgumentError)):
+    if isinstance(error, (UsageError, MisconfigurationException)):
         return True
     if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
         return True

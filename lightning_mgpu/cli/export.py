@@ -21,7 +21,6 @@ from lightning_mgpu.tools import UsageError, make_parser, replacing
 
 
 def export_command(args: list[str]) -> None:
-    """Entry point of `python -m lightning_mgpu export`."""
     parser = make_parser("export", __doc__)
     parser.add_argument("--ckpt_path", type=Path, required=True, help="in its run directory")
     parser.add_argument("--output", type=Path, required=True, help="*.onnx or *.pt2")

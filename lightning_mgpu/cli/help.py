@@ -25,7 +25,7 @@ OPTIONS = {
     "--trainer.devices N": "GPUs, or processes on the CPU (default: auto)",
     "--trainer.strategy NAME": "auto (default), ddp, manual_allreduce, dp, ...",
     "--trainer.precision NAME": "32-true (default), 16-mixed, bf16-mixed, bf16-true, 64-true",
-    "--seed_everything N": "of weights, batches, dropout; false: a new one",
+    "--seed_everything N": "of weights, batches and dropout, such as $RANDOM (default: 42)",
     "--run_dir DIR": "where the run's files go; left out: a new directory in runs/",
     "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest one",
     "--weights FILE": "fit: start from the weights in a checkpoint, with any other settings",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mgpu.cli.yaml_files import read_config
-from lightning_mgpu.runs.directory import flatten, read_run_json
+from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten, read_run_json
 from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.tools import UsageError, make_parser
 
@@ -23,13 +23,12 @@ LAST_COLUMNS = ("seconds_per_epoch", "fingerprint", "state")
 
 
 def runs_command(args: list[str]) -> None:
-    """Entry point of `python -m lightning_mgpu runs`."""
     parser = make_parser("runs", __doc__)
     parser.add_argument("directory", type=Path, nargs="?", default="runs", help="default: runs")
     parser.add_argument("--csv", action="store_true", help="every digit, for a spreadsheet")
     options = parser.parse_args(args)
     if not (runs := find_runs(options.directory)):
-        raise UsageError(f"{options.directory}: no run is in it, a directory with a config.yaml")
+        raise UsageError(f"{options.directory}: no run is in it, a directory with a {RUN_JSON}")
     names = dict.fromkeys(name for settings, _ in runs.values() for name in settings)
     values = {name: {str(each.get(name)) for each, _ in runs.values()} for name in names}
     differ = [name for name in names if len(values[name]) > 1 and name != "run_dir"]
@@ -52,11 +51,10 @@ def runs_command(args: list[str]) -> None:
 def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:
     """Settings and results by run directory, the oldest first; broken ones are named in a line."""
     runs = {}
-    paths = {each.parent for each in directory.rglob("config.yaml")}
-    paths -= {each for each in paths if "wandb" in each.relative_to(directory).parts}  # its own
+    paths = {each.parent for each in directory.rglob(RUN_JSON)}
     for path in sorted(paths, key=lambda path: read_run_json(path).get("begin", "")):
         try:
-            settings = flatten(read_config(str(path / "config.yaml")))
+            settings = flatten(read_config(str(path / CONFIG)))
             end = read_run_json(path).get("end") or {}
             results = {**summarize(path), **(end.get("metrics") or {})}
         except UsageError as error:

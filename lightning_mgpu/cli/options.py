@@ -104,11 +104,7 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """The arguments with a strategy's class for its name where the class or options are given.
-
-    jsonargparse takes `--trainer.strategy=ddp` for a text, and a text has no options.
-    `--model.help` gets the class that would run, and `--help.all` is the parser's help.
-    """
+    """The arguments with classes for names where jsonargparse needs one: for help and options."""
     helps = {"--help.all": "--help"}
     for key in ("model", "data"):
         helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"

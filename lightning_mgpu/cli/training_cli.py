@@ -1,8 +1,4 @@
-"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it.
-
-Every option can stand in a YAML file: later `--config` files and flags win over earlier ones, and
-all over `configs/default.yaml`. A relative `--config` that is not here is looked up in `configs/`.
-"""
+"""`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it."""
 
 import errno
 import os
@@ -11,7 +7,6 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
-from math import inf
 from statistics import mean
 from typing import Any, Literal
 
@@ -39,7 +34,7 @@ from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
-from lightning_mgpu.seeds import draw_seed, seed_generators
+from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.tools import UsageError, command
 
 # what a file system says that is full or must not be written
@@ -77,8 +72,7 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     finally:
         cli.record.close(cli.trainer, ending, cli.best)
     if is_initialized():
-        # Lightning does so for NCCL alone. Gloo's threads may still hold tensors while Python ends,
-        # which at times ends a finished process with SIGABRT (pytorch/pytorch#179291).
+        # else Gloo's threads at times end a finished process (pytorch/pytorch#179291)
         destroy_process_group()
 
 
@@ -112,8 +106,8 @@ class TrainingCLI(LightningCLI):
         self.config = self.parse(self.options.args)
         # a repeated run gets a directory of its own
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
-        if isinstance(self.config.seed_everything, bool):  # so that config.yaml says which it is
-            self.config.seed_everything = draw_seed()
+        if isinstance(self.config.seed_everything, bool):
+            raise UsageError("--seed_everything: give a number, such as $RANDOM")
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
         self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
         if run_dir := self.options.run_dir:
@@ -121,12 +115,9 @@ class TrainingCLI(LightningCLI):
             refuse_changes(run_dir, before, self.config_dump)
 
     def parse(self, args: list[str]) -> Namespace:
-        """Parse options over the base configuration.
-
-        That is a first --config, not an object: jsonargparse would check that alone, and refuse a
-        class whose required arguments come from the command line.
-        """
-        base = yaml.safe_dump(self.options.base, default_flow_style=True, width=inf)
+        """Parse options over the base configuration."""
+        # a first --config, as an object would be checked before the options complete it
+        base = yaml.safe_dump(self.options.base, default_flow_style=True)
         try:
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:

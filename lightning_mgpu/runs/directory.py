@@ -28,15 +28,14 @@ def name_run_dir(run_dir: str | None, root: str | None, *parts: object) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """The run directory of this name; for `last` the one in `runs/` that was written last."""
+    """The run directory of this name; for `last` that of the `fit` in `runs/` written last."""
     path = Path(name)
     if name == "last":
         found = sorted(Path("runs").glob(f"*/{RUN_JSON}"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise UsageError("--resume=last: there is no run in runs/; name the directory of one")
-        path = found[-1].parent
+        fits = [p.parent for p in found if " fit" in read_run_json(p.parent).get("command", "")]
+        path = fits[-1] if fits else Path("runs")
     if not (path / CONFIG).is_file():
-        raise UsageError(f"--resume={path}: not a run directory, which has a {CONFIG}")
+        raise UsageError(f"--resume={name}: {path} is not a run directory, which has a {CONFIG}")
     return path
 
 

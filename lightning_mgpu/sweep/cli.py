@@ -34,22 +34,15 @@ from lightning_mgpu.tools import UsageError, make_parser, program, replacing, ru
 
 
 def sweep_command(arguments: Sequence[str]) -> None:
-    """Entry point of `sweep`."""
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
         raise UsageError("sweep starts the processes itself: start it without torchrun or srun")
     Sweep(arguments).run()
 
 
 class Sweep:
-    """A sweep in its directory, on which any number of processes of one machine may work.
-
-    Optuna keeps the trials in `sweep.db`. The processes of a trial hold a lock on its log,
-    `trial_000.log`. A trial that has not ended, and whose log is not locked, was killed: it goes on
-    by `--resume`.
-    """
+    """A sweep in its directory. A running trial locks its log: without a lock, it was killed."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Read a command line and its YAML."""
         parser = make_parser("sweep", __doc__)
         parser.add_argument("--config", action="append", required=True, help="the sweep's first")
         parser.add_argument("--count", type=int, help="trials in all; wins over the YAML's run_cap")
@@ -101,6 +94,7 @@ class Sweep:
 
     def _open_study(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.simplefilter("ignore")  # experimental functions, axes with one value
         self.dir.mkdir(parents=True, exist_ok=True)
         storage = f"sqlite:///{self.dir}/sweep.db"
         settings = str([self.method, self.metric, self.direction, self.space, self.shared])
@@ -179,8 +173,7 @@ class Sweep:
         with replacing(self.dir / "sweep.md") as part:
             part.write_text(table)
         if self.space:
-            with replacing(self.dir / "sweep.png") as part, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # experimental functions, axes with one value
+            with replacing(self.dir / "sweep.png") as part:
                 plot_slice(study, list(self.space), target_name=self.metric)
                 plt.savefig(part, dpi=110, bbox_inches="tight")
                 plt.close()

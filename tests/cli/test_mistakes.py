@@ -34,6 +34,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --resume=last": ("--resume=last",),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found!",),
     "fit --data.batch_size=0": ("data.batch_size=0",),
+    "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
     "runs nowhere": ("nowhere: no run is in it",),

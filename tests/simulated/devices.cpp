@@ -116,6 +116,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream stream) const override { return getStream(stream.device()); }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
