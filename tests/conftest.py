@@ -180,9 +180,3 @@ def command(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
     command.end()
-
-
-@pytest.fixture(scope="session")
-def command_in() -> type[Command]:
-    """`command` in a directory of one's own, for runs several tests share."""
-    return Command

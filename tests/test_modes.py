@@ -1,6 +1,6 @@
 """The shipped YAMLs at work: debugging, callbacks, the example to copy."""
 
-import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,5 @@ def test_ema_changes_what_is_validated_and_saved_but_not_the_training(fit: Calla
 
 def test_profile_sees_the_operators_of_all_replicas(fit: Callable) -> None:
     assert fit("debug/profile.yaml") == 0
-    assert "aten::mkldnn_convolution" in Path("run/fit-profile.txt").read_text()
-    (trace,) = Path("run").glob("fit-profile-*.json")
-    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
-    assert names.count("aten::conv2d") == 3 * 2 * 2  # batches, replicas, convolutions
+    (row,) = re.findall(r"^ *aten::conv2d .*", Path("run/fit-profile.txt").read_text(), flags=re.M)
+    assert int(row.split()[-1]) == 3 * 2 * 2  # batches, replicas, convolutions

@@ -82,10 +82,3 @@ def test_a_stores_sum_does_not_depend_on_the_order_of_pushes() -> None:
         for key, total in (("weight", 3.0), ("weight", 3.0), ("bias", 4.0)):
             store.pull(key, out)
             assert out.item() == total
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0", "cuda:0"]], ids=str)
-def test_on_a_gpu(allreduce: Allreduce, devices: list[str]) -> None:
-    check_allreduce(allreduce, [torch.device(device) for device in devices])

@@ -77,16 +77,10 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
 def test_shipped_config_parses_and_names_its_command(path: Path, config: Config) -> None:
     """A sweep's parameters are options, too."""
     content, name = yaml.safe_load(path.read_text()), str(path.relative_to(CONFIGS))
-    if "parameters" in content:
-        specs = content["parameters"].items()
-        values = {key: [*spec.values()][-1] for key, spec in specs}
-        first = {
-            key: value[0] if isinstance(value, list) else value for key, value in values.items()
-        }
-        config("fit", *(f"--{key}={value}" for key, value in first.items()))
-    else:
-        config("fit", "--config", name)
-    command = "sweep" if "parameters" in content else "fit"
+    specs = content.get("parameters", {})
+    trial = [f"--{key}={[*specs[key].get('values', specs[key].values())][-1]}" for key in specs]
+    config("fit", *(trial or ("--config", name)))
+    command = "sweep" if specs else "fit"
     assert f"#   python -m lightning_mgpu {command} " in path.read_text()
 
 

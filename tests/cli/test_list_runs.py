@@ -52,11 +52,7 @@ def test_the_table(runs: Path, main: Callable[..., int], capfd: pytest.CaptureFi
     assert rows[0].index("AdamW") == rows[1].index("SGD") == header.index("model.optimizer")
     broken = [*(f"broken_{i}/config.yaml" for i in range(3)), "no_metrics/metrics.csv"]
     assert err.count("\n") == 4 and all(name in err for name in broken)
-
-
-def test_csv_has_every_digit_and_the_whole_class(
-    runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
-) -> None:
+    # with every digit and the whole class
     assert main("runs", "--csv") == 0
     row, _ = csv.DictReader(capfd.readouterr().out.splitlines())
     assert row["model.optimizer"] == "torch.optim.AdamW" and row["test_acc"] == "0.123456"

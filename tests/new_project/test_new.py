@@ -1,7 +1,7 @@
 """`new` writes a project that depends on this package, and trains, tests and sweeps with it."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,6 @@ def stars(
     return run
 
 
-@pytest.fixture
-def command(project: Path, command_in: Callable[[Path], Any]) -> Iterator[Any]:
-    """Processes in the project's directory."""
-    command = command_in(project)
-    command.env["PYTHONPATH"] = f"{REPOSITORY}:{project}"
-    yield command
-    command.end()
-
-
 SAYS = {
     "--help": "python -m stars fit --resume=last",
     "fit --help": "usage: python -m stars fit",
@@ -82,9 +73,10 @@ def test_the_command_line_is_its_own(stars: Callable[..., tuple[int, str]]) -> N
 
 @pytest.mark.slow
 def test_it_trains_resumes_exports_and_sweeps(
-    command: Any, stars: Callable[..., tuple[int, str]]
+    command: Any, project: Path, stars: Callable[..., tuple[int, str]]
 ) -> None:
     """Its own tests train it in a process of its own."""
+    command.cwd, command.env["PYTHONPATH"] = project, f"{REPOSITORY}:{project}"
     process = command.start("-q", launcher=("-m", "pytest"))
     status, out, err = command.finish(process, timeout=200)
     assert status == 0 and "3 passed" in out, out + err
