@@ -27,8 +27,6 @@ def test_run_json(run: Path) -> None:
     assert end["best"]["monitor"] == "val_acc" and end["best"]["epoch"] in (1, 2)
     assert end["metrics"] == summarize(run, end["best"]["epoch"])
     assert {"val_acc", "test_acc", "seconds_per_epoch"} < end["metrics"].keys()
-    (row,) = [row for row in metrics(run) if row["test_acc"]]
-    assert end["metrics"]["test_acc"] == float(row["test_acc"])
 
 
 FAILS = """
