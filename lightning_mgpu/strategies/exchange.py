@@ -1,9 +1,8 @@
 """k gradients of every parameter come together, and an allreduce leaves their sum in each of them.
 
-A row is one replica's gradient of one parameter: a dense copy with the parameter's own strides
-(`ring` and `sharded` cut it in the order of memory, and `fused=True` optimizers read a gradient in
-the order of its parameter). A block is all rows of a replica. Every parameter has an owner, the
-process that calls the user's function on its k rows.
+A row is one replica's gradient of one parameter: a dense copy with the parameter's own strides,
+as `fused=True` optimizers read it. A block is all rows of a replica. Every parameter has an owner,
+the process that calls the user's function on its k rows.
 """
 
 from collections.abc import Sequence
@@ -50,13 +49,13 @@ class Exchange:
 
     def sum(self) -> list[Tensor | None]:
         """Each parameter's sum, in new memory; None if no replica has a gradient."""
-        flags = self.strategy.gather(self.has_gradient)  # all have written their rows
-        is_present = flags.reshape(-1, len(self.parameters)).max(axis=0).tolist()
-        rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
+        wait = self.strategy.start_gather(self.has_gradient)
         if not self.strategy.is_alone:
             parts = [part.flatten() for part in self.blocks.split(self.sizes, dim=1)]
             lengths = [len(part) for part in parts]
             dist.all_to_all_single(self.incoming.view(-1), torch.cat(parts), None, lengths)
+        is_present = wait().reshape(-1, len(self.parameters)).max(axis=0).tolist()
+        rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
         allreduce_many(self.strategy.allreduce, rows)
         sums = torch.empty_like(self.blocks[0])
         if self.strategy.is_alone:
@@ -68,7 +67,6 @@ class Exchange:
 
 
 def num_bytes(parameter: Tensor) -> int:
-    """Of a row."""
     return -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
 
 

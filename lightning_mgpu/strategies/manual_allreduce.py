@@ -51,7 +51,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     Raises:
         ValueError: If `allreduce` does not compute the sum in place.
-        MisconfigurationException: If an option does not fit the devices or the module.
     """
 
     def __init__(
@@ -74,10 +73,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self.allreduce, self.replicas = allreduce, replicas
 
     def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
-        """Override this to change a replica's gradient in place before the allreduce.
-
-        It runs in the replica's process, which may keep a state by (name, replica).
-        """
+        """Override this to change a gradient in place, in its process, before the allreduce."""
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -96,13 +92,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._layout: list[Any] = []
         self._window: list[Gradients] = []  # by replica, while batches are accumulated
         self._window_weight, self._rescale, self._is_blocked = 0.0, 1.0, False
+        self._is_counted = False
         self._exchanged: Gradients = {}
-
-    # --- a step: my shards and their losses, my gradients, the allreduce, my update
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         outputs, buffers, start = [], [], read_buffers(self.module)
         self._shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
+        self._wait = None
+        if self._is_counted:  # the sizes travel while the step computes
+            self._wait = self.start_numbers([0, *map(num_samples, self._shards)])
         for i, shard in enumerate(self._shards):
             if i > 0:
                 write_buffers(self.module, start[None])
@@ -129,7 +127,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def _gather_rows(self, rows: Tensor) -> Tensor:
         """(k, n) bytes of all replicas, given (r, n) here."""
         if rows.is_cpu:
-            return torch.from_numpy(self.gather(rows.numpy())).view(self.num_replicas, -1)
+            return torch.from_numpy(self.start_gather(rows.numpy())()).view(self.num_replicas, -1)
         gathered = rows.repeat(self.world_size, 1)
         if not self.is_alone:
             dist.all_gather_into_tensor(gathered, rows)
@@ -156,18 +154,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples."""
-        num_given = sum(weight is not None for weight in weights)
-        mine = [num_samples(s) if w is None else w for s, w in zip(self._shards, weights)]
-        numbers = self.gather_numbers([num_given, *mine])
-        all_weights = numbers[:, 1:].ravel().tolist()
-        total = sum(all_weights)
-        is_mixed = set(numbers[:, 0]) not in ({0}, {self.num_local})
-        is_zero_wrong = 0 in all_weights and self._layer_sync
-        if not 0 < total < np.inf or is_mixed or is_zero_wrong:
+        given = [weight for weight in weights if weight is not None]
+        mine = given or [*map(num_samples, self._shards)]
+        numbers = (self._wait or self.start_numbers([len(given), *mine]))()
+        total = sum(all_weights := numbers[:, 1:].ravel().tolist())
+        is_mixed = set(numbers[:, 0]) != {len(given)} or len(mine) < len(weights)
+        if not 0 < total < np.inf or is_mixed or (0 in all_weights and self._layer_sync):
             what = "all need one, with a sum > 0; with sync_batchnorm each > 0"
             raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
+        self._is_counted = not given and self.num_replicas > 1  # next time, they go at once
         self._my_share, factor, self._rescale = sum(mine) / total, 1.0, 1.0
-        if num_given:  # the gradient of a window is the weighted mean over its batches
+        if given:  # the gradient of a window is the weighted mean over its batches
             before = self._window_weight if self._window else 0.0
             self._window_weight = before + total
             self._rescale = before / self._window_weight

@@ -1,11 +1,10 @@
 """A process per device, as under `ddp`, and what several need to train as one.
 
-Launching, ranks, the process group, `barrier`, `broadcast` and `all_gather` are DDPStrategy's.
-There is no DDP wrapper: manual_allreduce.py exchanges the gradients.
+Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,8 +92,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         used = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         if is_fitting and self.num_replicas > 1 and not known.issuperset(map(id, used)):
             raise MisconfigurationException(
-                "An optimizer has a parameter that the module does not have: its gradient would "
-                "not be exchanged. Assign the layer to an attribute, or put it into a ModuleList."
+                "An optimizer has a parameter that the module does not have: assign its layer to "
+                "an attribute, or put it into a ModuleList."
             )
 
     def _setup_model(self, model: nn.Module) -> Any:
@@ -106,27 +105,32 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 tensor.data.copy_(row.view(tensor.dtype).view(tensor.shape))
         return model
 
-    def gather(self, row: np.ndarray) -> np.ndarray:
-        """(P, n) bytes: the rows of all processes, on the host, so that no GPU waits."""
-        sent = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8))
+    def start_gather(self, row: np.ndarray) -> Callable[[], np.ndarray]:
+        """Exchange rows on the host. The function returned waits for them: (P, n) bytes."""
+        sent = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8)).clone()
         rows = sent.repeat(self.world_size, 1)
-        if not self.is_alone:
-            dist.all_gather(list(rows), sent, self._host_group)
-        return rows.numpy()
+        if self.is_alone:
+            return lambda: rows.numpy()
+        work: Any = dist.all_gather(list(rows), sent, self._host_group, async_op=True)
+        return lambda: work.wait() and rows.numpy()
 
-    def gather_numbers(self, numbers: Sequence[float], names: Iterable[str] = ()) -> np.ndarray:
-        """(P, n) numbers of all processes; an error if their names or loaders' batches differ."""
+    def start_numbers(self, numbers: Any, names: Any = ()) -> Callable[[], np.ndarray]:
+        """The same of numbers, (P, n); an error if names or what loaders have drawn differ."""
         facts = zlib.crc32(repr([*names]).encode())
         for loader in self.module.trainer._active_loop._combined_loader.flattened:
             facts += getattr(loader, "order_checksum", 0)
-        rows = self.gather(np.array([facts, *numbers], np.float64)).view(np.float64)
-        for process in np.flatnonzero(rows[:, 0] != facts):
-            raise RuntimeError(
-                f"{DIFFER}: process {process} has other batches, or logs other names, than process "
-                f"{self.global_rank}. Seed all alike, and do not split a dataset by rank: each "
-                "process gets its part of every batch."
-            )
-        return rows[:, 1:]
+        gathered = self.start_gather(np.array([facts, *numbers], np.float64))
+
+        def wait() -> np.ndarray:
+            rows = gathered().view(np.float64)
+            for process in np.flatnonzero(rows[:, 0] != facts):
+                raise RuntimeError(
+                    f"{DIFFER}: process {process} has other batches, or logs other names, than "
+                    f"{self.global_rank}. Seed all alike, and do not split a dataset by rank."
+                )
+            return rows[:, 1:]
+
+        return wait
 
     def process_dataloader(self, dataloader: object) -> object:
         if self.is_alone or getattr(dataloader, "is_sliced", False):
@@ -162,7 +166,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self._averaged = [value for value in logged if not value.meta.sync.should]
         for value in self._averaged:
             value.meta.sync.should = True
-        self.gather_numbers([], results)
+        self.start_numbers([], results)()
         return output
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -185,7 +189,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
-        digests = self.gather(np.array([zlib.crc32(v.numpy().data) for v in flat])).view(np.int64)
+        digests = np.array([zlib.crc32(v.numpy().data) for v in flat])
+        digests = self.start_gather(digests)().view(np.int64)
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "
