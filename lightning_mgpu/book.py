@@ -88,8 +88,8 @@ def evaluate_accuracy(batches: Iterable, params: Params) -> float:
 
 def mark_end(devices: list[torch.device]) -> list[torch.Event]:
     """An event per GPU, after all that is queued there. A CPU has no queue: it has worked."""
-    gpus = {device for device in devices if device.type in ("cuda", "xpu")}
-    return [torch.accelerator.current_stream(gpu).record_event() for gpu in gpus]
+    used = {device for device in devices if device.type in ("cuda", "xpu")}
+    return [torch.accelerator.current_stream(gpu).record_event() for gpu in used]
 
 
 def train(devices: int, batch_size: int, lr: float, num_epochs: int, overlap: int) -> list[Params]:

@@ -31,8 +31,8 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def run_in_group(command: Sequence[str], output: IO[Any] | None = None) -> int:
-    """Run a command to its end, with its output in a file if one is given; returns its status.
+def run_in_group(command: Sequence[str], output: IO[Any]) -> int:
+    """Run a command to its end, with its output in a file; returns its status.
 
     On Ctrl-C, or any other exception, the processes that it has started are killed with it.
     """

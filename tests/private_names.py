@@ -34,15 +34,14 @@ WORDS = {
 def private_names(package: Path) -> set[str]:
     """Names with a leading underscore that the files of a package use, but do not define.
 
-    Methods that override a private one of another package are such names as well.
+    An overridden method, such as `_configure_launcher`, counts as defined.
     """
     own: set[str] = set()
     used: set[str] = set()
     trees = [ast.parse(path.read_text()) for path in package.rglob("*.py")]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            overrides = any(getattr(each, "id", "") == "override" for each in node.decorator_list)
-            (used if overrides else own).add(node.name)
+            own.add(node.name)
         elif isinstance(node, ast.Attribute):
             is_own = isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
             (own if is_own else used).add(node.attr)

@@ -13,7 +13,7 @@ from lightning_mgpu import allreduce
 from lightning_mgpu.devices import gpus
 from lightning_mgpu.models import LeNet
 from lightning_mgpu.strategies import DataParallelStrategy, ManualAllreduceStrategy
-from tests.strategies.conftest import run_in_processes
+from tests.strategies.conftest import OFF, run_in_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 KIND = gpus()[0].type if gpus() else "cpu"
@@ -25,9 +25,8 @@ def trained(strategy: Any = "auto", devices: int = 1) -> list[Tensor]:
     seed_everything(0, verbose=False)
     module = LeNet(lr=0.5).double()
     data = TensorDataset(torch.rand(23, 1, 28, 28).double(), torch.arange(23) % 10)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
-        **dict.fromkeys(off, False),
+        **dict.fromkeys(OFF, False),
         accelerator=KIND,
         devices=devices,
         strategy=strategy,

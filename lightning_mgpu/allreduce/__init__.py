@@ -19,12 +19,7 @@ models spend most of the time in Python's calls. `foreach` computes the textbook
 in 2(k-1) calls for the whole model: its attribute `many` gets all parameters at once (check.py).
 """
 
-from lightning_mgpu.allreduce.check import (
-    Allreduce,
-    AllreduceMany,
-    allreduce_many,
-    check_allreduce,
-)
+from lightning_mgpu.allreduce.check import Allreduce, allreduce_many, check_allreduce
 from lightning_mgpu.allreduce.foreach import foreach_allreduce
 from lightning_mgpu.allreduce.key_value import KeyValueStore, key_value_allreduce
 from lightning_mgpu.allreduce.ring import ring_allreduce
@@ -34,7 +29,6 @@ from lightning_mgpu.allreduce.tree import tree_allreduce
 
 __all__ = [
     "Allreduce",
-    "AllreduceMany",
     "KeyValueStore",
     "allreduce_many",
     "check_allreduce",

@@ -29,7 +29,7 @@ def measure_in_rounds(
 
     Every round begins with another one, so that a machine that slows down favours none.
     """
-    for first in range(repeats if results else 0):
+    for first in range(repeats):
         for i in range(len(results)):
             result = results[(first + i) % len(results)]
             try:

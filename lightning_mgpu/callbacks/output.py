@@ -43,7 +43,7 @@ class RunOutput(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batch = global_batch_size(trainer)  # warns
-        if not self.header or not trainer.is_global_zero or trainer.sanity_checking:
+        if not self.header or not trainer.is_global_zero:
             return
         self.header = False
         replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))

@@ -30,7 +30,7 @@ OPTIONS = {
     "--resume DIR": "fit: go on with a run, as if it had never stopped; last: the newest one",
     "--weights FILE": "fit: start from the weights in a checkpoint, with any other settings",
     "--ckpt_path FILE": "validate, test, predict: the checkpoint, which knows its model",
-    "--output.curve false": "no curve.png; and so with header, lines, pictures, predictions, test",
+    "--output.curve false": "no curve.png; and so with header, lines, pictures, test",
     "--help.all": "every option; --model.help, --data.help, --trainer.strategy.help NAME: of one",
 }
 OVERVIEW = """\

@@ -21,8 +21,6 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-OptimizerCallable = Callable[[Iterable], Optimizer]
-
 
 class OneCycle(OneCycleLR):
     """torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
@@ -80,7 +78,7 @@ class Classifier(LightningModule):
     def __init__(
         self,
         lr: float | None = None,
-        optimizer: OptimizerCallable | None = None,
+        optimizer: Callable[[Iterable], Optimizer] | None = None,
         lr_scheduler: Callable[..., LRSchedulerTypeUnion] | None = None,
         lr_interval: Literal["epoch", "step"] | None = None,
         num_classes: int = 10,
@@ -107,7 +105,7 @@ class Classifier(LightningModule):
         self.val_loss, self.val_acc = MeanLoss(), accuracy()
         self.test_loss, self.test_acc = MeanLoss(), accuracy()
 
-    def configure_model(self) -> None:
+    def setup(self, stage: str) -> None:
         if self.channels_last:
             self.net.to(memory_format=torch.channels_last)
 

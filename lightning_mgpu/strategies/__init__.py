@@ -28,11 +28,10 @@ StrategyRegistry.register(
     "dp", DataParallelStrategy, description="one process, as nn.DataParallel", override=True
 )
 for _name in ("textbook", "tree", "sharded", "ring", "key_value", "foreach"):
-    _function = getattr(allreduce, f"{_name}_allreduce")
     StrategyRegistry.register(
         "manual_allreduce" if _name == "textbook" else f"manual_allreduce_{_name}",
         ManualAllreduceStrategy,
         description=f"a process per device, {_name}_allreduce",
         override=True,
-        allreduce=_function,
+        allreduce=getattr(allreduce, f"{_name}_allreduce"),
     )

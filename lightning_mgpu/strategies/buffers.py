@@ -11,22 +11,20 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def read_buffers(module: nn.Module) -> Tensor:
-    """A copy of all buffers in one row of bytes. Its length tells how many bytes they have."""
+    """A copy of all buffers in one row of bytes."""
     parts = [b.detach().contiguous().view(-1).view(torch.uint8) for _, b in _buffers(module)]
-    row = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    return torch.cat([row, row.new_zeros(_padding(len(row)))])
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 @torch.no_grad()
 def write_buffers(module: nn.Module, rows: Tensor) -> None:
     """Set the buffers to what the rows (k, bytes) of k replicas become."""
-    end = sum(b.numel() * b.element_size() for b in module.buffers())
-    if end + _padding(end) != rows.shape[1]:
+    if sum(b.nbytes for b in module.buffers()) != rows.shape[1]:
         raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
     end = 0
     for name, buffer in _buffers(module):
-        start, end = end, end + buffer.numel() * buffer.element_size()
-        values = rows[:, start:end].view(buffer.dtype)  # (k, numel)
+        start, end = end, end + buffer.nbytes
+        values = rows[:, start:end].flatten().view(buffer.dtype).view(len(rows), -1)
         is_mean = name.endswith(STATISTICS[:2]) and len(rows) > 1
         value = (values.mean(0) if is_mean else values[0]).view(buffer.shape)
         if name.endswith(STATISTICS):
@@ -38,7 +36,3 @@ def write_buffers(module: nn.Module, rows: Tensor) -> None:
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     # the largest dtype first, so that all views are aligned
     return sorted(module.named_buffers(), key=lambda item: -item[1].element_size())
-
-
-def _padding(size: int) -> int:
-    return -size % 16 + size % 16 * 16

@@ -34,7 +34,7 @@ class SlicedLoader:
     def __iter__(self) -> Iterator[Any]:
         # the loader's sampler draws what it would draw on one device
         _set_rng_states(self.strategy.broadcast(_collect_rng_states(include_cuda=False)))
-        return self._parts(iter(self.loader))  # before the next loader: it may draw a seed
+        return self._parts(iter(self.loader))  # now, not at the first batch: `iter` may draw a seed
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
         for index, batch in enumerate(batches):

@@ -13,9 +13,7 @@ def split_loss(output: Any) -> tuple[Tensor | None, float | None]:
     given = output if isinstance(output, Mapping) else {"loss": output}
     loss, weight = given.get("loss"), given.get("weight")
     if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
-        raise MisconfigurationException(
-            "The loss of `training_step` must be a tensor of one number."
-        )
+        raise MisconfigurationException("A step's loss must be a tensor of one number.")
     if weight is not None and not (math.isfinite(weight := float(weight)) and weight >= 0):
         raise MisconfigurationException(f"The weight of a loss is {weight}: it must be 0 or more.")
     return None if loss is None else loss.reshape(()), weight

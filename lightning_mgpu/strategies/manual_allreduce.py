@@ -50,7 +50,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         parallel_devices, process_group_backend, timeout, start_method: As for DDPStrategy.
 
     Raises:
-        ValueError: If `allreduce` does not compute the sum in place.
+        ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         if not callable(allreduce) or (replicas is not None and replicas < 1):
-            raise ValueError(f"allreduce={allreduce}, replicas={replicas}: a function, a count")
+            raise ValueError(f"{allreduce=}, {replicas=}: needed are a function, and a count >= 1")
         super().__init__(
             parallel_devices=[torch.device(each) for each in parallel_devices or ()] or None,
             process_group_backend=process_group_backend,
@@ -83,7 +83,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         is_own = is_overridden("backward", self.module)
         if self.num_local > 1 and (self._layer_sync or is_manual or is_own):
             raise MisconfigurationException(
-                "sync_batchnorm, manual optimization and an own `backward` of the module need one "
+                "sync_batchnorm, manual optimization and a module's own `backward` need one "
                 "replica per process: leave out `replicas`."
             )
         super().setup(trainer)
@@ -180,7 +180,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self._window:
-            self._kept = get_gradients(parameters)  # the sums of earlier passes
+            self._earlier = get_gradients(parameters)  # the sums of earlier passes
             set_gradients(parameters, {})
             self._window = [{} for _ in range(self.num_local)]
         elif self._rescale != 1:
@@ -221,11 +221,11 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             for name, p, row in zip(names, parameters, exchange.local_rows[i]):
                 if p in gradients:
                     self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
-        set_gradients(list(self._kept), self._kept)
+        set_gradients(list(self._earlier), self._earlier)
         for p, total in zip(parameters, exchange.sum()):
-            kept = self._kept.get(p)
-            p.grad = total if kept is None else kept if total is None else kept + total
-            self._exchanged[p] = p.grad
+            earlier = self._earlier.get(p)
+            p.grad = total if earlier is None else earlier if total is None else earlier + total
+            self._exchanged[p] = None if self.module.automatic_optimization else p.grad
 
     def _find_exchange(self) -> tuple[Exchange, Sequence[str]]:
         """The rows of all parameters that require a gradient, or did once, and their names."""

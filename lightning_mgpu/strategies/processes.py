@@ -64,7 +64,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
             )
         environment: Any = self.cluster_environment
-        group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        group = dist.get_world_size() if dist.is_initialized() else 1
         if (running := max(group, environment.world_size())) != self.world_size:
             raise MisconfigurationException(
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
@@ -84,8 +84,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self._host_group is None and not self.is_alone:
             self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if is_fitting and self._layer_sync and not self.is_alone:
-            is_cpu = self.root_device.type == "cpu"
-            self._layer_sync = CPUSyncBatchNorm() if is_cpu else self._layer_sync
+            if self.root_device.type == "cpu":
+                self._layer_sync = CPUSyncBatchNorm()
             self.model = self._layer_sync.apply(self.module)
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
@@ -115,7 +115,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return lambda: work.wait() and rows.numpy()
 
     def start_numbers(self, numbers: Any, names: Any = ()) -> Callable[[], np.ndarray]:
-        """The same of numbers, (P, n); an error if names or what loaders have drawn differ."""
+        """As `start_gather`, for numbers, (P, n). Raises if names or loaders' batches differ."""
         facts = zlib.crc32(repr([*names]).encode())
         for loader in self.module.trainer._active_loop._combined_loader.flattened:
             facts += getattr(loader, "order_checksum", 0)
@@ -155,7 +155,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self._evaluate(super().predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Each number that the step logs becomes the mean over all samples."""
+        """Each number that the step logs becomes that of all samples."""
         if self.is_alone:
             return step(*args, **kwargs)
         for value in self._averaged:  # as it was logged: Lightning compares

@@ -50,7 +50,7 @@ def num_samples(batch: Any) -> int:
     lengths = lengths - {1} or lengths
     small = [x for x in leaves(batch) if isinstance(x, ARRAYS) and (not x.ndim or len(x) == 1)]
     if 1 < max(lengths, default=0) <= len(small):
-        lengths.add(1)  # they are in a list of samples
+        lengths.add(1)  # not collated: a list of pairs (X, y)
     if len(arrays) > 3 and lengths == {3} and all(array.ndim == 3 for array in arrays):
         lengths.add(len(arrays))  # a list of images: three channels are not three samples
     if len(lengths) != 1 or 0 in lengths or any(map(_is_opaque, leaves(batch))):
@@ -97,12 +97,9 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
         return changed
     is_list = isinstance(part, (list, tuple)) and not isinstance(part, PackedSequence)
     if is_list and any(isinstance(leaf, ARRAYS) for item in part for leaf in leaves(item)):
-        return _like(part, [_map(item, function) for item in part])
+        items = [_map(item, function) for item in part]
+        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
     return function(part)
-
-
-def _like(part: Any, items: list[Any]) -> Any:
-    return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
 
 
 def _is_opaque(leaf: Any) -> bool:

@@ -6,12 +6,23 @@ Equal to one device with the full batch (Ioffe and Szegedy, 2015, algorithm 1).
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 LAYERS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor) -> Tensor:
+        dist.all_reduce(total := X.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllReduce.apply(gradient)
 
 
 class SyncedBatchNorm(nn.SyncBatchNorm):
@@ -23,16 +34,13 @@ class SyncedBatchNorm(nn.SyncBatchNorm):
         layer: Any = self
         X = input.to(torch.promote_types(input.dtype, torch.float32))
         dims, shape = [dim for dim in range(X.ndim) if dim != 1], [1, -1] + [1] * (X.ndim - 2)
-        count = X.new_full((1,), X.numel() / X.size(1))
-        total = all_reduce(torch.cat([X.sum(dims), count]))
+        total = _AllReduce.apply(torch.cat([X.sum(dims), X.new_full((1,), X.numel() / X.size(1))]))
         mean, n = total[:-1] / total[-1], total[-1].detach()
         centered = X - mean.view(shape)
-        var = all_reduce(centered.square().sum(dims)) / n
+        var = _AllReduce.apply(centered.square().sum(dims)) / n
         if self.training and self.track_running_stats:
-            layer.num_batches_tracked.add_(1)
-            average = (
-                1 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
-            )
+            seen = layer.num_batches_tracked.add_(1).item()
+            average = 1 / seen if self.momentum is None else self.momentum
             layer.running_mean.lerp_(mean.detach().to(layer.running_mean.dtype), average)
             unbiased = var.detach() * n / (n - 1).clamp(min=1)
             layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), average)

@@ -45,7 +45,7 @@ def test_stopped_three_times(
     ],
 )
 def test_what_is_remembered_over_epochs(
-    options: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
+    options: str, fit: Callable[..., int], tmp_path: Path
 ) -> None:
     assert fit(*options.split(), "--run_dir=whole") == 0
     assert fit(*options.split(), "--run_dir=stopped", stop="2,1") == 1

@@ -9,13 +9,12 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -153,17 +152,10 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    )
-    for name, number in {
-        "WORLD_SIZE": k,
-        "LOCAL_WORLD_SIZE": k,
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-    }.items():
-        os.environ[name] = str(number)
+    ranks = {"WORLD_SIZE": k, "LOCAL_WORLD_SIZE": k, "RANK": rank, "LOCAL_RANK": rank}
+    numbers = {**ranks, "GROUP_RANK": 0, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     sys.path.insert(0, str(Path(__file__).parents[2]))  # for `from tests.strategies import ...`
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("in_process", where[0])
@@ -173,10 +165,3 @@ def _call(
     result = attempt(getattr(module, where[1]), *args, **kwargs)
     connection.send_bytes(pickle.dumps(result))  # `send` would share tensors with a dying process
     connection.close()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # the forkserver starts with it
-        yield
