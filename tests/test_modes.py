@@ -69,13 +69,13 @@ def test_early_stopping_ends_a_run_that_learns_nothing(fit: Callable, capfd: Any
     assert "stopped early: Monitored metric val_acc did not improve in the last 3 records" in out
 
 
-def test_ema_changes_what_is_validated_and_saved_but_not_the_training(fit: Callable) -> None:
-    args = ("--trainer.max_epochs=2", "--model.init=kaiming")
+def test_ema_changes_what_is_validated_tested_and_saved_but_not_the_training(fit: Callable) -> None:
+    args = ("--trainer.max_epochs=2", "--model.init=kaiming", "--checkpoint.monitor=null")
     step = "--trainer.callbacks.update_starting_at_step=2"
     assert fit("", *args, "--run_dir=plain") == 0
     assert fit("callbacks/ema.yaml", step, *args, "--run_dir=ema") == 0
     plain, ema = (metrics(Path(name)) for name in ("plain", "ema"))
-    for key, is_same in (("train_loss", True), ("val_loss", False)):
+    for key, is_same in (("train_loss", True), ("val_loss", False), ("test_loss", False)):
         found = [[row[key] for row in rows if row[key]] for rows in (plain, ema)]
         assert found[0] and (found[0] == found[1]) is is_same, key
     weights, average = (last(Path(name))["state_dict"] for name in ("plain", "ema"))

@@ -28,7 +28,7 @@ INFO = (
     *("GPU available", "TPU available", "💡 Tip", "Seed set to", "Using bfloat16", "Using 16bit"),
     *("----------", "distributed_backend=", "Initializing distributed", "All distributed proc"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to"),
-    *("Restoring states", "Restored all states", "Loaded model weights", "LOCAL_RANK: "),
+    *("Restor", "Loaded model weights", "LOCAL_RANK: ", "Found current_model_state"),
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Detected KeyboardInterrupt, attempting graceful shutdown",  # our line says how to go on
 )

@@ -28,14 +28,13 @@ from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import Options, read_options
 from lightning_mgpu.devices import devices
-from lightning_mgpu.malloc import keep_freed_memory
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.tools import UsageError, command
+from lightning_mgpu.tools import UsageError, command, keep_freed_memory
 
 # what a file system says that is full or must not be written
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)

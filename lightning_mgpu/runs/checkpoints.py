@@ -83,8 +83,7 @@ class BestCheckpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        path = Path(trainer.default_root_dir, "checkpoints")  # whatever the loggers
-        self.dirpath = str(path.absolute())  # as a resumed run is known by another name, too
+        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").absolute())
         if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
             self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)
@@ -100,11 +99,12 @@ class BestCheckpoint(ModelCheckpoint):
     @property
     def best(self) -> dict[str, Any]:
         """Epoch (from 1), metric, value and path of the best checkpoint; empty if there is none."""
-        if not Path(path := self.best_model_path).is_file():  # a kill may have come before
+        path = Path(self.best_model_path)  # of another directory, where a run was copied or moved
+        if not path.is_file() or str(path.parent) != self.dirpath:
             return {}
         epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
         value = float(self.best_model_score) if self.best_model_score is not None else None
-        return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": path}
+        return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": str(path)}
 
 
 class LastCheckpoint(Callback):
@@ -166,6 +166,7 @@ class LastCheckpoint(Callback):
     ) -> None:
         if trainer.state.fn != "fit":
             checkpoint["callbacks"] = {}  # an evaluation takes the weights alone
+            checkpoint["current_model_state"] = checkpoint["state_dict"]  # WeightAveraging's
             return
         loop = checkpoint["loops"]["fit_loop"]
         if not loop["epoch_loop.batch_progress"]["is_last_batch"]:  # as Lightning's under SLURM
