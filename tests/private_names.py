@@ -17,6 +17,7 @@ NAMES = {
     "_set_rng_states": "the same",
     "_timeout": "what DDPStrategy keeps the timeout of its process group in",
     "_reparametrize_module": "torch's functional_call for a whole step, not only for `forward`",
+    "_wandb_init": "Lightning passes wandb an argument of which it warns",
     "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
     "_foreach_copy_": "the same for copies",
     "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",

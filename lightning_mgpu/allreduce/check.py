@@ -108,7 +108,7 @@ def _call(
                 raise ValueError(
                     f"{name} left device {i} ({device}) with {_show(result, is_wrong)} instead of "
                     f"the sum {total} ({_where(x)}); it must write into the tensors it is given "
-                    "(data[i].copy_(...)), not into copies, and not rebind the list's slots"
+                    "(tensors[i].copy_(...)), not into copies, and not rebind the list's slots"
                 )
     return results
 

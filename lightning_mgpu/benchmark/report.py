@@ -60,7 +60,7 @@ def exchange_tables(results: Sequence[Measurement]) -> list[str]:
         list(dict.fromkeys(result[key] for result in results)) for key in ("k", "size", "title")
     )
     by_case = {(result["k"], result["size"], result["title"]): result for result in results}
-    head = ["", "the busiest sends", *(f"{size:g} MB: ms (/ textbook)" for size in sizes)]
+    head = ["", "the busiest sends", *(f"{size:g} MB: ms (speed / textbook)" for size in sizes)]
     lines = []
     for k in ks:
         rows = [[name, f"{COSTS[name](k):.3g} x MB" if name in COSTS else ""] for name in names]

@@ -55,7 +55,7 @@ class RunOutput(Checkpoint):
             "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",
             "strategy": f"{type(strategy).__name__}{how} on {describe_devices(devices(trainer))}",
             "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
-            "data": f"{type(data).__name__} {getattr(data, 'summary', '')}" if data else "",
+            "data": f"{type(data).__name__} {getattr(data, 'summary', '')}".strip() if data else "",
             "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
             "ckpt": trainer.ckpt_path,
             **self.notes,

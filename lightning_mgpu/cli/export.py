@@ -46,8 +46,9 @@ def export_command(args: list[str]) -> None:
 
 def export(model: LightningModule, suffix: str) -> bytes:
     """The file's content, made in memory: torch's writer ends the process if the disk is full."""
-    # three samples: torch would take a batch of one for a fixed size
-    X = torch.randn(3, *model.example_input_array.shape[1:])  # type: ignore[union-attr]
+    if not isinstance(example := model.example_input_array, torch.Tensor):
+        raise ValueError("set `self.example_input_array` to a tensor (1, ...) in the model")
+    X = torch.cat([example[:1]] * 3)  # torch takes the size of a batch of one for a fixed one
     # raises if the batch can only have one size, where torch.onnx.export of the model does not
     program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     if suffix == ".pt2":

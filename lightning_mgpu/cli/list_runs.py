@@ -51,7 +51,7 @@ def runs_command(args: list[str]) -> None:
 def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:
     """Settings and results by run directory, the oldest first; broken ones are named in a line."""
     runs = {}
-    paths = {each.parent for each in directory.rglob(RUN_JSON)}
+    paths = {p.parent for p in directory.rglob(RUN_JSON) if p.with_name(CONFIG).is_file()}
     for path in sorted(paths, key=lambda path: read_run_json(path).get("begin", "")):
         try:
             settings = flatten(read_config(str(path / CONFIG)))

@@ -31,9 +31,9 @@ def find_run(name: str) -> Path:
     """The run directory of this name; for `last` that of the `fit` in `runs/` written last."""
     path = Path(name)
     if name == "last":
-        found = sorted(Path("runs").glob(f"*/{RUN_JSON}"), key=lambda path: path.stat().st_mtime)
-        fits = [p.parent for p in found if " fit" in read_run_json(p.parent).get("command", "")]
-        path = fits[-1] if fits else Path("runs")
+        runs = [p for p in Path("runs").glob(f"*/{RUN_JSON}") if p.with_name(CONFIG).is_file()]
+        fits = [p for p in runs if " fit" in read_run_json(p.parent).get("command", "")]
+        path = max(fits, key=lambda p: p.stat().st_mtime).parent if fits else Path("runs")
     if not (path / CONFIG).is_file():
         raise UsageError(f"--resume={name}: {path} is not a run directory, which has a {CONFIG}")
     return path

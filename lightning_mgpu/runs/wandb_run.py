@@ -43,8 +43,7 @@ def start_run(
     import wandb  # takes half a second
 
     # W&B reports on itself to the same server, and a process that ends waits for that
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.update({"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ)
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
         mode, reason = "offline", "no login"
     default = program().replace("_", "-")
@@ -59,6 +58,7 @@ def start_run(
                 config=config,
                 settings=wandb.Settings(**SETTINGS),
             )
+            logger._wandb_init.pop("anonymous", None)  # wandb warns of any value
             url = logger.experiment.url  # this starts it
             command = f"wandb sync {run_dir}/wandb/offline-run-*"
             where = f"online, {url}" if try_mode == "online" else f"offline ({reason}); {command}"

@@ -14,7 +14,7 @@ The functions of the chapter, and where they are here:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -79,9 +79,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
         check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
-        is_manual = not self.module.automatic_optimization
-        is_own = is_overridden("backward", self.module)
-        if self.num_local > 1 and (self._layer_sync or is_manual or is_own):
+        is_own = not self.module.automatic_optimization or is_overridden("backward", self.module)
+        if self.num_local > 1 and (self._layer_sync or is_own):
             raise MisconfigurationException(
                 "sync_batchnorm, manual optimization and a module's own `backward` need one "
                 "replica per process: leave out `replicas`."
@@ -91,8 +90,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._exchange: Exchange | None = None
         self._layout: list[Any] = []
         self._window: list[Gradients] = []  # by replica, while batches are accumulated
-        self._window_weight, self._rescale, self._is_blocked = 0.0, 1.0, False
-        self._is_counted = False
+        self._window_weight, self._rescale = 0.0, 1.0
+        self._is_blocked = self._is_counted = False
         self._exchanged: Gradients = {}
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,14 +212,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def exchange_gradients(self, replicas: list[Gradients]) -> None:
         """Leave the sum over all replicas in the `grad` of every parameter."""
         exchange, names = self._find_exchange()
-        parameters = exchange.parameters
+        parameters, prepare = exchange.parameters, cast(Callable, self.prepare_gradient)
         for i, gradients in enumerate(replicas):
             if any(gradient.layout != torch.strided for gradient in gradients.values()):
                 raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
             exchange.write(i, [gradients.get(p) for p in parameters])
+            replica = self.global_rank * self.num_local + i
             for name, p, row in zip(names, parameters, exchange.local_rows[i]):
-                if p in gradients:
-                    self.prepare_gradient(name, self.global_rank * self.num_local + i, row)
+                if p in gradients and prepare(name, replica, row) is not None:
+                    raise TypeError("`prepare_gradient` returned a value: change it in place.")
         set_gradients(list(self._earlier), self._earlier)
         for p, total in zip(parameters, exchange.sum()):
             earlier = self._earlier.get(p)

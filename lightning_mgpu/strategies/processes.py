@@ -199,4 +199,4 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         pattern = "(?i).*(connection (closed|reset)|broken pipe|timed out waiting|timeout).*"
-        _augment_message(exception, pattern, "another process has ended: see its message above")
+        _augment_message(exception, pattern, "another process has ended: see any message above")

@@ -12,7 +12,7 @@ import torch
 from tests.strategies.conftest import Net, attempt, fit, make_strategy, rank, run_in_processes
 
 SECONDS = 3.0
-ENDED = "another process has ended: see its message above"
+ENDED = "another process has ended: see any message above"
 
 
 class Fails(Net):

@@ -137,6 +137,9 @@ def test_refused_in_two_processes() -> None:
 def test_wrong_options() -> None:
     strategy = make_strategy(allreduce=reduce_only, replicas=2)
     check(attempt(fit, strategy=strategy), "instead of the sum")
+    strategy = make_strategy(replicas=2)
+    strategy.prepare_gradient = lambda name, replica, gradient: gradient * 0
+    check(attempt(fit, strategy=strategy), "`prepare_gradient` returned a value")
     for options in ({"replicas": -1}, {"allreduce": 3}):
         with pytest.raises(ValueError, match="needed are a function"):
             ManualAllreduceStrategy(**options)
