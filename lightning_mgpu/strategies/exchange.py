@@ -1,8 +1,8 @@
 """k gradients of every parameter come together, and an allreduce leaves their sum in each of them.
 
 A row is one replica's gradient of one parameter: a dense copy with the parameter's own strides,
-as `fused=True` optimizers read it. A block is all rows of a replica. Every parameter has an owner,
-the process that calls the user's function on its k rows.
+as `fused=True` optimizers read it. Every parameter has an owner, the process that calls the user's
+function on its k rows. A block is the rows of one replica for one owner.
 """
 
 from collections.abc import Sequence

@@ -2,11 +2,15 @@
 
 import resource
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
+from lightning_mgpu.cli.export import export
 from lightning_mgpu.models import LeNet
 
 
@@ -31,3 +35,21 @@ def test_export(
     assert "File too large" in capfd.readouterr().err
     assert [path.name for path in tmp_path.glob("*.pt2")] == ["model.pt2"]
     assert Path("model.pt2").read_bytes() == good
+
+
+class Letters(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(5, 2)
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.net(X)
+
+
+def test_any_input() -> None:
+    module, X = Letters().eval(), torch.arange(8).view(4, 2) % 5
+    with pytest.raises(ValueError, match="example_input_array"):
+        export(module, ".pt2")
+    module.example_input_array = X[:1]
+    exported = torch.export.load(BytesIO(export(module, ".pt2"))).module()
+    torch.testing.assert_close(exported(X), module(X))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -119,13 +120,22 @@ def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> 
     assert "--resume=last: runs is not a run directory" in capfd.readouterr().err
     assert fit("--trainer.max_epochs=1") == 0
     assert fit("--trainer.max_epochs=2", stop="0,1") == 1
-    tested = tmp_path / "runs" / "tested"  # newer, but nothing to go on with
-    tested.mkdir()
-    (tested / "run.json").write_text('{"command": "python -m lightning_mgpu test", "end": {}}')
+    for command in ("test", "fit"):  # newer, but nothing to go on with: a test, a refused start
+        (other := tmp_path / "runs" / command).mkdir()
+        (other / "run.json").write_text(f'{{"command": "x.py {command}", "end": {{}}}}')
+    (tmp_path / "runs" / "test" / "config.yaml").touch()
     assert fit("--resume=last") == 0
     assert "ckpt:     none: no epoch was over, training starts again" in capfd.readouterr().out
     ends = [read_run_json(path)["end"] for path in (tmp_path / "runs").iterdir()]
     assert sorted(end["epochs"] for end in ends if end) == [1, 2]
+
+
+def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> None:
+    assert fit("--trainer.max_epochs=1", "--run_dir=whole") == 0
+    shutil.copytree("whole", "copy")
+    capfd.readouterr()
+    assert fit("--resume=copy") == 0
+    assert "testing the last epoch" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
 
@@ -113,3 +114,11 @@ def test_sync_batchnorm_is_one_device(name: str, in_two_processes: list[Any]) ->
 
 def test_the_plain_layer_comes_back(in_two_processes: list[Any]) -> None:
     assert in_two_processes[0]["classes"] == ["SyncedBatchNorm", "BatchNorm1d"]
+
+
+def test_a_buffer_made_in_a_step_is_refused() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(16))
+    rows = read_buffers(module)[None]
+    module.append(nn.BatchNorm1d(16))  # twice the bytes
+    with pytest.raises(RuntimeError, match="A step has made a buffer"):
+        write_buffers(module, rows)
