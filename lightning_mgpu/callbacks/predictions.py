@@ -64,7 +64,7 @@ def make_table(
         sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
         indices = batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
         if isinstance(sampler, GlobalBatchSampler):
-            indices = [each.tolist() for _, each in sampler]
+            indices = [torch.cat(shards).tolist() for _, shards in sampler]
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: Table = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         for key in batches[0]:

@@ -7,6 +7,7 @@ replica, by `torch.tensor_split`, and every process gets the shards of its repli
         return batch_loader(self.train_set, self.batch_size, self.trainer, shuffle=True)
 """
 
+import copy
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,17 +21,22 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_mgpu.seeds import new_generator, seed_generators
+from lightning_mgpu.shards import Shards
 
 BatchIndex = tuple[int, Tensor]
 """The epoch, which augmentation needs, and a vector of sample indices, which make a batch."""
 
+ShardIndices = tuple[int, list[Tensor]]
+"""The epoch, and the sample indices of each shard."""
+
 
 class GlobalBatchSampler(data.DistributedSampler):
-    """Yields the `BatchIndex` of every global batch: the slice of process `rank` of `num_replicas`.
+    """Yields the shards of process `rank` of `num_replicas` processes, for every global batch.
 
     It is a `DistributedSampler`, so that Lightning calls `set_epoch` and injects no other sampler.
     Unlike torch's it repeats no sample. `num_shards` replicas share a batch, a multiple of the
     processes. `order_checksum` tells epochs and global orders apart, alike in all processes.
+    `num_local` is how many shards a process reads apart: those of its replicas, or all at once.
 
     Raises:
         ValueError: If a replica, or in evaluation a process, would get no sample of some batch.
@@ -49,7 +55,7 @@ class GlobalBatchSampler(data.DistributedSampler):
     ) -> None:
         super().__init__(indices, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.indices, self.batch_size, self.num_shards = indices, batch_size, num_shards
-        self.order_checksum = 0
+        self.order_checksum, self.num_local = 0, 1
         smallest = min(map(len, self._split(indices))) if batch_size > 0 else 0
         least, unit = (num_shards, "replicas") if shuffle else (num_replicas, "processes")
         if smallest < least:
@@ -58,7 +64,7 @@ class GlobalBatchSampler(data.DistributedSampler):
                 f"{len(indices)} samples, too few for {least} {unit}: choose another batch size."
             )
 
-    def __iter__(self) -> Iterator[BatchIndex]:
+    def __iter__(self) -> Iterator[ShardIndices]:
         # A generator reads the epoch at its first batch: Lightning sets it after calling `iter`.
         order = torch.arange(len(self.indices))
         if self.shuffle:
@@ -70,7 +76,8 @@ class GlobalBatchSampler(data.DistributedSampler):
             # processes share the small batches of an evaluation as evenly as they can
             k = self.num_shards if len(batch) >= self.num_shards else self.num_replicas
             first, end = (rank * k // self.num_replicas for rank in (self.rank, self.rank + 1))
-            yield self.epoch, torch.cat(batch.tensor_split(k)[first:end])
+            shards = [*batch.tensor_split(k)[first:end]]
+            yield self.epoch, shards if len(shards) == self.num_local else [torch.cat(shards)]
 
     def __len__(self) -> int:
         return len(self._split(self.indices))
@@ -88,13 +95,19 @@ class SequentialBatchSampler(GlobalBatchSampler, data.SequentialSampler):  # typ
 
 
 class BatchLoader(DataLoader):
-    """A `DataLoader` whose sampler yields whole batches: this process's slice of each."""
-
-    is_sliced = True  # a strategy that slices batches leaves these as they are
+    """A `DataLoader` whose sampler yields whole batches: this process's shards of each."""
 
     @property
-    def order_checksum(self) -> int:
-        return self.sampler.order_checksum  # type: ignore[attr-defined]
+    def facts(self) -> dict[str, int]:
+        """What a strategy compares between processes."""
+        return {"batches": self.sampler.order_checksum}  # type: ignore[attr-defined]
+
+    def in_shards(self, num_local: int) -> "BatchLoader":
+        """A loader of the same batches, as `Shards` if a process has several replicas."""
+        loader, sampler = copy.copy(self), copy.copy(self.sampler)
+        sampler.num_local = num_local  # type: ignore[attr-defined]
+        vars(loader).update(sampler=sampler, _iterator=None)  # DataLoader does not let one set it
+        return loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # workers start at the first batch, too: after Lightning has set the epoch
@@ -108,12 +121,24 @@ class BatchDataset(Dataset):
     """
 
 
+class ShardDataset(Dataset):
+    """Makes a batch per shard."""
+
+    def __init__(self, dataset: BatchDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: ShardIndices) -> Any:
+        epoch, shards = index
+        batches = [self.dataset[epoch, indices] for indices in shards]
+        return batches[0] if len(batches) == 1 else Shards(batches)
+
+
 class CollatedSamples(BatchDataset):
     """Makes batches of any dataset indexed by sample: its samples, collated.
 
     Before each sample the global generators are seeded by the seed, the epoch and the sample's
     index (30 microseconds), so that it draws the same numbers in any worker and any process.
-    Afterwards they are put back. What `collate_fn` draws depends on the last sample of the slice.
+    Afterwards they are put back. What `collate_fn` draws depends on the last sample of the shard.
     """
 
     def __init__(self, dataset: Dataset, seed: int, collate_fn: Callable[[list], Any]) -> None:
@@ -171,4 +196,4 @@ def batch_loader(
     elif collate_fn is not default_collate:
         raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
-    return BatchLoader(dataset, batch_size=None, sampler=sampler, **kwargs)
+    return BatchLoader(ShardDataset(dataset), batch_size=None, sampler=sampler, **kwargs)

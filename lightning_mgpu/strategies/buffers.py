@@ -10,17 +10,18 @@ from torch import Tensor, nn
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def read_buffers(module: nn.Module) -> Tensor:
-    """A copy of all buffers in one row of bytes."""
+def read_buffers(module: nn.Module, num_bytes: int | None = None) -> Tensor:
+    """A copy of all buffers in one row of bytes, as many as before a step."""
     parts = [b.detach().contiguous().view(-1).view(torch.uint8) for _, b in _buffers(module)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    row = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    if num_bytes is not None and len(row) != num_bytes:
+        raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
+    return row
 
 
 @torch.no_grad()
 def write_buffers(module: nn.Module, rows: Tensor) -> None:
     """Set the buffers to what the rows (k, bytes) of k replicas become."""
-    if sum(b.nbytes for b in module.buffers()) != rows.shape[1]:
-        raise RuntimeError("A step has made a buffer, or changed its shape: make it before fit.")
     end = 0
     for name, buffer in _buffers(module):
         start, end = end, end + buffer.nbytes
@@ -31,6 +32,10 @@ def write_buffers(module: nn.Module, rows: Tensor) -> None:
             buffer.data.copy_(value)  # the backward pass does not need them
         elif not torch.equal(value, buffer):
             buffer.copy_(value)  # autograd raises if it needs the buffer as it was
+
+
+def statistics(module: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in module.named_buffers() if name.endswith(STATISTICS)]
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -3,6 +3,9 @@
 A row is one replica's gradient of one parameter: a dense copy with the parameter's own strides,
 as `fused=True` optimizers read it. Every parameter has an owner, the process that calls the user's
 function on its k rows. A block is the rows of one replica for one owner.
+
+CPU processes of one machine have all rows in shared memory. Others send them to their owners, and
+the sums back.
 """
 
 from collections.abc import Sequence
@@ -15,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mgpu.allreduce import allreduce_many
+from lightning_mgpu.strategies.shared_memory import share_memory
 
 ALIGNMENT = 64  # bytes
 
 
 class Exchange:
-    """Rows travel to their owners and the sums back, by two all-to-all messages."""
+    """The rows of k replicas of all parameters that are trained."""
 
     def __init__(self, strategy: Any, parameters: Sequence[Tensor]) -> None:
         self.strategy, self.parameters = strategy, parameters
@@ -33,19 +37,37 @@ class Exchange:
         self.sizes = np.diff(ends[bounds]).tolist()  # of a block, by owner
         self.mine = slice(bounds[rank], bounds[rank + 1])
 
-        r, device = strategy.num_local, strategy.root_device
+        r = strategy.num_local
         self.lengths = [r * size for size in self.sizes]
-        # by owner, replica and parameter, as the message needs it
-        self.outgoing = torch.empty(sum(self.lengths), dtype=torch.uint8, device=device)
-        self.incoming = self.outgoing.view(1, r, -1)
-        if not strategy.is_alone:
-            self.incoming = self.outgoing.new_empty(num_owners, r, self.sizes[rank])
+        num_bytes = sum(self.lengths)
+        memory = None
+        if not strategy.is_alone and strategy.shares_memory:
+            memory = share_memory(strategy, num_owners * num_bytes)
+        self.is_shared = memory is not None
+        # by owner, replica and parameter, as a message needs it
+        if memory is not None:
+            processes = memory.view(num_owners, num_bytes)
+            self.outgoing = processes[rank]
+            incoming = [each.split(self.lengths)[rank].view(r, -1) for each in processes]
+        else:
+            device = strategy.root_device
+            self.outgoing = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self.incoming = self.outgoing.view(1, r, -1)
+            if not strategy.is_alone:
+                self.incoming = self.outgoing.new_empty(num_owners, r, self.sizes[rank])
+            incoming = [*self.incoming]
         owned = [parameters[start:end] for start, end in pairwise(bounds)]
         self.local_rows: list[list[Tensor]] = [[] for _ in range(r)]
         for part, size, own in zip(self.outgoing.split(self.lengths), self.sizes, owned):
             for rows, block in zip(self.local_rows, part.view(r, size)):
                 rows += rows_in(block, own)
-        self.owned_rows = [*zip(*(rows_in(b, owned[rank]) for b in self.incoming.flatten(0, 1)))]
+        blocks = [block for process in incoming for block in process]
+        self.owned_rows = [*zip(*(rows_in(block, owned[rank]) for block in blocks))]
+        # each process reads the sums in the rows of its first replica, or in a message's
+        self.sums, self.received = self.local_rows[0], self.outgoing
+        if not strategy.is_alone and not self.is_shared:
+            self.received = self.outgoing.new_empty(sum(self.sizes))
+            self.sums = rows_in(self.received, parameters)
 
     def write(self, replica: int, gradients: Sequence[Tensor | None]) -> None:
         """Copy the gradients of a replica of this process into its rows. A missing one is zeros."""
@@ -54,20 +76,24 @@ class Exchange:
         self.has_gradient[replica] = [gradient is not None for gradient in gradients]
 
     def sum(self) -> list[Tensor | None]:
-        """Each parameter's sum, in new memory; None if no replica has a gradient."""
+        """Each parameter's sum, to be copied before the next `write`.
+
+        It is None if no replica has a gradient.
+        """
+        has_messages = not (self.strategy.is_alone or self.is_shared)
+        # in shared memory, this is the meeting after which all rows are there
         wait = self.strategy.start_gather(self.has_gradient)
-        if not self.strategy.is_alone:
+        if has_messages:
             dist.all_to_all_single(self.incoming.view(-1), self.outgoing, None, self.lengths)
         is_present = wait().reshape(-1, len(self.parameters)).max(axis=0).tolist()
         rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
         allreduce_many(self.strategy.allreduce, rows)
-        sums = self.outgoing.new_empty(sum(self.sizes))
-        if self.strategy.is_alone:
-            sums.copy_(self.incoming[0, 0])
-        else:  # each process gets the row of its first replica
-            dist.all_to_all_single(sums, self.incoming[:, 0].flatten(), self.sizes)
-        totals = rows_in(sums, self.parameters)
-        return [total if has else None for total, has in zip(totals, is_present)]
+        if has_messages:  # each process gets the row of its first replica
+            dist.all_to_all_single(self.received, self.incoming[:, 0].flatten(), self.sizes)
+        elif self.is_shared:
+            # and after this one all sums; until the next, a process touches its own rows only
+            self.strategy.start_gather(np.zeros(1, np.uint8))()
+        return [total if has else None for total, has in zip(self.sums, is_present)]
 
 
 def padded_size(parameter: Tensor) -> int:

@@ -1,54 +1,207 @@
-"""Each process gets its part of every batch, whatever the loader is.
+"""Each process gets the shards of its replicas, of every global batch, from any loader.
 
-Every process reads whole batches, so that any sampler and dataset is right, and P processes read P
-times as much. `lightning_mgpu.data.batch_loader` reads only its part.
+Where a loader is torch's own and knows the indices of its batches, the indices are cut, and a
+process reads only its shards. Any other loader is read whole by every process.
 """
 
-import zlib
+import copy
+import sys
+from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate, count
 from typing import Any
+from zlib import crc32
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_mgpu.strategies.split_batch import ARRAYS, cut, leaves, num_samples
+from lightning_mgpu.shards import ShardKeys, ShardReader, Shards, as_read
+from lightning_mgpu.strategies.split_batch import cut, excerpt, num_samples, shard_sizes
+
+Part = tuple[list[Any], list[int], list[Any], bytes, int]
+"""Shards, their sizes, their indices if known, what tells the batch apart, the probe's checksum."""
 
 
-class SlicedLoader:
-    """A loader of parts. Its dataset, sampler, length and state are those of the whole one."""
+class ShardLoader:
+    """A loader of this process's shards. Other attributes are those of the user's loader.
 
-    def __init__(self, loader: Any, strategy: Any) -> None:
-        self.loader, self.strategy = loader, strategy
-        self.order_checksum = 0  # of all batches so far; all processes must have the same
+    In training, a process with several replicas gets `Shards`. In evaluation it gets one shard,
+    and small batches are joined until every process has a sample.
+    """
+
+    def __init__(self, loader: Any, strategy: Any, trains: bool) -> None:
+        k = strategy.num_replicas if trains else strategy.world_size
+        r = k // strategy.world_size
+        replicas = range(strategy.global_rank * r, (strategy.global_rank + 1) * r)
+        own = {"strategy": strategy, "trains": trains, "num_shards": k, "replicas": replicas}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
-            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+            own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
+        vars(self).update(own, loader=loader, reading=loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet while a copy is made
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(self.reading if name == "_iterator" else self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning shuts down the workers of an `_iterator`: that of the copy which reads
+        setattr(self.reading if name == "_iterator" else self.loader, name, value)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        sampler = getattr(self.loader, "batch_sampler", None)
+        if self.trains or type(sampler) is not BatchSampler or not knows_indices(self.loader):
+            return len(self.loader)
+        num, size = len(sampler.sampler), sampler.batch_size  # type: ignore[arg-type]
+        num -= num % size if sampler.drop_last else 0
+        joined = -(-self.num_shards // size) * size
+        return max(min(num, 1), num // joined + (num % joined >= self.num_shards))
 
-    def __iter__(self) -> Iterator[Any]:
-        # the loader's sampler draws what it would draw on one device
-        _set_rng_states(self.strategy.broadcast(_collect_rng_states(include_cuda=False)))
-        return self._parts(iter(self.loader))  # now, not at the first batch: `iter` may draw a seed
+    def __iter__(self) -> "Pass":
+        trainer = self.strategy.module.trainer
+        loop = trainer.fit_loop if self.trains else trainer._active_loop
+        combined = loop._combined_loader
+        number = next((i for i, each in enumerate(combined.flattened) if each is self), 0)
+        # two loaders over one dataset, and the passes of a cycled one, draw other numbers
+        where = repr((trainer.fit_loop.total_batch_idx, number)).encode()
+        seed = crc32(torch.get_rng_state().numpy().data, crc32(where))
+        if not knows_indices(self.loader):
+            return Pass(self, seed, self._read_whole(iter(self.loader)))
+        if self.trains:
+            smallest = smallest_batch(self.loader.batch_sampler, combined.limits[number])
+            shard_sizes(smallest, [1] * self.num_shards)  # raises if a shard would be empty
+        if self.reading is self.loader or self.reading._iterator is None:
+            self._copy()
+        sampler = self.reading.batch_sampler
+        sampler.seed = seed
+        batches = iter(self.reading)
+        return Pass(self, seed, self._read_shards(batches, sampler.sent))
 
-    def _parts(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for index, batch in enumerate(batches):
-            self.order_checksum = zlib.crc32(excerpt(batch), self.order_checksum)
-            before, size, after = self.strategy.part_of(num_samples(batch))
-            # the indices of each batch that Lightning notes for `predict`
-            sampler = getattr(self.loader, "batch_sampler", None)
-            if seen := getattr(sampler, "seen_batch_indices", None):
-                seen[index] = seen[index][before : before + size]
-            yield cut(batch, [before, size, after])[1]
+    def _copy(self) -> None:
+        """Copy the user's loader as it is now, so that the copy reads shards."""
+        loader = copy.copy(self.loader)
+        reader = ShardReader(loader.dataset, loader.collate_fn)
+        sampler = ShardSampler(loader.batch_sampler, self.num_shards, self.replicas, self.trains)
+        own = {"dataset": reader, "collate_fn": as_read, "batch_sampler": sampler}
+        vars(loader).update(own, _iterator=None)  # DataLoader does not let one set these
+        vars(self).update(reading=loader)
+
+    def _read_shards(self, batches: Iterator[Any], sent: deque[Any]) -> Iterator[Part]:
+        for probe, *shards in batches:
+            indices, checksum = sent.popleft()
+            sizes = [len(each) for each in indices]
+            yield shards, sizes, [i for each in indices for i in each], checksum, probe
+
+    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Part]:
+        mine = slice(self.replicas[0], self.replicas[-1] + 1)
+        sampler = getattr(self.loader, "batch_sampler", None)
+        for number, batch in enumerate(batches):
+            sizes = shard_sizes(num_samples(batch), [1] * self.num_shards)
+            first, end = sum(sizes[: mine.start]), sum(sizes[: mine.stop])
+            seen = getattr(sampler, "seen_batch_indices", None)
+            indices = seen[number][first:end] if seen else []
+            yield cut(batch, sizes)[mine], sizes[mine], indices, excerpt(batch), 0
 
 
-def excerpt(batch: Any) -> bytes:
-    """Some numbers of every tensor: they differ between batches of other samples or order."""
-    arrays = [torch.as_tensor(part) for part in leaves(batch) if isinstance(part, ARRAYS)]
-    flat = [array.detach().reshape(-1)[:: max(1, array.numel() // 64)] for array in arrays]
-    return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in flat)
+class Pass:
+    """One pass over a loader, and what all processes have to find alike in it.
+
+    `sizes` are the numbers of samples in this process of the last two batches. `is_counted` tells
+    whether a batch's own shape has given the same numbers.
+    """
+
+    def __init__(self, loader: ShardLoader, seed: int, parts: Iterator[Part]) -> None:
+        self.loader, self.parts, self.numbers = loader, parts, count()
+        length = sized_len(getattr(loader.loader, "dataset", None)) or 0
+        self.facts = {"seed": seed if loader.trains else 0, "dataset": length, "batches": 0}
+        self.sizes, self.is_counted = deque[int](maxlen=2), True
+
+    def __iter__(self) -> "Pass":
+        return self
+
+    def __next__(self) -> Any:
+        shards, sizes, indices, checksum, probe = next(self.parts)
+        self.facts["batches"] = crc32(checksum, self.facts["batches"])
+        self.facts["dataset"] += probe
+        self.sizes.append(sum(sizes))
+        self.is_counted &= all(map(has_samples, shards, sizes))
+        # the indices of each batch that Lightning notes for `predict`
+        sampler: Any = getattr(self.loader.loader, "batch_sampler", None)
+        if hasattr(sampler, "seen_batch_indices"):
+            sampler.seen_batch_indices[next(self.numbers)] = indices
+        is_several = self.loader.trains and len(shards) > 1
+        return Shards(shards) if is_several else shards[0]
+
+
+class ShardSampler:
+    """Yields the keys of this process's shards of each batch, in the place of a batch sampler.
+
+    It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
+    draws when, and what, it would draw on one device. `sent` has the indices of the batches that
+    were asked for, and what tells the whole batch apart.
+    """
+
+    seed = 0  # of the pass that begins
+
+    def __init__(self, sampler: Any, num_shards: int, replicas: range, trains: bool) -> None:
+        self.sampler, self.num_shards = sampler, num_shards
+        self.replicas, self.trains = replicas, trains
+
+    def __iter__(self) -> Iterator[ShardKeys]:
+        self.sent = deque[tuple[list[list[Any]], bytes]]()
+        return self._cut(iter(self.sampler), self.seed, self.sent)
+
+    def _cut(self, batches: Iterator[Any], seed: int, sent: deque[Any]) -> Iterator[ShardKeys]:
+        whole = map(to_list, batches)
+        for number, batch in enumerate(whole if self.trains else join(whole, self.num_shards)):
+            sizes = shard_sizes(len(batch), [1] * self.num_shards)
+            ends = [0, *accumulate(sizes)]
+            indices = [batch[ends[replica] : ends[replica + 1]] for replica in self.replicas]
+            sent.append((indices, repr(batch).encode()))
+            probe = batch[:1] if number == 0 else []
+            yield ShardKeys(indices, self.replicas, number, seed, probe)
+
+
+def knows_indices(loader: Any) -> bool:
+    """Whether a loader is a DataLoader that reads what its batch sampler says, in order."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind: Any = type(loader)
+    is_plain = kind.__iter__ is DataLoader.__iter__
+    is_plain = is_plain and kind._get_iterator is DataLoader._get_iterator
+    return is_plain and loader.batch_sampler is not None and loader.in_order
+
+
+def smallest_batch(sampler: Any, limit: float) -> int:
+    """The fewest samples among the first `limit` batches. Only torch's own sampler tells."""
+    num = sized_len(sampler.sampler) if type(sampler) is BatchSampler else None
+    if num is None:
+        return sys.maxsize
+    whole, rest = divmod(num, sampler.batch_size)
+    return rest if rest and whole < limit and not sampler.drop_last else sampler.batch_size
+
+
+def to_list(batch: Any) -> list[Any]:
+    return batch.tolist() if isinstance(batch, Tensor) else list(batch)
+
+
+def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
+    """Join consecutive batches, until each has `least` samples."""
+    complete: list[Any] = []
+    rest: list[Any] = []
+    for batch in batches:
+        rest = rest + batch
+        if len(rest) >= least:
+            if complete:
+                yield complete
+            complete, rest = rest, []
+    if complete or rest:
+        yield complete + rest
+
+
+def has_samples(shard: Any, size: int) -> bool:
+    try:
+        return num_samples(shard) == size
+    except ValueError:
+        return False

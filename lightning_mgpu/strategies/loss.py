@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -17,3 +18,13 @@ def split_loss(output: Any) -> tuple[Tensor | None, float | None]:
     if weight is not None and not (math.isfinite(weight := float(weight)) and weight >= 0):
         raise MisconfigurationException(f"The weight of a loss is {weight}: it must be 0 or more.")
     return None if loss is None else loss.reshape(()), weight
+
+
+def scale_gradient(loss: Tensor, share: float) -> Tensor:
+    """The loss, whose gradient counts by a share. With share 0 there is none, not even NaN."""
+    if share == 0:
+        return torch.zeros_like(loss, requires_grad=True)
+    loss = loss.view_as(loss)
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * share)
+    return loss

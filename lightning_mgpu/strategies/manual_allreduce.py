@@ -11,10 +11,12 @@ The functions of the chapter, and where they are here:
       sgd on each device  the optimizer of each process, called by Lightning
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -29,13 +31,13 @@ from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
+from lightning_mgpu.shards import Shards
+from lightning_mgpu.strategies.buffers import read_buffers, statistics, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
-from lightning_mgpu.strategies.loss import split_loss
+from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
-from lightning_mgpu.strategies.split_batch import num_samples, split_batch
-
-Gradients = dict[Tensor, Any]
+from lightning_mgpu.strategies.split_batch import num_samples
+from lightning_mgpu.strategies.window import Gradients, Window, get_gradients, set_gradients
 
 
 class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
@@ -72,65 +74,96 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         )
         self.allreduce, self.replicas = allreduce, replicas
 
-    def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
-        """Override this to change a gradient in place, in its process, before the allreduce."""
-
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
         check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
         is_own = not self.module.automatic_optimization or is_overridden("backward", self.module)
+        hook = "on_before_batch_transfer"
+        hooks: Any = trainer._data_connector._datahook_selector
+        is_own = is_own or is_overridden(hook, hooks.get_instance(hook))
         if self.num_local > 1 and (self._layer_sync or is_own):
             raise MisconfigurationException(
-                "sync_batchnorm, manual optimization and a module's own `backward` need one "
-                "replica per process: leave out `replicas`."
+                "sync_batchnorm, manual optimization, `on_before_batch_transfer` and a module's "
+                "own `backward` need one replica per process: leave out `replicas`."
             )
         super().setup(trainer)
         self._seed = self.broadcast(torch.initial_seed())
         self._exchange: Exchange | None = None
+        self._named: dict[str, Tensor] = {}  # the parameters of the exchange
         self._layout: list[Any] = []
-        self._window: list[Gradients] = []  # by replica, while batches are accumulated
-        self._window_weight, self._rescale = 0.0, 1.0
-        self._is_blocked = self._is_counted = False
+        self._window: Window | None = None
+        self._is_blocked = False
         self._exchanged: Gradients = {}
 
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The hooks that move a batch are called per shard, and draw the same in any process."""
+        if not self.module.trainer.training or self.num_replicas == 1:
+            return super().batch_to_device(batch, *args, **kwargs)
+        moved = []
+        for i, shard in enumerate(shards_of(batch)):
+            if isinstance(batch, Shards):  # which Lightning does not convert
+                shard = self.precision_plugin.convert_input(shard)
+            with self._random_numbers_of(i, "transfer"):
+                moved.append(super().batch_to_device(shard, *args, **kwargs))
+        return Shards(moved) if isinstance(batch, Shards) else moved[0]
+
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs, buffers, start = [], [], read_buffers(self.module)
-        self._shards = [batch] if self.num_local == 1 else split_batch(batch, self.num_local)
-        self._wait = None
-        if self._is_counted:  # the sizes travel while the step computes
-            self._wait = self.start_numbers([0, *map(num_samples, self._shards)])
+        self._shards, outputs = shards_of(batch), []
+        if len(self._shards) != self.num_local:
+            raise MisconfigurationException("Several training loaders: leave out `replicas`.")
+        if self.num_replicas == 1:
+            outputs = [super().training_step(batch, *args, **kwargs)]
+            return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
+        start, buffers = read_buffers(self.module), []
         for i, shard in enumerate(self._shards):
             if i > 0:
                 write_buffers(self.module, start[None])
-            replica = self.global_rank * self.num_local + i
-            with self._run_as(replica, shard) if self.num_replicas > 1 else nullcontext():
+            with self._log_as(shard), self._random_numbers_of(i, "step"):
                 outputs.append(super().training_step(shard, *args, **kwargs))
-            buffers.append(read_buffers(self.module))
-        if self.num_replicas > 1 and len(start):
-            write_buffers(self.module, self._gather_rows(torch.stack(buffers)))
+            buffers.append(read_buffers(self.module, len(start)))
+        self.share_buffers(torch.stack(buffers))
+        self._statistics = [each.clone() for each in statistics(self.module)]
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
 
     @contextmanager
-    def _run_as(self, replica: int, shard: Any) -> Iterator[None]:
+    def _random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
         """Random numbers by batch and replica: dropout draws the same in any process."""
-        trainer = self.module.trainer
-        # `self.log` weighs a mean by the samples that Lightning finds in here
-        results, batch = trainer._results, trainer._results.batch
-        results.batch, results.batch_size = shard, None
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):
-            seed_generators(self._seed, "step", trainer.fit_loop.total_batch_idx, replica)
+            batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
+            replica = self.global_rank * self.num_local + i
+            seed_generators(self._seed, purpose, batch_idx, replica)
             yield
-        results.batch, results.batch_size = batch, None
 
-    def _gather_rows(self, rows: Tensor) -> Tensor:
-        """(k, n) bytes of all replicas, given (r, n) here."""
+    @contextmanager
+    def _log_as(self, shard: Any) -> Iterator[None]:
+        """`self.log` weighs a mean by the samples of the batch that it finds in here."""
+        results, batch = self.module.trainer._results, self.module.trainer._results.batch
+        results.batch, results.batch_size = shard, None
+        self.is_in_step = self.num_local > 1
+        yield
+        self.is_in_step = False
+        results.batch, results.batch_size = batch, None
+        if isinstance(batch, Shards):
+            with suppress(ValueError):
+                results.batch_size = sum(map(num_samples, batch.shards))
+
+    def share_buffers(self, rows: Tensor) -> None:
+        """Set the buffers by those of all replicas, given (r, bytes) of the replicas here."""
+        if not rows.numel():
+            return
         if rows.is_cpu:
-            return torch.from_numpy(self.start_gather(rows.numpy())()).view(self.num_replicas, -1)
-        gathered = rows.repeat(self.world_size, 1)
-        if not self.is_alone:
-            dist.all_gather_into_tensor(gathered, rows)
-        return gathered
+            gathered = torch.from_numpy(self.start_gather(rows.numpy())())
+        else:
+            gathered = rows.repeat(self.world_size, 1)
+            if not self.is_alone:
+                dist.all_gather_into_tensor(gathered, rows)
+        write_buffers(self.module, gathered.view(-1, rows.shape[1]))
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self.module.trainer.state.fn == TrainerFn.FITTING and not self.is_alone:
+            self.share_buffers(read_buffers(self.module)[None])
 
     def _weigh(self, outputs: list[Any]) -> Any:
         """One loss for Lightning, in whose backward pass each shard counts by its share."""
@@ -153,54 +186,70 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples."""
-        given = [weight for weight in weights if weight is not None]
-        mine = given or [*map(num_samples, self._shards)]
-        numbers = (self._wait or self.start_numbers([len(given), *mine]))()
-        total = sum(all_weights := numbers[:, 1:].ravel().tolist())
-        is_mixed = set(numbers[:, 0]) != {len(given)} or len(mine) < len(weights)
-        if not 0 < total < np.inf or is_mixed or (0 in all_weights and self._layer_sync):
-            what = "all need one, with a sum > 0; with sync_batchnorm each > 0"
+        window, has_weights = self._open_window(), weights[0] is not None
+        given = [weight or 0.0 for weight in weights]
+        mine = given if has_weights else self._count_samples()
+        is_mixed = len({has_weights, *(weight is not None for weight in weights)}) > 1
+        is_mixed |= window.has_weights is (not has_weights)
+        kind = -1 if is_mixed else int(has_weights)
+        numbers = self.compare_facts([kind, *mine], parameters=self._find_parameters())
+        kinds, all_weights = set(numbers[:, 0]), numbers[:, 1:].ravel().tolist()
+        total, lacks_one = sum(all_weights), 0 in all_weights and self._layer_sync
+        if not total < np.inf or len(kinds) > 1 or -1 in kinds or lacks_one:
+            what = "all of an update need one, or none; with sync_batchnorm each > 0"
             raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
-        self._is_counted = not given and self.num_replicas > 1  # next time, they go at once
-        self._my_share, factor, self._rescale = sum(mine) / total, 1.0, 1.0
-        if given:  # the gradient of a window is the weighted mean over its batches
-            before = self._window_weight if self._window else 0.0
-            self._window_weight = before + total
-            self._rescale = before / self._window_weight
-            factor = self.module.trainer.accumulate_grad_batches * (1 - self._rescale)
-        return [weight / total * factor for weight in mine]
+        window.has_weights = has_weights
+        factor = window.add_weight(total) if has_weights else 1.0
+        self._my_share = sum(mine) / total if total else 0.0
+        return [weight / total * factor if total else 0.0 for weight in mine]
+
+    def _count_samples(self) -> list[float]:
+        if not all(getattr(each, "is_counted", True) for each in self.passes()):
+            raise ValueError(
+                "The shape of a batch does not tell how many samples are in it, so that its loss "
+                'needs a weight: return {"loss": loss, "weight": n}.'
+            )
+        return [*map(num_samples, self._shards)]
+
+    def _open_window(self) -> Window:
+        trainer = self.module.trainer
+        if self._window is None or self._window.epoch != trainer.current_epoch:
+            num_batches = trainer.accumulate_grad_batches
+            self._window = Window(self.num_local, num_batches, trainer.current_epoch)
+        return self._window
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
         weight = kwargs.pop("weight", None)  # of `manual_backward`
         if not module.automatic_optimization:
-            self._check_exchanged(parameters)
+            self._check_exchanged(parameters, self._open_window().gradients[0])
             if self.num_replicas > 1 or weight is not None:
                 closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._window:
-            self._earlier = get_gradients(parameters)  # the sums of earlier passes
-            set_gradients(parameters, {})
-            self._window = [{} for _ in range(self.num_local)]
-        elif self._rescale != 1:
-            self._window = [
-                {p: g * self._rescale for p, g in each.items()} for each in self._window
-            ]
-            set_gradients(parameters, self._window[0])
+        window = self._open_window()
+        window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.num_local == 1:
-            self._window = [get_gradients(parameters)]
-        else:  # Lightning's pass leaves the loss scale at the leaf; then a pass per replica
-            for i, (loss, share) in enumerate(zip(self._losses, self._shares)):
-                set_gradients(parameters, self._window[i])
-                if share:
-                    loss.backward(self._leaf.grad * share)
-                self._window[i] = get_gradients(parameters)
-            set_gradients(parameters, self._window[0])
+            window.gradients = [get_gradients(parameters)]
+        else:
+            self._run_local_passes(window.gradients, parameters)
+        if self.num_replicas > 1 and module.automatic_optimization:
+            # activation checkpointing has run the layers a second time
+            for buffer, value in zip(statistics(module), self._statistics):
+                buffer.copy_(value)
         if not self._is_blocked:
-            self.exchange_gradients(self._window)
-            self._window = []
+            self.exchange_gradients(window.gradients)
+            self._window = None
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _run_local_passes(self, gradients: list[Gradients], parameters: list[Tensor]) -> None:
+        """A backward pass per replica. Lightning's own has left its loss scale at the leaf."""
+        for i, (loss, share) in enumerate(zip(self._losses, self._shares)):
+            set_gradients(parameters, gradients[i])
+            if share:
+                loss.backward(self._leaf.grad * share)
+            gradients[i] = get_gradients(parameters)
+        set_gradients(parameters, gradients[0])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -210,37 +259,49 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._is_blocked = False
 
     def exchange_gradients(self, replicas: list[Gradients]) -> None:
-        """Leave the sum over all replicas in the `grad` of every parameter."""
-        exchange, names = self._find_exchange()
-        parameters, prepare = exchange.parameters, cast(Callable, self.prepare_gradient)
+        """Leave the sum over all replicas in the `grad` of every parameter.
+
+        Args:
+            replicas: The gradients of each replica here, times the share of its shard.
+        """
+        if self.num_replicas == 1:
+            return self.set_sums(replicas[0])
+        if self._exchange is None:
+            self._exchange = Exchange(self, [*self._named.values()])
+        parameters, own = self._exchange.parameters, replicas[0]
         for i, gradients in enumerate(replicas):
             if any(gradient.layout != torch.strided for gradient in gradients.values()):
                 raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-            exchange.write(i, [gradients.get(p) for p in parameters])
-            replica = self.global_rank * self.num_local + i
-            for name, p, row in zip(names, parameters, exchange.local_rows[i]):
-                if p in gradients and prepare(name, replica, row) is not None:
-                    raise TypeError("`prepare_gradient` returned a value: change it in place.")
-        set_gradients(list(self._earlier), self._earlier)
-        for p, total in zip(parameters, exchange.sum()):
-            earlier = self._earlier.get(p)
-            p.grad = total if earlier is None else earlier if total is None else earlier + total
-            self._exchanged[p] = None if self.module.automatic_optimization else p.grad
+            self._exchange.write(i, [gradients.get(p) for p in parameters])
+        sums = zip(parameters, self._exchange.sum())
+        uses = Counter(g.untyped_storage().data_ptr() for g in own.values())
+        found = {p: replace(own.get(p), row, uses) for p, row in sums if row is not None}
+        self.set_sums(found)
 
-    def _find_exchange(self) -> tuple[Exchange, Sequence[str]]:
-        """The rows of all parameters that require a gradient, or did once, and their names."""
+    def set_sums(self, sums: Gradients) -> None:
+        """Make sums the gradients of parameters, beside those of earlier backward passes."""
+        earlier = self._window.earlier if self._window else None
+        for p in self.module.parameters():
+            before, total = (earlier or {}).get(p), sums.get(p)
+            p.grad = total if before is None else before if total is None else before + total
+            if p.grad is not None and not self.module.automatic_optimization:
+                self._exchanged[p] = p.grad
+
+    def _find_parameters(self) -> int:
+        """Find what is exchanged: parameters that require a gradient, or did once. Its checksum."""
         known = set(map(id, self._exchange.parameters)) if self._exchange else set()
         named = self.module.named_parameters()
-        used = [(n, p) for n, p in named if p.requires_grad or p.grad is not None or id(p) in known]
-        names, parameters = zip(*used)
-        layout = [(id(p), p.dtype, p.shape, p.stride()) for p in parameters]
-        if self._exchange is None or layout != self._layout:
-            self._layout, self._exchange = layout, Exchange(self, parameters)
-        return self._exchange, names
+        used = {n: p for n, p in named if p.requires_grad or p.grad is not None or id(p) in known}
+        layout = [(n, p.dtype, p.shape, p.stride()) for n, p in used.items()]
+        is_new = [*map(id, used.values())] != [*map(id, self._named.values())]
+        if is_new or layout != self._layout:
+            self._named, self._layout, self._exchange = used, layout, None
+        return crc32(repr((layout, self._exchange is None)).encode())
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:
-            self._check_exchanged([p for group in optimizer.param_groups for p in group["params"]])
+            used = [p for group in optimizer.param_groups for p in group["params"]]
+            self._check_exchanged(used, {})
         loss_of_batch = closure
         if isinstance(optimizer, LBFGS) and not self.is_alone:  # it decides by the loss, too
 
@@ -249,30 +310,25 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
         return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
 
-    def _check_exchanged(self, parameters: list[Tensor]) -> None:
-        """Refuse gradients in manual optimization that are not those of `exchange_gradients`."""
-        is_own = [p.grad is None or p.grad is self._exchanged.get(p) for p in parameters]
-        if not all(is_own) and not self.is_alone:
-            raise MisconfigurationException(
-                "A gradient was never exchanged: call `self.manual_backward(loss)` instead of "
-                "`loss.backward()`, and edit gradients in place."
-            )
+    def _check_exchanged(self, parameters: list[Tensor], waiting: Gradients) -> None:
+        """Refuse gradients that are neither those of `exchange_gradients` nor wait for it."""
+        for p in parameters:
+            is_known = p.grad is None or p.grad is self._exchanged.get(p)
+            if not (p.grad is waiting[p] if p in waiting else is_known) and not self.is_alone:
+                raise MisconfigurationException(
+                    "A gradient was never exchanged: call `self.manual_backward(loss)` instead of "
+                    "`loss.backward()`, edit gradients in place, and before a step or `zero_grad` "
+                    "leave `toggle_model(sync_grad=False)` with a last backward pass."
+                )
 
 
-def scale_gradient(loss: Tensor, share: float) -> Tensor:
-    """The loss, whose gradient counts by a share. With share 0 there is none, not even NaN."""
-    if share == 0:
-        return torch.zeros_like(loss, requires_grad=True)
-    loss = loss.view_as(loss)
-    if loss.requires_grad:
-        loss.register_hook(lambda gradient: gradient * share)
-    return loss
+def replace(own: Tensor | None, row: Tensor, uses: Counter[int]) -> Tensor:
+    """A row as a gradient: in the memory of the replica's own one, where no other lies there."""
+    if own is None or own.requires_grad or own.stride() != row.stride():
+        return row.clone()
+    is_shared = uses[own.untyped_storage().data_ptr()] > 1
+    return row.clone() if is_shared else own.copy_(row)
 
 
-def get_gradients(parameters: list[Tensor]) -> Gradients:
-    return {p: p.grad for p in parameters if p.grad is not None}
-
-
-def set_gradients(parameters: list[Tensor], gradients: Gradients) -> None:
-    for p in parameters:
-        p.grad = gradients.get(p)
+def shards_of(batch: Any) -> Sequence[Any]:
+    return batch.shards if isinstance(batch, Shards) else [batch]

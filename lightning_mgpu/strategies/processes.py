@@ -3,15 +3,16 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,11 +20,19 @@ from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lightning_mgpu.strategies.loaders import SlicedLoader
-from lightning_mgpu.strategies.split_batch import shard_sizes
+from lightning_mgpu.strategies.loaders import Pass, ShardLoader
+from lightning_mgpu.strategies.shared_memory import CELL, Meeting, share_memory
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 
 DIFFER = "the processes do not run the same program"
+FACTS = {
+    "seed": "draws other random numbers. Call seed_everything first, and draw as many everywhere",
+    "batches": "has other batches. Seed all alike, and do not split a dataset by rank",
+    "dataset": "has another dataset. Do not split it by rank, and seed what makes it",
+    "parameters": "has other parameters that require a gradient, or in another layout",
+    "names": "logs other values than {names}. Log the same ones in every batch",
+}
+"""What the processes find alike in every step, and what is said of one where it differs."""
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -31,6 +40,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     replicas: int | None = None
     _host_group: Any = None
+    _meeting: Meeting | None = None
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
 
     @property
@@ -53,6 +63,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     @property
     def is_alone(self) -> bool:
         return self.world_size == 1
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all processes may have memory in common."""
+        return self.root_device.type == "cpu" and self.num_nodes == 1
 
     def _configure_launcher(self) -> None:
         if not self.is_alone:  # one process needs no launcher and no process group
@@ -83,6 +98,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self._host_group is None and not self.is_alone:
             self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            cells = share_memory(self, 2 * self.world_size * CELL) if self.shares_memory else None
+            if cells is not None:
+                self._meeting = Meeting(cells, self.global_rank, self.world_size)
         if is_fitting and self._layer_sync and not self.is_alone:
             if self.root_device.type == "cpu":
                 self._layer_sync = CPUSyncBatchNorm()
@@ -95,6 +113,18 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "An optimizer has a parameter that the module does not have: assign its layer to "
                 "an attribute, or put it into a ModuleList."
             )
+        self.share_generators()
+
+    def share_generators(self) -> None:
+        """What hooks and samplers draw from here on, they draw alike in all processes."""
+        if not self.is_alone:
+            _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+
+    def on_train_start(self) -> None:
+        self.share_generators()
+
+    def on_validation_end(self) -> None:
+        self.share_generators()
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
@@ -107,43 +137,52 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     def start_gather(self, row: np.ndarray) -> Callable[[], np.ndarray]:
         """Exchange rows on the host. The function returned waits for them: (P, n) bytes."""
-        sent = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8)).clone()
-        rows = sent.repeat(self.world_size, 1)
+        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8).copy()
+        if self._meeting is not None and len(sent) <= CELL - 8:
+            return self._meeting.start(sent)
+        rows = torch.from_numpy(sent).repeat(self.world_size, 1)
         if self.is_alone:
             return lambda: rows.numpy()
-        work: Any = dist.all_gather(list(rows), sent, self._host_group, async_op=True)
+        mine = torch.from_numpy(sent)
+        work: Any = dist.all_gather(list(rows), mine, self._host_group, async_op=True)
         return lambda: work.wait() and rows.numpy()
 
-    def start_numbers(self, numbers: Any, names: Any = ()) -> Callable[[], np.ndarray]:
-        """As `start_gather`, for numbers, (P, n). Raises if names or loaders' batches differ."""
-        facts = zlib.crc32(repr([*names]).encode())
-        for loader in self.module.trainer._active_loop._combined_loader.flattened:
-            facts += getattr(loader, "order_checksum", 0)
-        gathered = self.start_gather(np.array([facts, *numbers], np.float64))
+    def compare_facts(
+        self, numbers: Sequence[float] = (), names: Sequence[str] = (), parameters: int = 0
+    ) -> np.ndarray:
+        """Numbers of all processes, (P, n).
 
-        def wait() -> np.ndarray:
-            rows = gathered().view(np.float64)
-            for process in np.flatnonzero(rows[:, 0] != facts):
-                raise RuntimeError(
-                    f"{DIFFER}: process {process} has other batches, or logs other names, than "
-                    f"{self.global_rank}. Seed all alike, and do not split a dataset by rank."
-                )
-            return rows[:, 1:]
+        Raises:
+            RuntimeError: If processes differ in their batches, the names, or the parameters.
+        """
+        facts = dict.fromkeys(FACTS, 0) | {"parameters": parameters}
+        facts["names"] = crc32(repr(names).encode())
+        for each in self.passes():
+            for name, value in each.facts.items():
+                facts[name] += value
+        mine = [*facts.values()]
+        rows = self.start_gather(np.array([*mine, *numbers], np.float64))().view(np.float64)
+        for process, i in np.argwhere(rows[:, : len(mine)] != mine).tolist():
+            reason = [*FACTS.values()][i].format(names=names)
+            raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
+        return rows[:, len(mine) :]
 
-        return wait
+    def passes(self) -> list[Any]:
+        """The passes over loaders that the running loop makes."""
+        combined = self.module.trainer._active_loop._combined_loader
+        running = [] if combined._iterator is None else combined._iterator.iterators
+        return [each for each in (*combined.flattened, *running) if hasattr(each, "facts")]
 
-    def process_dataloader(self, dataloader: object) -> object:
-        if self.is_alone or getattr(dataloader, "is_sliced", False):
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
+            dataloader = dataloader.loader
+        trains = self.module.trainer.training
+        if hasattr(dataloader, "in_shards"):  # batch_loader's
+            return dataloader.in_shards(self.num_local if trains else 1)
+        if self.is_alone and not (trains and self.num_local > 1):
             return dataloader
         _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
-        return SlicedLoader(dataloader, self)
-
-    def part_of(self, n: int) -> list[int]:
-        """The numbers of samples before, in and after this process's part of a batch of n."""
-        k = self.num_replicas if self.module.trainer.training else self.world_size
-        sizes, r = shard_sizes(n, [1] * k), k // self.world_size
-        first = self.global_rank * r
-        return [sum(sizes[:first]), sum(sizes[first : first + r]), sum(sizes[first + r :])]
+        return ShardLoader(dataloader, self, trains)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
@@ -160,13 +199,18 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return step(*args, **kwargs)
         for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
+        results: Any = self.module.trainer._results or {}
+        running = [each for each in self.passes() if isinstance(each, Pass)]
+        if results and len(running) == 1:  # not what Lightning takes a batch's shape for
+            fetcher: Any = self.module.trainer._active_loop._data_fetcher
+            results.batch_size = running[0].sizes[-1 - len(getattr(fetcher, "batches", ()))]
         output = step(*args, **kwargs)
-        results = self.module.trainer._results or {}
-        logged = [v for v in results.values() if v.is_tensor and "_step" in v.meta.fx]
-        self._averaged = [value for value in logged if not value.meta.sync.should]
+        logged = {n: v for n, v in results.items() if v.is_tensor and "_step" in v.meta.fx}
+        synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
+        self._averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self._averaged:
             value.meta.sync.should = True
-        self.start_numbers([], results)()
+        self.compare_facts(names=[*synced])
         return output
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -189,7 +233,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
-        digests = np.array([zlib.crc32(v.numpy().data) for v in flat])
+        digests = np.array([crc32(v.numpy().data) for v in flat])
         digests = self.start_gather(digests)().view(np.int64)
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(

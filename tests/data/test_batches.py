@@ -31,7 +31,7 @@ def slices(processes: int, size: int = 64, num: int = 503, **options: Any) -> li
     numbers = TensorDataset(torch.arange(num))
     loaders = [loader(numbers, size, processes, rank, **options) for rank in range(processes)]
     parts = [[X.tolist() for (X,) in each] for each in loaders]
-    assert len({each.order_checksum for each in loaders}) == 1, "the same in all processes"
+    assert len({each.facts["batches"] for each in loaders}) == 1, "the same in all processes"
     return [list(batch) for batch in zip(*parts, strict=True)]
 
 
@@ -63,7 +63,7 @@ def test_order_and_checksum_depend_only_on_seed_and_epoch() -> None:
         torch.manual_seed(len(orders))
         each = loader(TensorDataset(torch.arange(99)), 64, shuffle=True, seed=seed, epoch=epoch)
         orders.add(tuple(chain(*(X.tolist() for (X,) in each))))
-        checksums.add(each.order_checksum)
+        checksums.add(each.facts["batches"])
     assert len(orders) == len(checksums) == 9  # with seed + epoch they would be 5
 
 

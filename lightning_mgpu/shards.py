@@ -1,0 +1,95 @@
+"""A batch is read shard by shard. Whose a sample is, is decided by its index, before it is read."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
+
+import numpy as np
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, uint8
+from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_mgpu.seeds import seed_generators
+
+
+class Shards:
+    """The batch of a process that has several replicas: `shards`, one per replica."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self.shards = shards
+
+    def pin_memory(self) -> "Shards":
+        return Shards([pin_memory(shard) for shard in self.shards])
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError("With several replicas per process, a batch is the list `batch.shards`.")
+
+
+class ShardKeys(NamedTuple):
+    """What a batch sampler yields, in the place of a list of indices."""
+
+    shards: list[list[Any]]  # the indices of each shard
+    replicas: Sequence[int]  # whose they are
+    batch: int  # the number of the batch in its pass
+    seed: int  # of the pass
+    probe: list[Any]  # an index whose sample is the same in all processes, or none
+
+
+class ShardReader:
+    """A dataset for `ShardKeys`. Other attributes are those of the dataset it reads.
+
+    What the dataset and `collate_fn` draw is a stream of its own for each pass, batch and replica,
+    in any process and any worker.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        vars(self).update(dataset=dataset, collate_fn=collate_fn)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet while a copy is made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+    def __getitems__(self, keys: ShardKeys) -> list[Any]:
+        """The checksum of the probe, and a batch per shard.
+
+        The checksum is 0 if the sample is another one each time it is read.
+        """
+        with isolate_rng(include_cuda=False):
+            reads = 2 if keys.probe else 0
+            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in range(reads)}
+            shards = [
+                self.collate_fn(self._read(keys, replica, indices))
+                for replica, indices in zip(keys.replicas, keys.shards)
+            ]
+        return [seen.pop() if len(seen) == 1 else 0, *shards]
+
+    def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> list[Any]:
+        seed_generators(keys.seed, "read", keys.batch, replica, devices=False)
+        read = getattr(self.dataset, "__getitems__", None)  # as torch's DataLoader does
+        return read(indices) if read else [self.dataset[index] for index in indices]
+
+
+def as_read(batch: Any) -> Any:
+    """The `collate_fn` of a loader whose dataset is a `ShardReader`."""
+    return batch
+
+
+def checksum(sample: Any) -> int:
+    """Of the arrays, numbers and strings in a sample; of anything else, its type."""
+    total = 0
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.is_cpu:
+            leaf = leaf.detach().contiguous().flatten().view(uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            data = leaf.tobytes()
+        elif isinstance(leaf, (str, bytes, int, float, np.generic)):
+            data = repr(leaf).encode()
+        else:
+            data = type(leaf).__name__.encode()
+        total = crc32(data, total)
+    return total

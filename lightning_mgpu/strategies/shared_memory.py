@@ -1,0 +1,67 @@
+"""Memory that all CPU processes of a machine have mapped, and meetings of the processes in it."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CELL = 4096  # bytes: a count, and a row
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    while not is_done():
+        os.sched_yield()
+
+
+def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
+    """Zeros that all processes have mapped, (num_bytes,), or None if one of them cannot.
+
+    The memory has no name that could be left behind, and does not count as `/dev/shm`.
+    """
+    memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
+    if strategy.is_global_zero:
+        with suppress(OSError, AttributeError):  # too large, or not on Linux
+            place[:] = os.getpid(), os.memfd_create(f"lightning_mgpu.{token}"), token
+            os.posix_fallocate(place[1], 0, num_bytes)
+    place = strategy.start_gather(place)().view(np.int64)[0]
+    path = f"/proc/{place[0]}/fd/{place[1]}"
+    # on another machine, or in another container, the path is another file or none
+    with suppress(OSError, RuntimeError):
+        if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
+            memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    is_mapped = strategy.start_gather(np.array([memory is not None]))()
+    if strategy.is_global_zero and place[1]:
+        os.close(place[1])
+    return memory if is_mapped.all() else None
+
+
+class Meeting:
+    """Processes that exchange short rows in shared memory, which is faster than messages.
+
+    Every process writes its row into a cell of its own, and then a count of the meetings. There are
+    two sets of cells, used in turn, because another process may still read those of the last one.
+    """
+
+    def __init__(self, memory: Tensor, rank: int, num_processes: int) -> None:
+        cells = memory.numpy().reshape(2, num_processes, CELL)
+        self.counts, self.rows = cells[..., :8].view(np.int64)[..., 0], cells[..., 8:]
+        self.rank, self.count = rank, 0
+
+    def start(self, row: np.ndarray) -> Callable[[], np.ndarray]:
+        """Write a row of bytes (n,). The function returned waits for those of all: (P, n)."""
+        self.count += 1
+        now, counts, rows = self.count, self.counts[self.count % 2], self.rows[self.count % 2]
+        rows[self.rank, : len(row)] = row
+        os.sched_yield()  # lets go of Python's lock, so that others see the row before the count
+        counts[self.rank] = now
+
+        def wait() -> np.ndarray:
+            wait_until(lambda: (counts >= now).all())
+            return rows[:, : len(row)].copy()
+
+        return wait

@@ -1,0 +1,55 @@
+"""The batches of one update."""
+
+from typing import Any
+
+from torch import Tensor
+
+Gradients = dict[Tensor, Any]
+"""By parameter. One without a gradient is left out."""
+
+
+class Window:
+    """Gradients of the batches of one update, which are summed here and exchanged at its end.
+
+    Every batch counts alike: Lightning divides each loss by their number. If losses have weights,
+    the gradient of the window is the weighted mean over its batches.
+
+    Args:
+        num_local: Replicas of this process. Each has gradients of its own.
+        num_batches: By which Lightning divides each loss.
+        epoch: In which the window has begun. It does not reach into the next one.
+    """
+
+    def __init__(self, num_local: int, num_batches: int, epoch: int) -> None:
+        self.gradients: list[Gradients] = [{} for _ in range(num_local)]
+        self.num_batches, self.epoch = num_batches, epoch
+        self.has_weights: bool | None = None  # of all its batches
+        self.weight = 0.0  # of all batches so far
+        self.part = 1.0  # by which what is in the window counts from the next batch on
+        self.earlier: Gradients | None = None  # what parameters had before its first batch
+
+    def add_weight(self, weight: float) -> float:
+        """The factor of the gradients of the next batch, whose weight is given."""
+        before, self.weight = self.weight, self.weight + weight
+        self.part = before / self.weight if self.weight else 1.0
+        return self.num_batches * (1 - self.part)
+
+    def open(self, parameters: list[Tensor]) -> None:
+        """Before a backward pass: the first replica's gradients so far are those of parameters."""
+        if self.earlier is None:
+            self.earlier = get_gradients(parameters)
+        if self.part != 1:
+            self.gradients = [
+                {p: g * self.part for p, g in each.items()} for each in self.gradients
+            ]
+            self.part = 1.0
+        set_gradients(parameters, self.gradients[0])
+
+
+def get_gradients(parameters: list[Tensor]) -> Gradients:
+    return {p: p.grad for p in parameters if p.grad is not None}
+
+
+def set_gradients(parameters: list[Tensor], gradients: Gradients) -> None:
+    for p in parameters:
+        p.grad = gradients.get(p)
