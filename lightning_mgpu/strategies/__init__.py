@@ -2,16 +2,15 @@
 
 The way of a batch through `manual_allreduce`, in every process:
 
- 1. SlicedLoader          my part of the batch                                     loaders.py
+ 1. ShardLoader           the shards of my replicas, of every batch               loaders.py
  2. training_step         the user's step, on each of my shards           manual_allreduce.py
- 3.   split_batch         my part becomes shards, if I have several replicas   split_batch.py
- 4.   write_buffers       all replicas get the same buffers                        buffers.py
- 5.   share_out           the global batch's size, and each shard's share   manual_allreduce.py
- 6. backward              my gradients                                    manual_allreduce.py
- 7.   exchange_gradients  they go into rows; `prepare_gradient`           manual_allreduce.py
- 8.   Exchange.sum        the user's allreduce, on all replicas' rows             exchange.py
- 9. optimizer_step        my update; Lightning calls stops 2 to 8 in it   manual_allreduce.py
-10. compare_weights       before a checkpoint: are all replicas equal?           processes.py
+ 3.   write_buffers       all replicas get the same buffers                        buffers.py
+ 4.   share_out           the global batch's size, and each shard's share   manual_allreduce.py
+ 5. backward              my gradients                                    manual_allreduce.py
+ 6.   exchange_gradients  they go into rows, and the sums come back       manual_allreduce.py
+ 7.   Exchange.sum        the user's allreduce, on all replicas' rows             exchange.py
+ 8. optimizer_step        my update; Lightning calls stops 2 to 7 in it   manual_allreduce.py
+ 9. compare_weights       before a checkpoint: are all replicas equal?           processes.py
 
 `dp` (dp.py) is one process: shards, copies of the parameters, one backward pass, one update.
 """

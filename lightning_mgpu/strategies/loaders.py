@@ -8,12 +8,14 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import accumulate, count
 from typing import Any
 from zlib import crc32
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -62,20 +64,19 @@ class ShardLoader:
         trainer = self.strategy.module.trainer
         loop = trainer.fit_loop if self.trains else trainer._active_loop
         combined = loop._combined_loader
-        number = next((i for i, each in enumerate(combined.flattened) if each is self), 0)
+        number = next((i for i, each in enumerate(combined.flattened) if each is self), None)
         # two loaders over one dataset, and the passes of a cycled one, draw other numbers
         where = repr((trainer.fit_loop.total_batch_idx, number)).encode()
         seed = crc32(torch.get_rng_state().numpy().data, crc32(where))
         if not knows_indices(self.loader):
             return Pass(self, seed, self._read_whole(iter(self.loader)))
-        if self.trains:
-            smallest = smallest_batch(self.loader.batch_sampler, combined.limits[number])
-            shard_sizes(smallest, [1] * self.num_shards)  # raises if a shard would be empty
         if self.reading is self.loader or self.reading._iterator is None:
             self._copy()
         sampler = self.reading.batch_sampler
-        sampler.seed = seed
-        batches = iter(self.reading)
+        sampler.seed, sampler.limit = seed, 0 if number is None else combined.limits[number]
+        # a hook of one process may look at some batches: others draw nothing meanwhile
+        with isolate_rng(include_cuda=False) if number is None else nullcontext():
+            batches = iter(self.reading)
         return Pass(self, seed, self._read_shards(batches, sampler.sent))
 
     def _copy(self) -> None:
@@ -143,6 +144,7 @@ class ShardSampler:
     """
 
     seed = 0  # of the pass that begins
+    limit = 0.0  # the batches that it takes at most
 
     def __init__(self, sampler: Any, num_shards: int, replicas: range, trains: bool) -> None:
         self.sampler, self.num_shards = sampler, num_shards
@@ -154,6 +156,8 @@ class ShardSampler:
 
     def _cut(self, batches: Iterator[Any], seed: int, sent: deque[Any]) -> Iterator[ShardKeys]:
         whole = map(to_list, batches)
+        if self.trains:  # raises if a shard would be empty
+            shard_sizes(smallest_batch(self.sampler, self.limit), [1] * self.num_shards)
         for number, batch in enumerate(whole if self.trains else join(whole, self.num_shards)):
             sizes = shard_sizes(len(batch), [1] * self.num_shards)
             ends = [0, *accumulate(sizes)]

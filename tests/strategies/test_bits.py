@@ -36,24 +36,9 @@ class Random(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-class TopStrategy(ManualAllreduceStrategy):
-    """Sends a gradient's largest fifth; the rest waits for the next batch."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.rest: dict[tuple[str, int], Tensor] = {}
-
-    def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
-        gradient += self.rest.get((name, replica), 0)
-        is_sent = gradient.abs() >= gradient.abs().flatten().quantile(0.8)
-        self.rest[name, replica] = gradient * ~is_sent
-        gradient *= is_sent
-
-
 RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "textbook": (ManualAllreduceStrategy, {}),
     "ring": (ManualAllreduceStrategy, {"allreduce": allreduce.ring_allreduce}),
-    "top": (TopStrategy, {}),
 }
 
 

@@ -28,6 +28,7 @@ def exchange(
         world_size=processes,
         global_rank=rank,
         is_alone=processes == 1,
+        shares_memory=False,
         root_device=CPU,
     )
     return Exchange(strategy, parameters)

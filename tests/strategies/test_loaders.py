@@ -42,11 +42,6 @@ class Draws(Net):
         torch.rand(rank() + 1)
 
 
-class DrawsBetweenEpochs(Net):
-    def on_train_epoch_end(self) -> None:
-        torch.rand(rank() + 1)
-
-
 class Several(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
@@ -144,8 +139,13 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         "A batch of 1 samples cannot be shared out to 2 replicas: use drop_last=True",
     ),
     "few samples to evaluate": (
-        lambda: (None, DataLoader(Subset(samples(), [1, 2, 3]), 2)),
+        lambda: (None, DataLoader(Subset(samples(), [1]), 2)),
         "A batch of 1 samples cannot be shared out to 2",
+    ),
+    "other samples": (lambda: (DataLoader(samples(57, rank()), 10), None), " has another dataset"),
+    "fewer samples": (
+        lambda: (DataLoader(Subset(samples(), range(56 + rank())), 10), None),
+        " has other batches",
     ),
     "no rows": (lambda: (DataLoader(["a"] * 4, 4), None), "A batch of list with lengths []"),
 }

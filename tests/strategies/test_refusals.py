@@ -64,6 +64,11 @@ class Hidden(Net):
         return torch.optim.SGD([*self.parameters(), *self.hidden], 0.1)
 
 
+class Draws(Net):
+    def on_train_epoch_end(self) -> None:
+        torch.rand(rank() + 1)
+
+
 class Returns(Net):
     """Something else for the second shard of a batch of 10."""
 
@@ -94,7 +99,7 @@ IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a weight": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 1.0}),
         {},
-        "all need one, with a sum > 0",
+        "all of an update need one, or none",
     ),
 }
 IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
@@ -104,8 +109,9 @@ IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] =
     "weight 0": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
         dict,
-        "all need one, with a sum > 0",
+        "all of an update need one, or none",
     ),
+    "random numbers by rank": (Draws, dict, "draws other random numbers"),
     "another Trainer": (
         Net,
         lambda: {"devices": 1, "strategy": make_strategy()},
@@ -137,9 +143,6 @@ def test_refused_in_two_processes() -> None:
 def test_wrong_options() -> None:
     strategy = make_strategy(allreduce=reduce_only, replicas=2)
     check(attempt(fit, strategy=strategy), "instead of the sum")
-    strategy = make_strategy(replicas=2)
-    strategy.prepare_gradient = lambda name, replica, gradient: gradient * 0
-    check(attempt(fit, strategy=strategy), "`prepare_gradient` returned a value")
     for options in ({"replicas": -1}, {"allreduce": 3}):
         with pytest.raises(ValueError, match="needed are a function"):
             ManualAllreduceStrategy(**options)
