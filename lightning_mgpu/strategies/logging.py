@@ -1,4 +1,4 @@
-"""A value that a step logs with `on_step=True, sync_dist=True` is the mean over the shards."""
+"""A value that a step logs with `on_step=True` is the mean over the shards, or its `reduce_fx`."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +23,6 @@ def combine_logged_values(results: Any) -> Iterator[None]:
     del results.update_metrics
     for key, values in values_by_key.items():
         meta = results[key].meta
-        if results[key].is_tensor and meta.on_step and meta.sync.should:
+        if results[key].is_tensor and meta.on_step:
             values = [value.to(values[0].device) for value in values]
             results[key]._forward_cache = meta.reduce_fx(torch.stack(values))
