@@ -138,10 +138,3 @@ def _is_opaque(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
     return isinstance(leaf, PackedSequence) or not isinstance(leaf, PLAIN)
-
-
-def excerpt(batch: Any) -> bytes:
-    """Some numbers of every tensor: they differ between batches of other samples or order."""
-    arrays = [torch.as_tensor(part) for part in leaves(batch) if isinstance(part, ARRAYS)]
-    flat = [array.detach().reshape(-1)[:: max(1, array.numel() // 64)] for array in arrays]
-    return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in flat)
