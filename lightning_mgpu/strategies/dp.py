@@ -9,10 +9,13 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torchmetrics import Metric
 
+from lightning_mgpu.strategies.buffers import checksum_of_state
+from lightning_mgpu.strategies.logging import combine_logged_values
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
@@ -24,7 +27,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     knows the copies, so the backward pass of the mean loss adds all gradients up on the first
     device, where one optimizer makes the update. In `manual_allreduce` every replica updates
     itself. The first shard's buffers are kept, for example BatchNorm's running statistics. Outputs
-    other than the loss are those of the last shard. Evaluation runs on the first device.
+    other than the loss are those of the last shard. Evaluation runs on the first device. A batch
+    of fewer samples than devices takes fewer devices.
 
     Args:
         split: The devices' shares of a batch, for example `[0.7, 0.3]`. Equal by default.
@@ -52,19 +56,41 @@ class DataParallelStrategy(SingleDeviceStrategy):
         refuse(len(shares) != k or min(shares) <= 0, f"needs {k} shares > 0, not {self.split}")
         self.shares = shares
 
+    def on_train_start(self) -> None:
+        self.is_first_batch, self.is_in_step = True, False
+        module: Any = self.lightning_module
+        is_copied = len(self.shares) > 1
+        is_new = any(map(is_lazy, [*module.parameters(), *module.buffers()]))
+        refuse(is_copied and is_new, "needs lazy modules to be initialized before fit")
+        is_sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
+        refuse(is_copied and is_sparse, "has no sparse gradients: use nn.Embedding(sparse=False)")
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")
+        return super().all_gather(tensor, *args, **kwargs)
+
     def training_step(self, batch: Any, *args: Any) -> Any:
         module: Any = self.lightning_module
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
-        sizes = shard_sizes(num_samples(batch) if len(self.shares) > 1 else 1, self.shares)
-        outputs, results = [], module.trainer._results
+        num = num_samples(batch) if len(self.shares) > 1 else 1
+        sizes = shard_sizes(num, self.shares[:num])
+        outputs, checksums, results = [], set(), module.trainer._results
         # all copies are made before the first shard runs, which may edit what is copied
-        copies = [{}, *(copy_tensors(module, device) for device in self.parallel_devices[1:])]
-        for device, shard, tensors in zip(self.parallel_devices, cut(batch, sizes), copies):
-            shard = move_data_to_device(shard, device)
-            results.batch, results.batch_size = shard, None  # for the means of `self.log`
-            with self.precision_plugin.train_step_context(), using(module, tensors, device):
-                outputs.append(module.training_step(shard, *args))
+        devices = self.parallel_devices[:num]
+        copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
+        self.is_in_step = len(sizes) > 1
+        with combine_logged_values(results):
+            for device, shard, tensors in zip(devices, cut(batch, sizes), copies):
+                shard = move_data_to_device(shard, device)
+                results.batch, results.batch_size = shard, None  # for the means of `self.log`
+                with self.precision_plugin.train_step_context(), using(module, tensors, device):
+                    outputs.append(module.training_step(shard, *args))
+                    if self.is_first_batch:
+                        checksums.add(checksum_of_state(module))
         results.batch, results.batch_size = batch, None
+        self.is_in_step = self.is_first_batch = False
+        differs = "edits that differ between shards, of parameters or buffers: use one device"
+        refuse(len(checksums) > 1, f"loses {differs}, or edit in `on_train_batch_end`")
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
         accumulates = module.trainer.accumulate_grad_batches > 1
@@ -74,7 +100,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: it does not count
         terms = [loss.to(self.root_device) * w for loss, w in zip(losses, shares) if w]
-        refuse(not terms, "needs a weight larger than 0 in every batch")
+        if not terms:  # nothing counts: Lightning leaves the update out
+            return None
         loss = sum(terms) / sum(shares)
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
@@ -90,15 +117,21 @@ def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
     metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
+    rnns: list[Any] = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    flat_weights = [rnn._flat_weights for rnn in rnns]  # a second list of their parameters
     updates = [metric.update for metric in metrics]
     root_device, module._device = module.device, device
     for metric, update in zip(metrics, updates):
         metric.update = partial(move_and_call, update, metric.device)
     try:
         with _reparametrize_module(module, tensors, tie_weights=True):
+            for rnn in rnns:
+                rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
             yield
     finally:
         module._device = root_device
+        for rnn, weights in zip(rnns, flat_weights):
+            rnn._flat_weights = weights
         for metric, update in zip(metrics, updates):
             metric.update = update
 

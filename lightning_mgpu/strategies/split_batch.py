@@ -1,10 +1,12 @@
 """`split_batch` of the book, for lists, tuples and dicts of tensors.
 
 Samples lie along dimension 0 of tensors and arrays, and in lists of that length without tensors,
-for example of names. Tensors of length 1 or 0-d, numbers and strings belong to every shard.
+for example of names, and in the items of a list. Tensors and lists of length 1, 0-d tensors,
+numbers and strings belong to every shard.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -66,10 +68,20 @@ def num_samples(batch: Any) -> int:
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive pieces of a batch, without copying tensors."""
     ends = list(accumulate(sizes))
+    num = ends[-1]
 
     def piece(rows: slice, part: Any) -> Any:
-        has_rows = part.ndim if isinstance(part, ARRAYS) else type(part) in (list, tuple)
-        if not has_rows or len(part) != ends[-1]:
+        is_list = type(part) in (list, tuple)
+        # text from `default_collate`: tuples of a row per sample, in a list of any length
+        kinds: Any = tuple if is_list and len(part) == num else (list, tuple)
+        if isinstance(part, (list, tuple)) and all(
+            isinstance(item, kinds) and len(item) == num for item in part
+        ):
+            return _like(part, [piece(rows, item) for item in part])
+        if is_list and len(part) not in (0, 1, num):
+            raise ValueError(f"A list of {len(part)} in a batch of {num} samples cannot be split.")
+        has_rows = part.ndim if isinstance(part, ARRAYS) else is_list
+        if not has_rows or len(part) != num:
             return part
         if not isinstance(part, Tensor) or part.requires_grad:
             return part[rows]
@@ -80,6 +92,22 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
     rows = [slice(end - size, end) for size, end in zip(sizes, ends)]
     return [_map(batch, partial(piece, each)) for each in rows]
+
+
+def excerpt(part: Any) -> bytes:
+    """Some numbers of every array, and all text: other samples, or another order, differ in it."""
+    if isinstance(part, ARRAYS) and not _is_opaque(part):
+        values = part.reshape(-1)
+        step = max(1, len(values) // 4096)
+        while math.gcd(step, len(values)) > 1:  # else it could always meet the same column
+            step += 1
+        values = values[::step]
+        if isinstance(values, Tensor):
+            return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return excerpt(values.tolist()) if values.dtype.hasobject else values.tobytes()
+    if isinstance(part, (Mapping, list, tuple)):
+        return b"".join(map(excerpt, part.values() if isinstance(part, Mapping) else part))
+    return repr(part if isinstance(part, PLAIN) else type(part)).encode()
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -97,19 +125,16 @@ def _map(part: Any, function: Callable[[Any], Any]) -> Any:
         return changed
     is_list = isinstance(part, (list, tuple)) and not isinstance(part, PackedSequence)
     if is_list and any(isinstance(leaf, ARRAYS) for item in part for leaf in leaves(item)):
-        items = [_map(item, function) for item in part]
-        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+        return _like(part, [_map(item, function) for item in part])
     return function(part)
+
+
+def _like(part: Any, items: list[Any]) -> Any:
+    """A list, tuple or named tuple of other items."""
+    return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
 
 
 def _is_opaque(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.is_nested or leaf.layout != torch.strided
     return isinstance(leaf, PackedSequence) or not isinstance(leaf, PLAIN)
-
-
-def excerpt(batch: Any) -> bytes:
-    """Some numbers of every tensor: they differ between batches of other samples or order."""
-    arrays = [torch.as_tensor(part) for part in leaves(batch) if isinstance(part, ARRAYS)]
-    flat = [array.detach().reshape(-1)[:: max(1, array.numel() // 64)] for array in arrays]
-    return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in flat)

@@ -65,13 +65,15 @@ class Classifier(LightningModule):
         self.metrics.reset()
 
 
-class LSTM(nn.Module):
-    def __init__(self) -> None:
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 4)
+        self.rnn, self.head = kind(2, 5, batch_first=True), nn.Linear(5, 4)
 
     def forward(self, X: Tensor) -> Tensor:
-        return self.head(self.lstm(X.reshape(-1, 3, 2))[0][:, -1])
+        for name, weight in zip(self.rnn._flat_weights_names, self.rnn._flat_weights):
+            assert weight is getattr(self.rnn, name)
+        return self.head(self.rnn(X.reshape(-1, 3, 2))[0][:, -1])
 
 
 def tied_net() -> nn.Module:
@@ -105,6 +107,51 @@ class PenalisedGradient(Classifier):
         return loss + 0.1 * sum(gradient.sum() for gradient in gradients)
 
 
+class MomentumTeacher(Classifier):
+    """Edits parameters in its step, in every shard alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 8).double().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        student: Any = self.net[0]  # type: ignore[index]
+        self.teacher.weight.data.lerp_(student.weight.data, 0.1)
+        return super().training_step(batch, batch_idx) + (self.teacher(batch[0]) ** 2).mean()
+
+
+class ShiftedByFirstBatch(Classifier):
+    """As ActNorm: a parameter is set to what the first shard says, without a new `_version`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first: Any = self.net[0]  # type: ignore[index]
+        first.bias.data.copy_(batch[0].mean().expand(8))
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0 * self.all_gather(batch[0]).sum()
+
+
+class LogsByStep(Classifier):
+    """Keeps what a scheduler or a callback finds after each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for reduce_fx in ("mean", "max", "sum"):
+            value = batch[0].max() if reduce_fx == "max" else batch[0].sum()
+            self.log(reduce_fx, value, sync_dist=True, on_step=True, reduce_fx=reduce_fx)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = [float(self.trainer.callback_metrics[name]) for name in ("mean", "max", "sum")]
+        X = batch[0].cpu()
+        expected = [X.sum() / self.num_steps, X.max(), X.sum()]
+        torch.testing.assert_close(found, [float(number) for number in expected])
+        self.num_steps = 0
+
+
 @pytest.fixture
 def fit(make_trainer: Callable[..., Trainer]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """The trained module, and what was logged."""
@@ -128,7 +175,9 @@ RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sgd": (Classifier, {}),
     "clipping by norm": (Classifier, {"gradient_clip_val": 0.1}),
     "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
-    "lstm": (lambda: Classifier(LSTM()), {}),
+    "lstm": (lambda: Classifier(Recurrent(nn.LSTM)), {}),
+    "rnn": (lambda: Classifier(Recurrent(nn.RNN)), {}),
+    "a teacher": (MomentumTeacher, {}),
     "tied weights": (lambda: Classifier(tied_net()), {}),
     "weight norm": (lambda: Classifier(weight_norm_net()), {}),
     "a hook on a weight": (lambda: Classifier(hooked_net()), {}),
@@ -143,11 +192,11 @@ def test_training_is_that_of_one_device(fit: Callable[..., Any], name: str) -> N
     if name == "lstm" and IS_SIMULATED:
         pytest.skip("simulated devices have no fused cells of recurrent layers")
     module, logged = fit(make, 1, **kwargs)
-    for k in (2, 3):
+    for k in (2, 3, 4):  # the last batch has three samples
         other, other_logged = fit(make, k, **kwargs)
         assert_same(other.state_dict(), module.state_dict())
         assert_same(other_logged, logged, rtol=1e-6)
-        assert other.num_steps == k * module.num_steps
+        assert other.num_steps == (min(k, 3) + 3 * k) * 2
 
 
 class Weighted(Classifier):
@@ -170,6 +219,31 @@ def test_weights_count(fit: Callable[..., Any]) -> None:
         assert_same(fit(Weighted, k, strategy="dp")[0].state_dict(), module.state_dict())
 
 
+class CountsNothingAtFirst(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {**output, "weight": 0} if batch_idx < 2 else output
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        has_gradients = {p.grad is not None for p in self.parameters()}
+        assert has_gradients == {self.trainer.fit_loop.batch_idx >= 2}
+
+
+def test_a_batch_that_counts_nothing_is_left_out(fit: Callable[..., Any]) -> None:
+    """No momentum moves the parameters either."""
+    for k in (1, 2):
+        module, _ = fit(CountsNothingAtFirst, k, strategy="dp", max_epochs=1)
+        start, _ = fit(CountsNothingAtFirst, k, strategy="dp", max_epochs=1, limit_train_batches=2)
+        assert not torch.equal(start.net[0].weight, module.net[0].weight)
+        seed_everything(1, verbose=False)
+        assert_same(start.state_dict(), CountsNothingAtFirst().state_dict())
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_values_logged_by_step_are_those_of_all_shards(fit: Callable[..., Any], k: int) -> None:
+    fit(LogsByStep, k)
+
+
 class LogsAfterTheStep(Classifier):
     """Logs in a hook of the whole batch, whose size counts."""
 
@@ -186,11 +260,11 @@ def test_hooks_get_the_loss_and_the_size_of_the_batch(fit: Callable[..., Any]) -
 class Watched(Classifier):
     """Records what shards are and what they compute with."""
 
-    num_seen: Tensor
+    running_mean: Tensor
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 4))
-        self.register_buffer("num_seen", torch.zeros(2))
+        self.register_buffer("running_mean", torch.zeros(2))
         self.shards: list[tuple[int, torch.device, bool]] = []
         self.num_forwards = 0
         self.register_forward_hook(self.count)
@@ -200,8 +274,8 @@ class Watched(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         weight: Any = self.net.weight
-        self.num_seen[0] += len(batch[0])
-        self.num_seen = self.num_seen + torch.tensor([0, len(batch[0])], device=self.device)
+        self.running_mean[0] += len(batch[0])
+        self.running_mean = self.running_mean + torch.tensor([0, len(batch[0])], device=self.device)
         self.shards.append((len(batch[0]), weight.device, weight.is_leaf))
         return super().training_step(batch, batch_idx)
 
@@ -218,7 +292,7 @@ def test_shares_devices_and_copies(fit: Callable[..., Any], options: dict[str, A
     assert are_leaves == (True, False) * 4
     assert set(devices[1::2]) == {torch.device("cpu") if "parallel_devices" in options else SECOND}
     assert module.num_forwards == 2 * len(sizes) + 4  # 4 batches of validation
-    assert module.num_seen.tolist() == [sum(sizes[::2])] * 2
+    assert module.running_mean.tolist() == [sum(sizes[::2])] * 2
 
 
 class Unequal(Classifier):
@@ -248,14 +322,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"strategy": DataParallelStrategy(split=[0.7, 0.3])},
         "needs 3 shares > 0, not [0.7, 0.3]",
     ),
-    "few samples": (Classifier, {"devices": 4}, "3 samples cannot be shared out to 4"),
+    "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
+    "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),
+    "sparse gradients": (lambda: Classifier(nn.Embedding(6, 4, sparse=True)), {}, "no sparse"),
+    "a lazy module": (lambda: Classifier(nn.LazyLinear(4)), {}, "lazy modules to be initialized"),
     "no loss of a shard": (lambda: Unequal(lambda loss: None), {}, "needs a loss of every shard"),
     "a weight of a shard": (
         lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
         {},
         "a weight of all or of none",
     ),
-    "nothing counts": (lambda: Weighted(5), {}, "needs a weight larger than 0"),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
     "one device": (Weighted, {"accumulate_grad_batches": 2, "devices": 1}, "takes no weights"),
 }
