@@ -83,8 +83,8 @@ def checksum(sample: Any) -> int:
     """Of the arrays, numbers and strings in a sample; of anything else, its type."""
     total = 0
     for leaf in tree_leaves(sample):
-        if isinstance(leaf, Tensor) and leaf.is_cpu:
-            leaf = leaf.detach().contiguous().flatten().view(uint8).numpy()
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().flatten().view(uint8).numpy()
         if isinstance(leaf, np.ndarray):
             data = leaf.tobytes()
         elif isinstance(leaf, (str, bytes, int, float, np.generic)):

@@ -4,8 +4,6 @@ The running statistics of normalization layers are averaged over the replicas, i
 any other buffer the first replica's value is kept.
 """
 
-import zlib
-
 import torch
 from torch import Tensor, nn
 
@@ -43,13 +41,3 @@ def statistics(module: nn.Module) -> list[Tensor]:
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     # the largest dtype first, so that all views are aligned
     return sorted(module.named_buffers(), key=lambda item: -item[1].element_size())
-
-
-def checksum_of_state(module: nn.Module) -> int:
-    """Of parameters and other buffers than statistics. It shows edits by `.data`, too."""
-    checksum = 0
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not name.endswith(STATISTICS):
-            values = tensor.detach().cpu().contiguous().view(-1)
-            checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
-    return checksum

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torchmetrics import Metric
 
-from lightning_mgpu.strategies.buffers import checksum_of_state
+from lightning_mgpu.shards import checksum
+from lightning_mgpu.strategies.buffers import STATISTICS
 from lightning_mgpu.strategies.logging import combine_logged_values
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
@@ -86,7 +87,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 with self.precision_plugin.train_step_context(), using(module, tensors, device):
                     outputs.append(module.training_step(shard, *args))
                     if self.is_first_batch:
-                        checksums.add(checksum_of_state(module))
+                        named = [*module.named_parameters(), *module.named_buffers()]
+                        state = [t for name, t in named if not name.endswith(STATISTICS)]
+                        checksums.add(checksum(state))
         results.batch, results.batch_size = batch, None
         self.is_in_step = self.is_first_batch = False
         differs = "edits that differ between shards, of parameters or buffers: use one device"

@@ -41,7 +41,7 @@ class Exchange:
         self.lengths = [r * size for size in self.sizes]
         num_bytes = sum(self.lengths)
         memory = None
-        if not strategy.is_alone and strategy.shares_memory:
+        if strategy.shares_memory:
             memory = share_memory(strategy, num_owners * num_bytes)
         self.is_shared = memory is not None
         # by owner, replica and parameter, as a message needs it

@@ -31,9 +31,10 @@ from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.shards import Shards
+from lightning_mgpu.shards import Shards, checksum
 from lightning_mgpu.strategies.buffers import read_buffers, statistics, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
+from lightning_mgpu.strategies.logging import combine_logged_values
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.strategies.split_batch import num_samples
@@ -94,6 +95,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._layout: list[Any] = []
         self._window: Window | None = None
         self._is_blocked = False
+        self._is_checked = self.num_local == 1  # whether steps edit weights
         self._exchanged: Gradients = {}
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,13 +117,21 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas == 1:
             outputs = [super().training_step(batch, *args, **kwargs)]
             return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
+        weights = [] if self._is_checked else [*self.module.parameters()]
+        before, self._is_checked = checksum(weights), True
         start, buffers = read_buffers(self.module), []
-        for i, shard in enumerate(self._shards):
-            if i > 0:
-                write_buffers(self.module, start[None])
-            with self._log_as(shard), self._random_numbers_of(i, "step"):
-                outputs.append(super().training_step(shard, *args, **kwargs))
-            buffers.append(read_buffers(self.module, len(start)))
+        with combine_logged_values(self.module.trainer._results):
+            for i, shard in enumerate(self._shards):
+                if i > 0:
+                    write_buffers(self.module, start[None])
+                with self._log_as(shard), self._random_numbers_of(i, "step"):
+                    outputs.append(super().training_step(shard, *args, **kwargs))
+                buffers.append(read_buffers(self.module, len(start)))
+                if i == 0 and checksum(weights) != before:
+                    raise MisconfigurationException(
+                        "`training_step` edits weights, which several replicas of one process have "
+                        "in common: leave out `replicas`, or edit in `on_train_batch_end`."
+                    )
         self.share_buffers(torch.stack(buffers))
         self._statistics = [each.clone() for each in statistics(self.module)]
         return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]

@@ -3,6 +3,7 @@
 Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
@@ -14,12 +15,21 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from lightning_mgpu.shards import checksum
+from lightning_mgpu.strategies.ends import (
+    MAIN_PROCESS,
+    ProcessEnded,
+    end_with_main_process,
+    host_group,
+    wait,
+)
 from lightning_mgpu.strategies.loaders import Pass, ShardLoader
 from lightning_mgpu.strategies.shared_memory import CELL, Meeting, share_memory
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
@@ -40,6 +50,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     replicas: int | None = None
     _host_group: Any = None
+    process_ids: Sequence[int] = ()  # of all, on one machine
+    is_in_step = False  # of one of several replicas
+    has_cores = False  # one for each process
     _meeting: Meeting | None = None
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
 
@@ -65,13 +78,22 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.world_size == 1
 
     @property
+    def starts_processes(self) -> bool:
+        """Whether the first process starts the others, and not torchrun or SLURM."""
+        return isinstance(self.cluster_environment, LightningEnvironment)
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all processes may have memory in common."""
-        return self.root_device.type == "cpu" and self.num_nodes == 1
+        is_one_machine = self.root_device.type == "cpu" and self.num_nodes == 1
+        return is_one_machine and not self.is_alone
 
     def _configure_launcher(self) -> None:
-        if not self.is_alone:  # one process needs no launcher and no process group
-            super()._configure_launcher()
+        if self.is_alone:  # one process needs no launcher and no process group
+            return
+        super()._configure_launcher()
+        if self.local_rank == 0 and self.starts_processes:
+            os.environ[MAIN_PROCESS] = str(os.getpid())
 
     def setup_environment(self) -> None:
         if self.num_replicas % self.world_size:
@@ -79,8 +101,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 f"replicas={self.replicas} must be a multiple of the {self.world_size} processes."
             )
         environment: Any = self.cluster_environment
-        group = dist.get_world_size() if dist.is_initialized() else 1
-        if (running := max(group, environment.world_size())) != self.world_size:
+        group = dist.get_world_size() if dist.is_initialized() else 0
+        if (running := group or environment.world_size()) != self.world_size:
             raise MisconfigurationException(
                 f"This Trainer wants {self.world_size} of {running} processes, which would train "
                 "apart: give all Trainers of a script as many devices as have been launched."
@@ -89,16 +111,21 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             Strategy.setup_environment(self)
             self.set_world_ranks()
         else:
+            if self.local_rank > 0 and self.starts_processes:
+                end_with_main_process()
             with isolate_rng():  # it would seed the generators again
                 super().setup_environment()
+            self._host_group = host_group(dist.group.WORLD, self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._host_group is None and not self.is_alone:
-            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
-            cells = share_memory(self, 2 * self.world_size * CELL) if self.shares_memory else None
+        if self.shares_memory and self._meeting is None:
+            self.has_cores = len(os.sched_getaffinity(0)) >= self.world_size
+            ids = self.start_gather(np.array([os.getpid()]))().view(np.int64)
+            self.process_ids = ids.ravel().tolist()
+            cells = share_memory(self, 2 * self.world_size * CELL)
             if cells is not None:
                 self._meeting = Meeting(cells, self.global_rank, self.world_size)
         if is_fitting and self._layer_sync and not self.is_alone:
@@ -108,6 +135,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
         used = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        if is_fitting and self.num_replicas > 1 and any(map(is_lazy, self.module.parameters())):
+            raise MisconfigurationException(
+                "A lazy module draws its first weights in a step, which differ: initialize it "
+                "before fit, by a batch in `configure_model`."
+            )
         if is_fitting and self.num_replicas > 1 and not known.issuperset(map(id, used)):
             raise MisconfigurationException(
                 "An optimizer has a parameter that the module does not have: assign its layer to "
@@ -138,14 +170,36 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def start_gather(self, row: np.ndarray) -> Callable[[], np.ndarray]:
         """Exchange rows on the host. The function returned waits for them: (P, n) bytes."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8).copy()
-        if self._meeting is not None and len(sent) <= CELL - 8:
-            return self._meeting.start(sent)
         rows = torch.from_numpy(sent).repeat(self.world_size, 1)
-        if self.is_alone:
-            return lambda: rows.numpy()
+        # one with an exception on its way waits for nobody, so that its exception is seen
+        if self.is_alone or self.module.trainer.interrupted:
+            return rows.numpy
+        if self._meeting is not None and len(sent) <= CELL - 16:
+            return self._meet(self._meeting, sent)
         mine = torch.from_numpy(sent)
         work: Any = dist.all_gather(list(rows), mine, self._host_group, async_op=True)
-        return lambda: work.wait() and rows.numpy()
+
+        def finish() -> np.ndarray:
+            wait(self, work.is_completed, list)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise ProcessEnded("another process has ended: see any message above") from error
+            return rows.numpy()
+
+        return finish
+
+    def _meet(self, meeting: Meeting, row: np.ndarray) -> Callable[[], np.ndarray]:
+        late = meeting.start(row)
+
+        def finish() -> np.ndarray:
+            wait(self, lambda: not late(), late)
+            return meeting.read(len(row))
+
+        return finish
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.start_gather(np.zeros(1, np.uint8))()
 
     def compare_facts(
         self, numbers: Sequence[float] = (), names: Sequence[str] = (), parameters: int = 0
@@ -220,6 +274,18 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As DDPStrategy's, which would abort Python if the shapes differ."""
+        if self.is_in_step:
+            raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
+        shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
+        if len(set(self.start_gather(np.array([shape]))().view(np.int64).ravel())) > 1:
+            raise RuntimeError(
+                f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
+                "a data set differ in size. Take a torchmetrics object, for example CatMetric."
+            )
+        return super().all_gather(tensor, *args, **kwargs)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.compare_weights()
         super().save_checkpoint(*args, **kwargs)
@@ -232,8 +298,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_alone:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
-        digests = np.array([crc32(v.numpy().data) for v in flat])
+        digests = np.array([*map(checksum, tensors.values())])
         digests = self.start_gather(digests)().view(np.int64)
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
@@ -241,6 +306,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 "edit that depends on the rank, or by a value logged without sync_dist=True."
             )
 
-    def on_exception(self, exception: BaseException) -> None:
-        pattern = "(?i).*(connection (closed|reset)|broken pipe|timed out waiting|timeout).*"
-        _augment_message(exception, pattern, "another process has ended: see any message above")
+    def teardown(self) -> None:
+        self.barrier()  # the main process does not leave a worker that still works
+        end_with_main_process(False)
+        super().teardown()

@@ -10,12 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CELL = 4096  # bytes: a count, and a row
+from lightning_mgpu.strategies.ends import CAUSES, ProcessEnded
 
-
-def wait_until(is_done: Callable[[], bool]) -> None:
-    while not is_done():
-        os.sched_yield()
+CELL = 4096  # bytes: a count, a length, and a row
 
 
 def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
@@ -43,25 +40,33 @@ def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
 class Meeting:
     """Processes that exchange short rows in shared memory, which is faster than messages.
 
-    Every process writes its row into a cell of its own, and then a count of the meetings. There are
-    two sets of cells, used in turn, because another process may still read those of the last one.
+    Every process writes its row and its length into a cell of its own, and then a count of the
+    meetings. There are two sets of cells, used in turn, because another process may still read
+    those of the last one.
     """
 
     def __init__(self, memory: Tensor, rank: int, num_processes: int) -> None:
         cells = memory.numpy().reshape(2, num_processes, CELL)
-        self.counts, self.rows = cells[..., :8].view(np.int64)[..., 0], cells[..., 8:]
+        self.headers, self.rows = cells[..., :16].view(np.int64), cells[..., 16:]
         self.rank, self.count = rank, 0
 
-    def start(self, row: np.ndarray) -> Callable[[], np.ndarray]:
-        """Write a row of bytes (n,). The function returned waits for those of all: (P, n)."""
+    def start(self, row: np.ndarray) -> Callable[[], list[int]]:
+        """Write a row of bytes (n,). The function returned lists the processes that are late."""
         self.count += 1
-        now, counts, rows = self.count, self.counts[self.count % 2], self.rows[self.count % 2]
-        rows[self.rank, : len(row)] = row
+        now, headers = self.count, self.headers[self.count % 2]
+        self.rows[now % 2, self.rank, : len(row)] = row
+        headers[self.rank, 1] = len(row)
         os.sched_yield()  # lets go of Python's lock, so that others see the row before the count
-        counts[self.rank] = now
+        headers[self.rank, 0] = now
+        return lambda: np.flatnonzero(headers[:, 0] < now).tolist()
 
-        def wait() -> np.ndarray:
-            wait_until(lambda: (counts >= now).all())
-            return rows[:, : len(row)].copy()
+    def read(self, length: int) -> np.ndarray:
+        """The rows of all processes, (P, n), when none is late.
 
-        return wait
+        Raises:
+            ProcessEnded: If one has sent a row of another length.
+        """
+        os.sched_yield()
+        if (self.headers[self.count % 2, :, 1] != length).any():
+            raise ProcessEnded(f"the processes are at different places. {CAUSES}.")
+        return self.rows[self.count % 2, :, :length].copy()

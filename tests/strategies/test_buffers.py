@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
+from lightning_mgpu.strategies.buffers import read_buffers
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
 

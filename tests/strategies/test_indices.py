@@ -2,17 +2,12 @@
 
 import itertools
 import multiprocessing
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -23,8 +18,6 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
-    new_trainer,
-    rank,
     run_in_processes,
     samples,
 )

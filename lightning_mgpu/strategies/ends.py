@@ -1,0 +1,89 @@
+"""Waiting for other processes, and what is said if one of them has ended or does not come.
+
+A process waits in Python: in C++ it would see neither Ctrl-C nor SIGTERM.
+"""
+
+import atexit
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
+SET_DEATH_SIGNAL = 1  # of prctl
+CAUSES = (
+    "Commonest causes: it needs longer, for example for a download; or one process alone saves a "
+    "checkpoint, sets `should_stop` or logs with sync_dist=True"
+)
+
+
+class ProcessEnded(RuntimeError):
+    """Another process has ended, has not come in time, or is at another place."""
+
+
+def wait(strategy: Any, is_done: Callable[[], bool], late: Callable[[], Sequence[int]]) -> None:
+    """Wait until all processes have come to the same place.
+
+    Args:
+        is_done: Whether they have. A RuntimeError of it means that a connection is closed.
+        late: The processes that have not come, as far as that is known.
+
+    Raises:
+        ProcessEnded: After the strategy's timeout, or when another process has ended.
+    """
+    timeout = strategy._timeout.total_seconds()
+    start = looked = time.monotonic()
+    while not is_done():
+        os.sched_yield() if strategy.has_cores else time.sleep(5e-5)
+        if (now := time.monotonic()) < looked + 0.5:
+            continue
+        looked = now
+        if strategy.module.trainer.received_sigterm:  # Lightning would end after this step
+            raise SIGTERMException
+        for process in late():
+            if not is_alive(strategy.process_ids[process]):
+                raise ProcessEnded(describe_end(strategy, process))
+        if now > start + timeout:
+            who = f"process {', '.join(map(str, late()))}" if late() else "another process"
+            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for {who}. {CAUSES}.")
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"  # one that has ended stays until its parent has looked
+
+
+def describe_end(strategy: Any, process: int) -> str:
+    """What is known of the end of a process: how, if this one has started it."""
+    started = getattr(strategy.launcher, "procs", ())
+    code = started[process - 1].poll() if started else None
+    if code is not None and code < 0:
+        cause = " (is there enough memory?)" if code == -signal.SIGKILL else ""
+        way = "start again from the last checkpoint"
+        return f"process {process} was ended by {signal.Signals(-code).name}{cause}: {way}"
+    return f"process {process} has ended: see any message above"
+
+
+def end_with_main_process(is_on: bool = True) -> None:
+    """Let the system end this process when the one that has started it ends."""
+    if MAIN_PROCESS in os.environ and hasattr(os, "memfd_create"):  # on Linux
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL if is_on else 0)
+        if is_on and str(os.getppid()) != os.environ[MAIN_PROCESS]:
+            raise ProcessEnded("the main process has ended")
+
+
+@cache  # one for all Trainers of a script: a group has threads and open connections
+def host_group(world: Any, timeout: Any) -> Any:
+    """A gloo group of all processes. Destroyed at exit: its threads might abort it."""
+    atexit.register(dist.destroy_process_group)
+    return dist.new_group(backend="gloo", timeout=timeout)
