@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
@@ -21,6 +23,7 @@ WARNINGS = (
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
     r"GPU available but not used",  # of a run on the CPU that was asked for
+    r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
     r"\s*Unable to serialize instance",  # of a default, in config.yaml
 )
 # How the lines begin that say what the run header says better, or praise other products.
@@ -60,6 +63,13 @@ def hide_messages() -> None:
     """Filter the messages above, and no others."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    show = warnings.formatwarning
+
+    def without_our_path(message: Any, category: type[Warning], file: str, *where: Any) -> str:
+        is_ours = Path(__file__).parents[1] in Path(file).parents
+        return f"warning: {message}\n" if is_ours else show(message, category, file, *where)
+
+    warnings.formatwarning = without_our_path
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(says_something)
