@@ -61,9 +61,8 @@ class TestPictures(Callback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if images := self.__dict__.pop("images", None):
             with errors_as_warnings("predictions.png"):
-                X, y, classes = map(torch.stack, zip(*images))
-                figure = plot_predictions(X, y, classes, self.names)
-                save_picture(trainer, figure, "predictions.png")
+                X, y, found = map(torch.stack, zip(*images))
+                save_picture(trainer, plot_predictions(X, y, found, self.names), "predictions.png")
         if self.confusion is None:
             return
         with errors_as_warnings("confusion.png"):

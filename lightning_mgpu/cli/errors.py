@@ -22,8 +22,7 @@ SHOWS = " shows where"  # ends a note on an exception, which names the file with
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
 ADVICE = {  # how messages of Lightning's go on, with what to do
-    "The DataLoader implementation has an error": "name the loader's arguments: "
-    "DataLoader(dataset, batch_size=32)",
+    "The DataLoader impl": "name the loader's arguments: DataLoader(dataset, batch_size=32)",
     "No supported gpu backend": "--trainer.accelerator=gpu: PyTorch finds no GPU: take cpu or auto",
 }
 CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
@@ -92,9 +91,7 @@ def last_frame(error: BaseException) -> tuple[Path, str]:
     return (Path(frames[-1].filename), frames[-1].line or "") if frames else (Path(), "")
 
 
-def explain(
-    message: str, given: dict[str, Any], options: Iterable[str], files: dict[str, str]
-) -> str:
+def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """The option and the value given, jsonargparse's reason, and what was probably meant."""
     stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
@@ -107,7 +104,6 @@ def explain(
     if "'class_path' is not accepted" in message:
         lines, hint = {}, "what stands beside a class_path belongs under its init_args"
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
-    about_what += [f"in {files[name]}"] if name in files else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
 
 

@@ -6,14 +6,12 @@ import os
 import re
 import sys
 import warnings
-from pathlib import Path
-from typing import Any
 
 from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import PACKAGE, UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -64,12 +62,9 @@ def hide_messages() -> None:
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     show = warnings.formatwarning
-
-    def without_our_path(message: Any, category: type[Warning], file: str, *where: Any) -> str:
-        is_ours = Path(__file__).parents[1] in Path(file).parents
-        return f"warning: {message}\n" if is_ours else show(message, category, file, *where)
-
-    warnings.formatwarning = without_our_path
+    warnings.formatwarning = lambda message, category, file, *where: (  # ours need no path
+        f"warning: {message}\n" if PACKAGE in file else show(message, category, file, *where)
+    )
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(says_something)

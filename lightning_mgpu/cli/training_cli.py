@@ -126,9 +126,11 @@ class TrainingCLI(LightningCLI):
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
+            text = explain(str(error), self.options.given, known)
+            name = re.split("[=:]", text)[0].removeprefix("--")
             configs = [arg for arg in args if arg.startswith("--config=")]
-            files = {name: arg[9:] for arg in configs for name in options_by_name([arg])}
-            raise UsageError(explain(str(error), self.options.given, known, files)) from error
+            where = [f"\n  in {arg[9:]}" for arg in configs if name in options_by_name([arg])]
+            raise UsageError(text + "".join(where)) from error
 
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
