@@ -128,9 +128,10 @@ class TrainingCLI(LightningCLI):
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
             text = explain(str(error), self.options.given, known)
             name = re.split("[=:]", text)[0].removeprefix("--")
-            configs = [arg for arg in args if arg.startswith("--config=")]
-            where = [f"\n  in {arg[9:]}" for arg in configs if name in options_by_name([arg])]
-            raise UsageError(text + "".join(where)) from error
+            for arg in args:
+                if arg.startswith("--config=") and name in options_by_name([arg]):
+                    text += f"\n  in {arg[9:]}"
+            raise UsageError(text) from error
 
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
