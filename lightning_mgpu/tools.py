@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 PACKAGE = __package__.partition(".")[0]
 
 
@@ -30,6 +32,15 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def errors_as_warnings(filename: str) -> Iterator[None]:
+    """A picture that fails is a warning and never ends a run."""
+    try:
+        yield
+    except Exception as error:
+        rank_zero_warn(f"{filename} is not right: {type(error).__name__}: {error}")
 
 
 def run_in_group(command: Sequence[str], output: IO[Any]) -> int:

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from logging import getLogger
@@ -105,6 +106,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         with mock.patch.dict(os.environ), monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{package}/__main__.py", *args])
             patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(warnings, "formatwarning", warnings.formatwarning)
             spec = find_spec(f"{package}.__main__")
             patch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
             for handler in handlers:

@@ -1,32 +1,22 @@
 """The book's `Animator` without a notebook: the learning curve, redrawn after every epoch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_rows
-from lightning_mgpu.tools import replacing
-
-Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
+from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, Points, read_points
+from lightning_mgpu.tools import errors_as_warnings, replacing
 
 
 def draw_curve(trainer: Trainer, upload: bool) -> None:
     """Draw `curve.png` from `metrics.csv`, and show it in W&B at the end."""
     if not trainer.is_global_zero:
         return
-    with picture_errors_as_warnings("curve.png"):
-        points: Points = {}
-        for row in read_rows(Path(trainer.default_root_dir)):
-            for name, text in row.items():
-                match = STAGE_AND_METRIC.fullmatch(name)
-                if text and row["epoch"] and match:
-                    points.setdefault(name, {})[int(row["epoch"]) + 1] = float(text)
+    with errors_as_warnings("curve.png"):
+        points = read_points(Path(trainer.default_root_dir))
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
         if points:
             figure = plot_curve(points, "test" if on_test_set else "validation")
@@ -42,7 +32,8 @@ def plot_curve(points: Points, validation_label: str) -> Figure:
     figure = Figure(figsize=(4.2 * len(metrics), 3.3), layout="constrained")
     for metric, axes in zip(metrics, figure.subplots(1, len(metrics), squeeze=False)[0]):
         axes.set(xlabel="epoch", ylabel="accuracy" if metric == "acc" else metric)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.yaxis.get_major_formatter().set_useOffset(False)
         axes.grid(alpha=0.4)
         for name in names_by_metric[metric]:
             is_validation = name.startswith("val")
@@ -62,12 +53,3 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
     for logger in trainer.loggers if upload else []:
         if isinstance(logger, WandbLogger):
             logger.log_image(path.stem, [str(path)])
-
-
-@contextmanager
-def picture_errors_as_warnings(filename: str) -> Iterator[None]:
-    """A picture that fails is a warning and never ends a run."""
-    try:
-        yield
-    except Exception as error:
-        rank_zero_warn(f"{filename} is not right: {type(error).__name__}: {error}")

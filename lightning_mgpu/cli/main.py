@@ -11,7 +11,7 @@ from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_err
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import PACKAGE, UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -21,6 +21,7 @@ WARNINGS = (
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run
     r"Couldn't infer the batch indices fetched from your dataloader",  # they are in its order
     r"GPU available but not used",  # of a run on the CPU that was asked for
+    r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
     r"\s*Unable to serialize instance",  # of a default, in config.yaml
 )
 # How the lines begin that say what the run header says better, or praise other products.
@@ -60,6 +61,10 @@ def hide_messages() -> None:
     """Filter the messages above, and no others."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    show = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, file, *where: (  # ours need no path
+        f"warning: {message}\n" if PACKAGE in file else show(message, category, file, *where)
+    )
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(says_something)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichPr
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch.distributed import destroy_process_group, is_initialized
@@ -26,7 +28,7 @@ import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imp
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
 from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.cli.options import Options, read_options
+from lightning_mgpu.cli.options import Options, options_by_name, read_options
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
@@ -107,6 +109,9 @@ class TrainingCLI(LightningCLI):
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
+        num = self.config.trainer.devices
+        if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
+            raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
         self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
         self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
         if run_dir := self.options.run_dir:
@@ -121,7 +126,12 @@ class TrainingCLI(LightningCLI):
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
-            raise UsageError(explain(str(error), self.options.given, known)) from error
+            text = explain(str(error), self.options.given, known)
+            name = re.split("[=:]", text)[0].removeprefix("--")
+            for arg in args:
+                if arg.startswith("--config=") and name in options_by_name([arg]):
+                    text += f"\n  in {arg[9:]}"
+            raise UsageError(text) from error
 
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
@@ -182,7 +192,9 @@ class TrainingCLI(LightningCLI):
             )
         started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
-            way = "--trainer.strategy=ddp with --trainer.devices joins them"
+            way = f"--trainer.devices={os.environ.get('LOCAL_WORLD_SIZE', started)} joins them"
+            if not isinstance(self.trainer.strategy, DDPStrategy):
+                way = f"--trainer.strategy=ddp with {way}"
             raise UsageError(f"{started} processes would train a model of their own each: {way}")
 
     def run(self) -> None:
@@ -193,7 +205,8 @@ class TrainingCLI(LightningCLI):
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
-            rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained.")
+            way = "add --ckpt_path=RUN/checkpoints/last.ckpt"
+            rank_zero_warn(f"{self.method} without a checkpoint: the weights are untrained; {way}")
         arguments |= {name: self.config[name] for name in self.method_options}
         seed_generators(self.config.seed_everything, "test")
         getattr(self.trainer, self.method)(**arguments)

@@ -15,6 +15,7 @@ from lightning_mgpu.tools import UsageError, replacing
 
 FILE = "metrics.csv"
 STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
+Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
 class MetricsFile(Logger):
@@ -65,6 +66,16 @@ def read_rows(run_dir: Path) -> list[dict[str, str]]:
         return []
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def read_points(run_dir: Path) -> Points:
+    """The last values of every epoch in `metrics.csv`."""
+    points: Points = {}
+    for row in read_rows(run_dir):
+        for name, text in row.items():
+            if text and row["epoch"] and STAGE_AND_METRIC.fullmatch(name):
+                points.setdefault(name, {})[int(row["epoch"]) + 1] = float(text)
+    return points
 
 
 def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:

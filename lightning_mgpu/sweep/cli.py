@@ -27,8 +27,10 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 from optuna.visualization.matplotlib import plot_slice
 
-from lightning_mgpu.cli.yaml_files import read_config
+from lightning_mgpu.cli.options import one_string_per_option, options_by_name
+from lightning_mgpu.cli.yaml_files import read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import LAST
+from lightning_mgpu.runs.directory import flatten
 from lightning_mgpu.runs.metrics import read_rows
 from lightning_mgpu.tools import UsageError, make_parser, program, replacing, run_in_group
 
@@ -78,6 +80,11 @@ class Sweep:
         if taken := given & {*self.space, "run_dir", "resume"}:
             raise UsageError(f"--{taken.pop()}: the sweep sets it for every trial; leave it out")
         self.shared += [*(f"--config={path}" for path in fit_configs), *fit_args]
+        options_of_all = options_by_name(one_string_per_option(self.shared))
+        val_size = {**flatten(read_default_config()), **options_of_all}.get("data.val_size")
+        sizes = getattr(self.space.get("data.val_size"), "choices", [val_size])
+        if "0" in map(str, sizes):
+            raise UsageError("--data.val_size=0: trials would tune on the test set")
 
     def run(self) -> None:
         """Run every trial that has not ended and that no other process runs; print a table."""
@@ -190,8 +197,10 @@ def as_argument(option: str, value: Any) -> str:
 
 
 def distribution(spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
-    if "values" in spec:
-        return CategoricalDistribution(spec["values"])
+    if values := spec.get("values"):
+        if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values
+            values = [x if isinstance(x, str) else json.dumps(x) for x in values]
+        return CategoricalDistribution(values)
     if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")
     low, high, is_log = spec["min"], spec["max"], "distribution" in spec

@@ -87,7 +87,7 @@ def test_no_picture_ends_a_run(
         figures.clear()
         loader = DataLoader(TensorDataset(X, y), 3)
         make_trainer(callbacks=[TestPictures()]).test(LeNet(num_classes=num_classes), loader)
-        assert {*figures} == names and len(figures["predictions.png"].axes) == 3
+        assert {*figures} == names and len(figures["predictions.png"].axes) == 6
     assert not [each for each in recwarn if "is not right" in str(each.message)]
 
     class OnlyLogits(LeNet):
@@ -97,6 +97,21 @@ def test_no_picture_ends_a_run(
     trainer = make_trainer(callbacks=[TestPictures()])
     with pytest.warns(UserWarning, match="predictions.png is not right: IndexError"):
         trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
+
+
+def test_images_are_spread_over_the_test_set(
+    make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sorted set, of one with its classes in turn, of one in a single batch."""
+    shown: list[list[int]] = []
+    draw = lambda X, y, *_: shown.append(y.tolist()) or Figure()  # noqa: E731
+    monkeypatch.setattr(pictures, "plot_predictions", draw)
+    X = torch.rand(400, 1, 28, 28)
+    for y, size in ((torch.arange(400) // 40, 10), (torch.arange(400) % 10, 10)):
+        for batch_size in (size, 400):
+            loader = DataLoader(TensorDataset(X, y), batch_size)
+            make_trainer(callbacks=[TestPictures()]).test(LeNet(), loader, verbose=False)
+            assert len(shown[-1]) == 24 and len({*shown[-1]}) >= 7, shown[-1]
 
 
 def test_predictions_in_dataset_order(

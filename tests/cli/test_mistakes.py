@@ -1,6 +1,7 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
+from lightning_mgpu.cli.main import hide_messages
 
 CPU = "--trainer.accelerator=cpu"
 MISTAKES = {  # a command line, and what its lines must say
@@ -16,7 +18,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
-    "fit --model=LeNot": ("--model=LeNot", "given by its name, or by its path: my_package."),
+    "fit --model=LeNot": ("--model=LeNot", "LeNet, ResNet18, or a path: my_package."),
     "fit --model=nowhere.Net": ("--model=nowhere.Net", "No module named 'nowhere'"),
     "fit --model.lr_scheduler=StepLR": ("--model.lr_scheduler=StepLR", "step_size"),
     "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
@@ -29,7 +31,9 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --weights torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
-    "fit --trainer.accelerator=gpu": ("No supported gpu backend found!",),
+    "fit --trainer.accelerator=gpu": ("PyTorch finds no GPU: take cpu",),
+    "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
+    "fit --config beside.yaml": ("beside.yaml", "--model.dim=3", "under its init_args"),
     "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
@@ -39,6 +43,7 @@ FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
+    "beside.yaml": "model: {class_path: lightning_mgpu.models.LeNet, dim: 3}",
     "text.ckpt": "a text",
     "timm.py": "raise ModuleNotFoundError(\"No module named 'timm'\")",
 }
@@ -131,3 +136,37 @@ def test_a_launchers_processes_train_one_model(
         monkeypatch.setenv(*name.split("="))
     assert main("fit", CPU, "--trainer.devices=1") == 2
     assert capfd.readouterr().err.count("error: ") == 1
+    assert main("fit", CPU, "--trainer.devices=1", "--trainer.strategy=manual_allreduce") == 2
+    err = capfd.readouterr().err
+    assert "--trainer.devices=2 joins" in err and "strategy=ddp" not in err
+
+
+def test_a_loader_by_position_and_no_checkpoint(
+    main: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "by_position.py").write_text(BY_POSITION)
+    run = (CPU, "--trainer.devices=1", "--data=by_position.Images")
+    with pytest.warns(UserWarning, match="predict without a checkpoint: .*--ckpt_path=RUN"):
+        assert main("predict", *run) == 2
+    err = capfd.readouterr().err
+    assert "error: name the loader's arguments: DataLoader(dataset, batch_size=32)" in err
+
+
+BY_POSITION = """
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Images(LightningDataModule):
+    def predict_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(9, 1, 28, 28)), 4)
+"""
+
+
+def test_only_our_warnings_have_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings():
+        hide_messages()
+    files = (hide_messages.__code__.co_filename, "a.py")
+    texts = [warnings.formatwarning("m", UserWarning, file, 3) for file in files]
+    assert texts[0] == "warning: m\n" and texts[1].startswith("a.py:3: ")

@@ -127,10 +127,31 @@ def test_arguments_of_a_trial(fits: Fits, sweep: Callable[..., int]) -> None:
     values = {"data.augment": {"value": True}, LR: {"values": [0.1]}, "x": {"values": [None]}}
     line = ["${env}", "python", "-m", "lightning_mgpu", "fit", "--a=1", "${args}"]
     write([], parameters=values, project="fashion", command=line)
+    Path("b.yaml").write_text("trainer: {max_epochs: 1}")
     assert sweep("--config", "b.yaml", "--c=d", "--sweep_dir=my") == 0
     trial = ["--output.test=false", "--output.curve=false", "--a=1", "--data.augment=true"]
     given = ["--config=b.yaml", "--c=d", f"--{LR}=0.1", "--x=null", "--run_dir=my/trial_000"]
     assert fits.given == [[*trial, *given]]
+
+
+def test_lists_and_mappings_are_values(fits: Fits, sweep: Callable[..., int]) -> None:
+    sizes = [[3, 4], None, {"a": 1}]
+    write([], parameters={"model.sizes": {"values": sizes}, LR: {"values": [0.1]}})
+    assert sweep() == sweep() == 0
+    given = [arg for args in fits.given for arg in args if "sizes" in arg]
+    assert given == [f"--model.sizes={text}" for text in ("[3, 4]", "null", '{"a": 1}')]
+    assert Path("sweeps/rates/sweep.png").exists()
+
+
+def test_validation_on_the_test_set_is_refused_first(
+    fits: Fits, sweep: Callable, capsys: Any
+) -> None:
+    Path("data.yaml").write_text("data: {init_args: {val_size: 0}}")
+    write([0.1])
+    assert sweep("--data.val_size=0") == sweep("--config=data.yaml") == 2
+    write([0.1], parameters={"data.val_size": {"values": [0, 5]}, LR: {"values": [0.1]}})
+    assert sweep() == 2
+    assert capsys.readouterr().err.count("error: --data.val_size=0: ") == 3 and not fits.given
 
 
 def test_mistakes_end_in_one_line(fits: Fits, sweep: Callable, main: Callable, capsys: Any) -> None:
