@@ -7,11 +7,11 @@ import re
 import sys
 import warnings
 
-from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_errors
+from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, did_you_mean
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
