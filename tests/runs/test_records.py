@@ -94,6 +94,18 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert where() == f"offline (no login); wandb sync {tmp_path}/wandb/offline-run-*"
     assert where("disabled") == "off (--wandb.mode=disabled)"
     wandb.teardown()
+    for name in ("WANDB_MODE", "WANDB_ENTITY", "WANDB_PROJECT"):  # `export WANDB_MODE=$UNSET`
+        monkeypatch.setenv(name, "")
+    assert where().startswith("offline (no login)")
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert where() == "off (WANDB_DISABLED)"
+    monkeypatch.delenv("WANDB_DISABLED")
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    assert where() == "off (WANDB_MODE=onlin)"
+    assert where("offline").startswith("off (ValidationError: ")
+    monkeypatch.delenv("WANDB_MODE")
+    wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("lightning_mgpu.runs.wandb_run.SETTINGS", {"init_timeout": 1.0})
     assert where().startswith("offline (CommError: ") and "refused" in where()
