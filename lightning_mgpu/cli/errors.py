@@ -88,7 +88,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """The option and the value given, jsonargparse's reason, and what was probably meant."""
     stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
-    lines = lines if any(lines) else dict.fromkeys(stripped)  # something is better than nothing
+    lines = lines if any(lines) else dict.fromkeys(stripped)
     about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
     name = max(about, key=lambda name: (f"--{name}" in message, name.count(".")), default="")
     hint = CLASS_HINT if re.search("import|has no attribute", message) else ""

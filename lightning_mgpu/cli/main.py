@@ -29,6 +29,7 @@ INFO = (
     *("----------", "distributed_backend=", "Initializing distributed", "All distributed proc"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to"),
     *("Restor", "Loaded model weights", "LOCAL_RANK: ", "Found current_model_state"),
+    "`weights_only` was not set",  # it is
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Detected KeyboardInterrupt, attempting graceful shutdown",  # our line says how to go on
 )

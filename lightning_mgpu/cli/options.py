@@ -22,7 +22,7 @@ from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatt
 from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
-# which files a command reads and writes: not in `config.yaml`, which may be given after them
+# not in `config.yaml`, which another command may be given
 PATHS = ("run_dir", "weights", "ckpt_path")
 
 

@@ -113,7 +113,7 @@ class TrainingCLI(LightningCLI):
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
-        self.config_dump = self.dump(self.config)  # for the model's hyperparameters, too
+        self.config_dump = self.dump(self.config)  # for the model's hyperparameters
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
@@ -163,7 +163,8 @@ class TrainingCLI(LightningCLI):
         saves, seed = options.enable_checkpointing is not False, config.seed_everything
         self.last = checkpoints.LastCheckpoint(seed, saves, weights)
         wandb = None if options.logger is False else config.wandb
-        facts = {"command": command_line, "options": given, "seed": seed, "weights": config.weights}
+        facts = {"command": command_line, "options": given, "seed": seed}
+        facts["weights"] = config.weights
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
         if self.options.run_dir and any(isinstance(each, BatchSizeFinder) for each in users):
@@ -256,14 +257,15 @@ class TrainingCLI(LightningCLI):
         return dict(tested[0]) if tested else {}
 
     def why_no_best(self) -> str:
-        path, monitor = Path(self.best.best_model_path), self.best.monitor
+        path = Path(self.best.best_model_path)
         if self.best.save_top_k == 0:
-            return "no best one is kept; the test set would choose it, or --checkpoint.save_top_k=0"
+            return "no best one is kept: save_top_k=0, or the test set would choose"
         if path.name:
             told = "is of another directory" if path.is_file() else "is gone"
             return f"{path}, the best one, {told}"
-        logged = ", ".join(self.trainer.callback_metrics) or "nothing in this process"
-        return f"--checkpoint.monitor={monitor} was not logged; logged were: {logged}"
+        logged = ", ".join(self.trainer.callback_metrics) or "nothing now"
+        told = "was not logged; logged were:"
+        return f"--checkpoint.monitor={self.best.monitor} {told} {logged}"
 
     def is_deleted(self) -> bool:
         """Whether the run directory that this process has made is gone."""

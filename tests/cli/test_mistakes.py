@@ -23,6 +23,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --trainer.strategy=dpp": ("dpp: no such strategy", "did you mean dp?", "my_package."),
     "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
+    "fit --config number.yaml": ("--wandb.name=7795000000000.0", "Expected a <class 'str'>"),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
@@ -38,6 +39,7 @@ MISTAKES = {  # a command line, and what its lines must say
 FILES = {
     "used/a_file": "",
     "broken.yaml": "trainer: [1, {\n",
+    "number.yaml": "wandb: {name: 77950e8}\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
     "text.ckpt": "a text",
     "timm.py": "raise ModuleNotFoundError(\"No module named 'timm'\")",

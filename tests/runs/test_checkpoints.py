@@ -68,7 +68,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
             "--checkpoint.monitor=val_other",
             "testing the last epoch: --checkpoint.monitor=val_other",
         ),
-        ("--data.val_size=0", "testing the last epoch: no best one is kept; the test set would"),
+        ("--data.val_size=0", "testing the last epoch: no best one is kept: save_top_k=0, or"),
     ],
 )
 def test_which_checkpoint_is_the_best(
