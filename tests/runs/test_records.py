@@ -84,9 +84,9 @@ def test_the_options_of_the_pages_with_two_processes(
     """What only one process has, such as a W&B run, is asked of no other."""
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
     two = ("--trainer.accelerator=cpu", "--trainer.devices=2", *few)
+    ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.callbacks.decay=0.99")
     callbacks = [
         *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
-        *("--trainer.callbacks+=EMAWeightAveraging", "--trainer.callbacks.decay=0.99"),
         *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
     ]
     logger = ("--trainer.logger=WandbLogger", "--trainer.logger.offline=true")
@@ -95,7 +95,7 @@ def test_the_options_of_the_pages_with_two_processes(
     line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
     for args in (
         ("fit", *line, "--trainer.max_epochs=1", "--run_dir=a"),
-        ("fit", "--weights=a/checkpoints/last.ckpt", *two, "--trainer.max_epochs=1"),
+        ("fit", "--weights=a/checkpoints/last.ckpt", *two, *ema, "--trainer.max_epochs=1"),
         ("predict", "--ckpt_path=a/checkpoints/last.ckpt", *two, "--run_dir=b"),
     ):
         code, out, err = command(*args)
