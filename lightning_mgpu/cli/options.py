@@ -47,6 +47,8 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     ckpt_path, run_dir = given.get("ckpt_path"), None
     if subcommand == "fit" and ckpt_path:
         raise UsageError("--ckpt_path: `fit` goes on by --resume=RUN, or starts by --weights=FILE")
+    if ckpt_path and given.get("weights"):
+        raise UsageError("--weights: --ckpt_path has the weights, too: leave one out")
     if resumed and subcommand != "fit":
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:

@@ -87,7 +87,6 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
             **kwargs,
         )
-
         self.has_validated = self.has_told = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -27,6 +27,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
     "test --ckpt_path text.ckpt --model=LeNet": ("text.ckpt cannot be read: it is damaged",),
+    "test --ckpt_path=a.ckpt --weights=b.ckpt": ("--weights: --ckpt_path has the weights, too",),
     "fit --weights torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
