@@ -16,7 +16,9 @@ The other directories and `book.py` can be deleted, because nothing in these imp
 import os
 import tempfile
 
-if not os.access(os.path.expanduser("~"), os.W_OK):
+try:
+    tempfile.TemporaryFile(dir=os.path.expanduser("~")).close()  # root may write anywhere, it says
+except OSError:
     # matplotlib, which the next import brings, and W&B would complain in twenty lines
     for _name in ("MPLCONFIGDIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         os.environ.setdefault(_name, tempfile.mkdtemp())

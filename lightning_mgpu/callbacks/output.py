@@ -58,7 +58,6 @@ class RunOutput(Checkpoint):
             "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
             "data": f"{type(data).__name__} {getattr(data, 'summary', '')}".strip() if data else "",
             "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
-            "ckpt": trainer.ckpt_path,
             **self.notes,
         }
         for label, text in lines.items():

@@ -1,7 +1,5 @@
 """A user's mistake ends in a few lines: what was given and what to do; `--traceback` shows more."""
 
-import difflib
-import errno
 import re
 import sys
 import traceback
@@ -15,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UNWRITABLE, UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
@@ -74,7 +72,8 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in the code."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # the disk is full
+        # such as a directory under /proc
+        return error.errno in UNWRITABLE or "mkdir(" in last_frame(error)[1]
     if isinstance(error, (UsageError, MisconfigurationException)):
         return True
     if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
@@ -95,6 +94,7 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     """The option and the value given, jsonargparse's reason, and what was probably meant."""
     stripped = [line.strip().removeprefix("- ") for line in message.splitlines()]
     lines = dict.fromkeys(NOISE.sub("", line) for line in stripped if not NOISE_LINE.match(line))
+    lines = lines if any(lines) else dict.fromkeys(stripped)
     about = [n for n in given if re.search(f"--{n}|['\"]({n}|{last_part(n)})['\"]", message)]
     name = max(about, key=lambda name: (f"--{name}" in message, name.count(".")), default="")
     hint = OPTIONS.get(f"--{name} CLASS", CLASS_HINT)
@@ -105,14 +105,3 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         lines, hint = {}, "what stands beside a class_path belongs under its init_args"
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
-
-
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
-    by_end = {last_part(name).lower(): name for name in known}
-    near = difflib.get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
-    return f"did you mean {by_end[near[0]]}?" if near else ""
-
-
-def last_part(value: Any) -> str:
-    return str(value).rpartition(".")[2]

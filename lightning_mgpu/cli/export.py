@@ -34,6 +34,7 @@ def export_command(args: list[str]) -> None:
     try:
         model_config = model_parser.parse_object({"model": read_config(str(config))["model"]})
         model: LightningModule = model_parser.instantiate(model_config).model
+        model.configure_model()
         model.load_state_dict(state_dict)
         content = export(model.float().eval(), output.suffix)
         with replacing(output) as part:

@@ -7,11 +7,11 @@ import re
 import sys
 import warnings
 
-from lightning_mgpu.cli.errors import TRACEBACK_FLAG, did_you_mean, one_line_errors
+from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import PACKAGE, UsageError
+from lightning_mgpu.tools import PACKAGE, UsageError, did_you_mean
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -30,6 +30,7 @@ INFO = (
     *("----------", "distributed_backend=", "Initializing distributed", "All distributed proc"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to"),
     *("Restor", "Loaded model weights", "LOCAL_RANK: ", "Found current_model_state"),
+    "`weights_only` was not set",  # it is
     "You are using a CUDA device (",  # with Tensor Cores: docs/measurements.md says what uses them
     "Detected KeyboardInterrupt, attempting graceful shutdown",  # our line says how to go on
 )

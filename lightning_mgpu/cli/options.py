@@ -1,8 +1,8 @@
 """Reads a command line before jsonargparse parses it: files, runs, and the values below.
 
 Later ones win: `configs/default.yaml`, the configuration of the run that a checkpoint belongs to
-(`--ckpt_path`), files and flags in their order. With `--resume` the run's configuration stands in
-place of the first two.
+(`--ckpt_path`, `--weights`), files and flags in their order. With `--resume` the configuration of
+the run stands in place of the first two.
 """
 
 import json
@@ -15,14 +15,15 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
-from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
+from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
+# not in `config.yaml`, which another command may be given
+PATHS = ("run_dir", "weights", "ckpt_path")
 
 
 @dataclass
@@ -40,21 +41,27 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     joined = one_string_per_option(args)
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
+    # last, as a `config.yaml` of an older version has `weights: null`
+    joined.sort(key=lambda arg: arg[2:].partition("=")[0] in PATHS)
     given = options_by_name(joined)
     ckpt_path, run_dir = given.get("ckpt_path"), None
     if subcommand == "fit" and ckpt_path:
         raise UsageError("--ckpt_path: `fit` goes on by --resume=RUN, or starts by --weights=FILE")
+    if ckpt_path and given.get("weights"):
+        raise UsageError("--weights: --ckpt_path has the weights, too: leave one out")
     if resumed and subcommand != "fit":
         raise UsageError("--resume: only `fit` can go on with a run")
     if resumed:
         run_dir = find_run(resumed[-1])
         base = read_config(str(run_dir / CONFIG))
-        if "ckpt_path" not in base:  # the last line
+        if "test" not in (base.get("output") or {}):  # the last line
             raise UsageError(f"{run_dir / CONFIG} is not whole: put back the one of the run")
+        base.setdefault("weights", read_run_json(run_dir).get("weights"))
         if given.get("run_dir") and Path(given["run_dir"]) != run_dir:
             raise UsageError(f"--run_dir={given['run_dir']}: the run to resume is in {run_dir}")
     else:
-        base = read_default_config() | (config_of(ckpt_path, given) if ckpt_path else {})
+        path = ckpt_path or given.get("weights")
+        base = read_default_config() | (config_of(path, given) if path else {})
         for key in ("model", "data"):  # a class that is named starts from its own defaults
             named = given.get(key)
             if named and last_part(named) != last_part(base.get(key, {}).get("class_path")):

@@ -1,6 +1,5 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it."""
 
-import errno
 import os
 import re
 import shlex
@@ -8,13 +7,20 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_dumper
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ProgressBar,
+    RichProgressBar,
+)
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -28,18 +34,15 @@ import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imp
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
 from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.cli.options import Options, options_by_name, read_options
+from lightning_mgpu.cli.options import PATHS, Options, options_by_name, read_options
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
-from lightning_mgpu.runs.directory import RUN_DIR_ENV, RUN_JSON, name_run_dir
+from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, RUN_JSON, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.tools import UsageError, command, keep_freed_memory
-
-# what a file system says that is full or must not be written
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)
+from lightning_mgpu.tools import UNWRITABLE, UsageError, command, dump_config, keep_freed_memory
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -49,8 +52,6 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     if options.run_dir:  # the processes that `ddp` starts must not choose another run
         sys.argv[1:] = [subcommand, *args, f"--resume={options.run_dir}"]
     cli.build(f"{command()} {shlex.join([subcommand, *args])}")
-    way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
-    way_on = way_on if subcommand == "fit" else "try again"
     ending: BaseException | None = None
     try:
         cli.run()
@@ -58,20 +59,25 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         ending = error
         if launcher := cli.trainer.strategy.launcher:  # its processes would only say that we ended
             launcher.kill(signal.SIGKILL)
+        has_begun = subcommand == "fit" and cli.record.lock is not None
+        way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
+        if not (has_begun and cli.last.saves and (cli.run_dir / CONFIG).is_file()):
+            way_on = "try again"
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or cli.run_dir
             ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
         if isinstance(error, OSError) and cli.is_deleted():
             ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
         if isinstance(error, (KeyboardInterrupt, SystemExit)):  # Lightning turns one into the other
-            if cli.record.lock is not None and subcommand == "fit":
+            if has_begun:
                 print("stopped;", way_on if cli.last.saves else "it saves no last.ckpt", flush=True)
-            sys.exit(1)
+            causes = (error, error.__context__)
+            sys.exit(130 if any(isinstance(each, KeyboardInterrupt) for each in causes) else 1)
         if ending is error:
             raise
         raise ending from error
     finally:
-        cli.record.close(cli.trainer, ending, cli.best)
+        cli.record.close(cli.trainer, ending)
     if is_initialized():
         # else Gloo's threads at times end a finished process (pytorch/pytorch#179291)
         destroy_process_group()
@@ -112,16 +118,20 @@ class TrainingCLI(LightningCLI):
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
-        self.config_text = parser.dump(self.config, skip_unset=False, format="yaml")
-        self.config_dump = yaml.safe_load(self.config_text)  # for the model's hyperparameters
+        self.config_dump = self.dump(self.config)  # for the model's hyperparameters
+        written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
+        self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
-            before = yaml.safe_load(parser.dump(self.parse([]), skip_unset=False, format="yaml"))
-            refuse_changes(run_dir, before, self.config_dump)
+            refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
+
+    def dump(self, config: Namespace) -> dict[str, Any]:
+        text = self.parser.dump(config, skip_unset=False, format="yaml")
+        return dict(yaml.safe_load(text))
 
     def parse(self, args: list[str]) -> Namespace:
         """Parse options over the base configuration."""
         # a first --config, as an object would be checked before the options complete it
-        base = yaml.safe_dump(self.options.base, default_flow_style=True)
+        base = dump_config(self.options.base, in_one_line=True)
         try:
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
@@ -139,7 +149,7 @@ class TrainingCLI(LightningCLI):
     def build(self, command_line: str) -> None:
         """Make the model, the data, the callbacks and the Trainer."""
         config, given = self.config, self.options.given
-        self.ckpt_path, num_steps, notes = config.get("ckpt_path"), None, {}
+        self.ckpt_path, num_steps, no_ckpt = config.get("ckpt_path"), None, ""
         if self.options.run_dir is None:
             words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
             parts = map(last_part, (config.model.class_path, *words))
@@ -147,8 +157,7 @@ class TrainingCLI(LightningCLI):
         else:
             self.run_dir, limit = self.options.run_dir, config.trainer.max_epochs
             self.ckpt_path, num_steps = find_last(self.run_dir, self.options.base, limit)
-            if not self.ckpt_path:
-                notes["ckpt"] = "none: no epoch was over, training starts again"
+            no_ckpt = "none: no epoch was over, training starts again"
         os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
         if config.malloc == "keep":
             keep_freed_memory()
@@ -156,17 +165,23 @@ class TrainingCLI(LightningCLI):
             objects = self.parser.instantiate(config)
         self.model, self.datamodule, self.best = objects.model, objects.data, objects.checkpoint
         self.output, options = objects.output, objects.trainer
+        weights = None if self.ckpt_path else config.weights
+        notes = {"ckpt": self.ckpt_path or no_ckpt, "weights": weights or ""}
         self.output.notes = notes
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        if config.weights and not self.ckpt_path:
-            self.model.load_state_dict(checkpoints.read_checkpoint(config.weights)["state_dict"])
         saves, seed = options.enable_checkpointing is not False, config.seed_everything
-        self.last = checkpoints.LastCheckpoint(seed, saves)
+        self.last = checkpoints.LastCheckpoint(seed, saves, weights)
         wandb = None if options.logger is False else config.wandb
         facts = {"command": command_line, "options": given, "seed": seed}
+        facts["weights"] = config.weights
         self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
+        if self.options.run_dir and any(isinstance(each, BatchSizeFinder) for each in users):
+            told = "no file has the size that BatchSizeFinder has found"
+            raise UsageError(f"--resume: {told}: start a new run with it as --data.batch_size")
+        if self.ckpt_path:  # which has the rate found
+            users = [each for each in users if not isinstance(each, LearningRateFinder)]
         has_bar = any(isinstance(each, ProgressBar) for each in users)
         draws_bar = sys.stdout.isatty() and options.enable_progress_bar is not False
         ours = {
@@ -187,7 +202,7 @@ class TrainingCLI(LightningCLI):
                     "enable_checkpointing": True,  # as RunOutput is a Checkpoint
                     "enable_progress_bar": draws_bar or has_bar,
                     "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
-                    "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+                    "plugins": [*as_list(options.plugins), checkpoints.WholeFiles(self.run_dir)],
                 }
             )
         started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
@@ -215,15 +230,19 @@ class TrainingCLI(LightningCLI):
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
         trainer, results, why = self.trainer, self.record.results, self.last.why_stopped
         results |= {"fingerprint": fingerprint(self.model.parameters()), "why": why or None}
+        results["best"] = self.best.best
         lines = [f"fingerprint: {results['fingerprint']}"]
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.summary["fingerprint"] = results["fingerprint"]
         for name, value in trainer.callback_metrics.items():
             if "loss" in name and not value.isfinite():
                 lines.append(f"warning: {name} is {value.item()}: the training has diverged")
         if why:
             print_once(f"stopped early: {why}")
+        elif self.ckpt_path and not self.output.seconds:
+            limit = "max_steps" if trainer.global_step == trainer.max_steps else "max_epochs"
+            print_once(f"finished: nothing to train; --trainer.{limit}=N trains on")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
@@ -235,11 +254,11 @@ class TrainingCLI(LightningCLI):
 
     def test_best(self) -> dict[str, float]:
         """The metrics of the test; none where there is no test."""
-        trainer, data, best = self.trainer, self.datamodule, self.best.best
+        trainer, data, best = self.trainer, self.datamodule, self.record.results["best"]
         has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
         if not has_test or not self.output.test:
             return {}
-        which = "the last epoch: no metric says which one is the best"
+        which = f"the last epoch: {self.why_no_best()}"
         if best:
             which = f"epoch {best['epoch']}: the last one saved by --checkpoint"
         if best and best["monitor"]:
@@ -250,12 +269,24 @@ class TrainingCLI(LightningCLI):
         tested = trainer.test(self.model, data, best.get("path"), False, weights_only=True)
         return dict(tested[0]) if tested else {}
 
+    def why_no_best(self) -> str:
+        path = Path(self.best.best_model_path)
+        if self.best.save_top_k == 0:
+            return "no best one is kept: save_top_k=0, or the test set would choose"
+        if path.name:
+            told = "is of another directory" if path.is_file() else "is gone"
+            return f"{path}, the best one, {told}"
+        logged = ", ".join(self.trainer.callback_metrics) or "nothing now"
+        told = "was not logged; logged were:"
+        return f"--checkpoint.monitor={self.best.monitor} {told} {logged}"
+
     def is_deleted(self) -> bool:
         """Whether the run directory that this process has made is gone."""
         return self.record.lock is not None and not (self.run_dir / RUN_JSON).is_file()
 
 
 print_once = rank_zero_only(partial(print, flush=True))
+set_dumper("yaml", dump_config)  # for `--print_config`, too
 
 
 def as_list(value: Any) -> list[Any]:

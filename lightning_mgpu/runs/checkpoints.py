@@ -26,7 +26,7 @@ KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` add
 FALLS = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of metrics
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, way_on: str = "") -> dict[str, Any]:
     """Read a Trainer's checkpoint: tensors and plain values, never code; a wrong bit is noticed."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
@@ -37,12 +37,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         checkpoint = {}
     if "state_dict" not in checkpoint:
         why = "it is damaged, or no Trainer's, or holds objects of classes, whose code never runs"
-        raise UsageError(f"{path} cannot be read: {why}")
+        raise UsageError(f"{path} cannot be read: {why}{way_on}")
     return dict(checkpoint)
 
 
 class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its name and renames it: a kill leaves the old one, or none."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -51,8 +54,11 @@ class WholeFiles(TorchCheckpointIO):
         content.seek(0)
         if classes := get_unsafe_globals_in_checkpoint(content):  # such as numpy's numbers
             raise UsageError(f"{path} could not be read again: it holds objects of {classes}")
-        Path(path).parent.mkdir(exist_ok=True)  # but not the run directory, if it was deleted
-        with replacing(Path(path)) as part:
+        path = Path(path).absolute()
+        if path.is_relative_to(run_dir := self.run_dir.absolute()):
+            run_dir.stat()  # raises if it was deleted: it is not made again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
             part.write_bytes(content.getbuffer())
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -81,6 +87,7 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
             **kwargs,
         )
+        self.has_validated = self.has_told = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").absolute())
@@ -89,20 +96,26 @@ class BestCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_validated = not trainer.sanity_checking
         if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_train_epoch_end(trainer, pl_module)
+        elif self.has_validated and not self.has_told and trainer.is_global_zero:
+            self.has_told = True
+            logged = ", ".join(trainer.callback_metrics)
+            print(f"--checkpoint.monitor={self.monitor} was not logged; logged were: {logged}")
 
     @property
     def best(self) -> dict[str, Any]:
         """Epoch (from 1), metric, value and path of the best checkpoint; empty if there is none."""
         path = Path(self.best_model_path)  # of another directory, where a run was copied or moved
-        if not path.is_file() or str(path.parent) != self.dirpath:
+        if not path.is_file() or not path.is_relative_to(str(self.dirpath)):
             return {}
-        epoch = torch.load(path, "cpu", weights_only=True, mmap=True)["epoch"] + 1
+        way_on = "; last.ckpt has the last epoch: delete this file, and --resume tests that"
+        epoch = read_checkpoint(path, way_on)["epoch"] + 1
         value = float(self.best_model_score) if self.best_model_score is not None else None
         return {"epoch": epoch, "monitor": self.monitor, "value": value, "path": str(path)}
 
@@ -113,11 +126,18 @@ class LastCheckpoint(Callback):
     It is the first callback, to save the epoch before another changes something for the next.
     """
 
-    def __init__(self, seed: int, saves: bool) -> None:
-        self.seed, self.saves, self.has_finished = seed, saves, False
+    def __init__(self, seed: int, saves: bool, weights: str | None = None) -> None:
+        self.seed, self.saves, self.weights, self.has_finished = seed, saves, weights, False
+        self.is_saving = False
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.weights:
+            pl_module.configure_model()  # Lightning's call comes later, and finds all layers made
+            pl_module.load_state_dict(read_checkpoint(self.weights)["state_dict"])
+            self.weights = None  # `fit` ends with a test of other ones
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -152,14 +172,17 @@ class LastCheckpoint(Callback):
     def save(self, trainer: Trainer, name: str) -> None:
         if self.saves and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             path = Path(trainer.default_root_dir, "checkpoints", name)
+            self.is_saving = True
             trainer.save_checkpoint(path, weights_only=False)
+            self.is_saving = False
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
-        stopped = why_stopped(trainer)
-        checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
+        if self.is_saving:
+            metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
+            stopped = why_stopped(trainer)
+            checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -168,8 +191,11 @@ class LastCheckpoint(Callback):
             checkpoint["callbacks"] = {}  # an evaluation takes the weights alone
             checkpoint["current_model_state"] = checkpoint["state_dict"]  # WeightAveraging's
             return
+        if KEY not in checkpoint and trainer.optimizers:
+            return  # a callback puts back what it has saved itself, as LearningRateFinder does
         loop = checkpoint["loops"]["fit_loop"]
-        if not loop["epoch_loop.batch_progress"]["is_last_batch"]:  # as Lightning's under SLURM
+        is_whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        if KEY not in checkpoint or not is_whole:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
         self.loaded_metrics = checkpoint[KEY]["metrics"]
         if why := checkpoint[KEY]["why_stopped"]:

@@ -31,7 +31,7 @@ def find_run(name: str) -> Path:
     """The run directory of this name; for `last` that of the `fit` in `runs/` written last."""
     path = Path(name)
     if name == "last":
-        runs = [p for p in Path("runs").glob(f"*/{RUN_JSON}") if p.with_name(CONFIG).is_file()]
+        runs = [p.with_name(RUN_JSON) for p in Path("runs").glob("*/model.txt")]  # they have begun
         fits = [p for p in runs if " fit" in read_run_json(p.parent).get("command", "")]
         path = max(fits, key=lambda p: p.stat().st_mtime).parent if fits else Path("runs")
     if not (path / CONFIG).is_file():
@@ -63,8 +63,9 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
 
 def config_beside(ckpt_path: str | Path) -> Path | None:
     """The configuration of the run whose directory a checkpoint is in."""
-    path = Path(ckpt_path).absolute().parents[1] / CONFIG
-    return path if path.is_file() else None
+    above = Path(ckpt_path).absolute().parents
+    runs = (path for path in above if (path / CONFIG).is_file() and (path / RUN_JSON).is_file())
+    return next((path / CONFIG for path in runs), None)
 
 
 def flatten(config: dict[Any, Any], key: str = "") -> dict[str, Any]:

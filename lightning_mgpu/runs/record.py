@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mgpu.devices import describe_devices, devices
-from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import CONFIG, RUN_JSON, flatten, lock_run_dir, read_run_json
 from lightning_mgpu.runs.metrics import MetricsFile, summarize
 from lightning_mgpu.runs.wandb_run import WandbOptions, start_run
@@ -51,32 +50,37 @@ class RunRecord(Callback):
             trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
         if self.lock is None:
             return
+        run_id = read_run_json(self.run_dir).get("wandb_id")
+        versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
+        used = describe_devices(devices(trainer))
+        self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
+        self.write(end=None, wandb_id=run_id)
+        if not (self.run_dir / CONFIG).is_file():
+            self.write_config()
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.wandb_options is not None:
             config = flatten(yaml.safe_load(self.config))
-            run_id = read_run_json(self.run_dir).get("wandb_id")
             logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
             self.notes["wandb"] = where
             if logger is not None:
-                self.content["wandb_id"] = logger.experiment.id
+                self.write(wandb_id=logger.experiment.id)
                 trainer.loggers = [*trainer.loggers, logger]
-        versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
-        used = describe_devices(devices(trainer))
-        self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
-        self.write(end=None)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
         stop_on_signals()  # once more: Lightning has put its own handler in place
         is_first = self.lock is not None and "num_parameters" not in self.content
         if is_first and not trainer.sanity_checking:
-            with replacing(self.run_dir / CONFIG) as part:  # a resumed run may be a longer one
-                part.write_text(self.config, encoding="utf-8")
+            self.write_config()  # once more, as a resumed run may be a longer one
             (self.run_dir / "model.txt").write_text(f"{pl_module}\n")
             self.write(num_parameters=count_parameters(pl_module))
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = begin
+
+    def write_config(self) -> None:
+        with replacing(self.run_dir / CONFIG) as part:
+            part.write_text(self.config, encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         """Write `run.json` with these values, too."""
@@ -84,11 +88,12 @@ class RunRecord(Callback):
         with replacing(self.run_dir / RUN_JSON) as part:
             part.write_text(json.dumps(self.content, indent=2, default=str) + "\n")
 
-    def close(self, trainer: Trainer, error: BaseException | None, best: BestCheckpoint) -> None:
+    def close(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write how the run ended, close the W&B run and free the directory."""
         if self.lock is None:
             return
-        end = {"state": "stopped" if self.results.get("why") else "finished", **self.results}
+        state = "stopped" if self.results.get("why") else "finished"
+        end: dict[str, Any] = {"state": state, "best": {}, **self.results}
         # the disk may be full, metrics.csv broken, the directory deleted: that error counts
         with contextlib.suppress(Exception):
             if isinstance(error, Exception):
@@ -98,9 +103,8 @@ class RunRecord(Callback):
                 error.add_note(f"{self.run_dir}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
-            end |= {"epochs": trainer.current_epoch, "best": best.best}
-            end["metrics"] = summarize(self.run_dir, best.best.get("epoch"))
-            self.write(end=end)
+            metrics = summarize(self.run_dir, end["best"].get("epoch"))
+            self.write(end=end | {"epochs": trainer.current_epoch, "metrics": metrics})
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()

@@ -9,7 +9,8 @@ import yaml
 
 from lightning_mgpu.cli import help as cli_help
 from lightning_mgpu.cli.help import short_help, subcommands
-from lightning_mgpu.cli.yaml_files import config_dirs
+from lightning_mgpu.cli.yaml_files import config_dirs, read_config
+from lightning_mgpu.tools import dump_config
 
 CONFIGS = config_dirs()[-1]
 Config = Callable[..., dict[str, Any]]
@@ -69,6 +70,12 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
     own = "--trainer.strategy=lightning.pytorch.strategies.SingleDeviceStrategy"
     found = config("fit", own)["trainer"]["strategy"]
     assert found["class_path"].endswith(".SingleDeviceStrategy")
+
+
+@pytest.mark.parametrize("text", ["1e5", "77950e8", "0o17", "1_000", ".5", "1:30", "y", "no", "~"])
+def test_a_text_that_looks_like_something_else_is_quoted(text: str, config: Config) -> None:
+    assert dump_config({"a": text}) == f"a: '{text}'\n"
+    assert read_config(dump_config({"a": text}, in_one_line=True).strip()) == {"a": text}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_command_is_taken(
         assert ("no such file" if " export " in line else "--resume=") in capsys.readouterr().err
         return
     # made by the command before
-    args = [arg for arg in args if not arg.startswith("--ckpt_path")]
+    args = [arg for arg in args if not arg.startswith(("--ckpt_path", "--weights"))]
     shows_help = "help" in args[-1]
     assert main(*args, *([] if shows_help else ["--print_config"])) == 0
     assert ("usage: " if shows_help else "trainer") in capsys.readouterr().out

@@ -66,6 +66,11 @@ class Net(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class Lambda(Net):
+    def __init__(self, tag: str = "", act=lambda x: x, dtype=torch.float32) -> None:
+        super().__init__()
+
+
 class Shuffled(LightningDataModule):
     """A plain DataLoader, whose order is drawn from torch's generator."""
 
@@ -75,11 +80,17 @@ class Shuffled(LightningDataModule):
 
 
 class Stop(Callback):
-    """Sends a signal where the environment says: `STOP=2,1` in a batch, `save,2`, `test`."""
+    """Sends a signal where the environment says: `2,1` in a batch, `save,2`, `test`, `sanity`."""
 
     def stop(self, *where):
         if os.environ.get("STOP") == ",".join(map(str, where)):
             os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
+
+    def on_sanity_check_start(self, *args):
+        self.stop("sanity")
+
+    def on_fit_start(self, *args):
+        self.stop("setup")
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.stop(trainer.current_epoch, batch_idx)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.runs.record import fingerprint
-from tests.runs.conftest import last, metrics
+from tests.runs.conftest import RUN, equal, last, metrics
 
 
 def test_a_runs_directory(run: Path) -> None:
@@ -65,9 +66,9 @@ def test_weights_set_when_training_ends_are_in_the_last(
         ("--checkpoint.monitor=null", "testing epoch 2: the last one saved by --checkpoint"),
         (
             "--checkpoint.monitor=val_other",
-            "testing the last epoch: no metric says which one is the best",
+            "testing the last epoch: --checkpoint.monitor=val_other",
         ),
-        ("--data.val_size=0", "testing the last epoch: no metric says which one is the best"),
+        ("--data.val_size=0", "testing the last epoch: no best one is kept: save_top_k=0, or"),
     ],
 )
 def test_which_checkpoint_is_the_best(
@@ -75,9 +76,14 @@ def test_which_checkpoint_is_the_best(
 ) -> None:
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
-    assert told in capfd.readouterr().out.splitlines()
+    out = capfd.readouterr().out
+    assert f"\n{told}" in out
+    unlogged = "\n--checkpoint.monitor=val_other was not logged; logged were: "
+    assert out.count(unlogged) == ("val_other" in options)
     assert fit("--resume=a") == 0
-    assert told in capfd.readouterr().out.splitlines()
+    out = capfd.readouterr().out
+    assert f"\n{told}" in out
+    assert "finished: nothing to train; --trainer.max_epochs=N trains on\n" in out
 
 
 def test_evaluation_takes_a_checkpoint_alone(
@@ -107,12 +113,103 @@ def test_weights_of_another_run_with_any_settings(
     """Also where the run is stopped in its first epoch; another model's are refused."""
     weights = last(run)["state_dict"]
     start = ("--weights=run/checkpoints/last.ckpt", "--model.lr=0", "--run_dir=tuned")
-    assert fit(*start, "--trainer.max_epochs=1", stop="0,1") == 1
+    assert fit(*start, "--trainer.max_epochs=1", stop="0,1") == 130
     assert fit("--resume=tuned") == 0
     tuned = last(run.parent / "tuned")["state_dict"]
     assert all(torch.equal(tuned[name], weights[name]) for name in weights)
+    assert fit("--resume=tuned", "--weights=other.ckpt") == 2
+    assert "tuned has run/checkpoints/last.ckpt, which stays" in capfd.readouterr().err
     assert fit(start[0], "--model.width=8", "--run_dir=other") == 2
     assert "Error(s) in loading state_dict for Net" in capfd.readouterr().err
+    assert not Path("other").exists()
+
+
+def test_weights_bring_their_model(
+    run: Path, main: Callable[..., int], root: Path, capfd: Any
+) -> None:
+    """A `config.yaml` behind the flag, even one that says null, does not take it back."""
+    saved, own = last(run)["state_dict"], run.parent
+    config = (run / "config.yaml").read_text()
+    assert not {"weights", "ckpt_path", "run_dir"} & yaml.safe_load(config).keys()
+    (own / "old.yaml").write_text(f"{config}weights: null\nckpt_path: null\nrun_dir: null\n")
+    start = ("fit", "--weights=run/checkpoints/last.ckpt", "--model.lr=0", *RUN[-3:])
+    for number, more in enumerate(((), ("--config=run/config.yaml",), ("--config=old.yaml",))):
+        line = (*start, *more, f"--data.root={root}", "--trainer.max_epochs=1", "--model.lr=0")
+        assert main(*line, f"--run_dir={number}") == 0
+        assert "\nweights:  run/checkpoints/last.ckpt\n" in capfd.readouterr().out
+        weights = last(own / str(number))["state_dict"]
+        assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    moved = (run / "checkpoints" / "last.ckpt").rename(own / "moved.ckpt")
+    for number, name in enumerate(("run/config.yaml", "old.yaml")):
+        line = (f"--config={name}", f"--data.root={root}", f"--run_dir=tested_{number}")
+        assert main("test", f"--ckpt_path={moved}", *line) == 0
+        assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
+    assert main("fit", f"--weights={moved}") == 2
+    assert "moved.ckpt is in no run directory" in capfd.readouterr().err
+
+
+LATE = """
+from torch import nn
+from lightning_mgpu.models import LeNet
+
+class Late(LeNet):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr=lr)
+        self.more = None
+
+    def configure_model(self):
+        if self.more is None:
+            self.more = nn.Linear(10, 10)
+
+    def forward(self, X):
+        return self.more(super().forward(X))
+"""
+
+
+def test_layers_made_in_configure_model(
+    main: Callable[..., int], root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own_late.py").write_text(LATE)
+    data = (f"--data.root={root}", "--data.val_size=101", *RUN[-3:], "--trainer.max_epochs=1")
+    assert main("fit", "--model=own_late.Late", "--run_dir=a", *data) == 0
+    start = ("--weights=a/checkpoints/last.ckpt", "--model.lr=0")
+    assert main("fit", *start, "--run_dir=b", *data) == 0
+    assert equal(last(tmp_path / "a")["state_dict"], last(tmp_path / "b")["state_dict"])
+    assert main("export", "--ckpt_path=a/checkpoints/last.ckpt", "--output=m.pt2") == 0
+
+
+def test_checkpoints_in_subdirectories(
+    fit: Callable[..., int], main: Callable[..., int], root: Path, own: Path, capfd: Any
+) -> None:
+    """Of a metric's name, or of one's own code; the run directory itself is not made again."""
+    (own / "own_more.py").write_text(OWN)
+    names = (
+        "--checkpoint.filename={epoch}-{val/loss:.2f}",
+        "--trainer.callbacks+=own_more.Exports",
+    )
+    assert fit(*names, "--trainer.max_epochs=1", "--run_dir=a") == 0
+    assert "testing epoch 1: val_acc" in capfd.readouterr().out
+    (best,) = (own / "a" / "checkpoints").glob("*/*.ckpt")
+    assert main("test", f"--ckpt_path={best}", f"--data.root={root}", "--run_dir=b") == 0
+    assert (own / "exports" / "run" / "x.ckpt").is_file()
+
+
+def test_a_best_checkpoint_that_is_damaged_or_gone(
+    fit: Callable[..., int], own: Path, capfd: Any
+) -> None:
+    assert fit("--run_dir=run", "--trainer.max_epochs=1") == 0
+    run = own / "run"
+    (best,) = (run / "checkpoints").glob("epoch=*.ckpt")
+    capfd.readouterr()
+    best.write_bytes(best.read_bytes()[:-20])
+    assert fit("--resume=run") == 2
+    err = capfd.readouterr().err
+    assert f"{best} cannot be read: it is damaged" in err and err.count("\n") == 1
+    assert "delete this file, and --resume tests" in err
+    assert read_run_json(run)["end"]["state"] == "failed"
+    best.unlink()
+    assert fit("--resume=run") == 0
+    assert f"testing the last epoch: {best}, the best one, is gone\n" in capfd.readouterr().out
 
 
 OWN = """
@@ -123,6 +220,10 @@ from lightning.pytorch import Callback
 class Numpy(Callback):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["mine"] = [np.float64(1.0)]
+
+class Exports(Callback):
+    def on_train_end(self, trainer, *args):
+        trainer.save_checkpoint("exports/run/x.ckpt")
 
 class Deletes(Callback):
     def on_test_end(self, trainer, *args):
@@ -135,6 +236,8 @@ class Deletes(Callback):
     [
         ("", errno.ENOSPC, "epoch=0-step=7.ckpt: No space left on device; once that is mended, go"),
         ("", errno.EACCES, "epoch=0-step=7.ckpt: Permission denied; "),
+        ("", errno.EPERM, "epoch=0-step=7.ckpt: Operation not permitted; "),
+        ("", errno.EFBIG, "epoch=0-step=7.ckpt: File too large; "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
         ("--trainer.callbacks+=own_more.Deletes", 0, "a was deleted while it was on: its weights"),
     ],

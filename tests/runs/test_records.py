@@ -77,6 +77,32 @@ def test_what_wandb_gets(
     assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
 
+@pytest.mark.slow
+def test_the_options_of_the_pages_with_two_processes(
+    command: Any, own: Path, capfd: Any, root: Path
+) -> None:
+    """What only one process has, such as a W&B run, is asked of no other."""
+    few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
+    two = ("--trainer.accelerator=cpu", "--trainer.devices=2", *few)
+    ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.callbacks.decay=0.99")
+    callbacks = [
+        *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
+        *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
+    ]
+    logger = ("--trainer.logger=WandbLogger", "--trainer.logger.offline=true")
+    model = ("--data.source=synthetic", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle")
+    more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null", "--malloc=keep")
+    line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
+    for args in (
+        ("fit", *line, "--trainer.max_epochs=1", "--run_dir=a"),
+        ("fit", "--weights=a/checkpoints/last.ckpt", *two, *ema, "--trainer.max_epochs=1"),
+        ("predict", "--ckpt_path=a/checkpoints/last.ckpt", *two, "--run_dir=b"),
+    ):
+        code, out, err = command(*args)
+        assert code == 0 and "Traceback" not in err, err
+    assert "predictions: b/predictions.csv" in out
+
+
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Offline without a login or an answering server; off if it cannot start at all."""
 
@@ -93,6 +119,18 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     assert where() == f"offline (no login); wandb sync {tmp_path}/wandb/offline-run-*"
     assert where("disabled") == "off (--wandb.mode=disabled)"
+    wandb.teardown()
+    for name in ("WANDB_MODE", "WANDB_ENTITY", "WANDB_PROJECT"):  # `export WANDB_MODE=$UNSET`
+        monkeypatch.setenv(name, "")
+    assert where().startswith("offline (no login)")
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert where() == "off (WANDB_DISABLED)"
+    monkeypatch.delenv("WANDB_DISABLED")
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    assert where() == "off (WANDB_MODE=onlin)"
+    assert where("offline").startswith("off (ValidationError: ")
+    monkeypatch.delenv("WANDB_MODE")
     wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("lightning_mgpu.runs.wandb_run.SETTINGS", {"init_timeout": 1.0})

@@ -22,12 +22,12 @@ def test_stopped_three_times(
     """By three signals: in the first epoch, in a later one, and while `last.ckpt` is saved."""
     assert fit(*STRATEGIES[strategy], "--run_dir=whole") == 0
     capfd.readouterr()
-    assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3", number="SIGINT") == 1
+    assert fit(*STRATEGIES[strategy], "--run_dir=stopped", stop="0,3", number="SIGINT") == 130
     way_on = "stopped; go on with: python -m lightning_mgpu fit --resume=stopped"
     assert way_on in capfd.readouterr().out
-    assert fit("--resume=stopped", stop="2,1", number="SIGTERM") == 1
+    assert fit("--resume=stopped", stop="2,1", number="SIGTERM") == 130
     assert last(tmp_path / "stopped")["epoch"] == 2
-    assert fit("--resume=stopped", stop="save,3", number="SIGHUP") == 1
+    assert fit("--resume=stopped", stop="save,3", number="SIGHUP") == 130
     assert way_on in capfd.readouterr().out
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
@@ -49,7 +49,7 @@ def test_what_is_remembered_over_epochs(
     options: str, fit: Callable[..., int], tmp_path: Path
 ) -> None:
     assert fit(*options.split(), "--run_dir=whole") == 0
-    assert fit(*options.split(), "--run_dir=stopped", stop="2,1") == 1
+    assert fit(*options.split(), "--run_dir=stopped", stop="2,1") == 130
     assert fit("--resume=stopped") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -59,7 +59,7 @@ def test_a_run_stopped_in_its_test_is_tested_again(
 ) -> None:
     """With the same random numbers, and `test` has them too."""
     assert fit("--run_dir=whole") == 0
-    assert fit("--run_dir=stopped", stop="test", number="SIGTERM") == 1
+    assert fit("--run_dir=stopped", stop="test", number="SIGTERM") == 130
     assert "go on with: " in capfd.readouterr().out
     assert read_run_json(tmp_path / "stopped")["end"]["state"] == "interrupted"
     assert fit("--resume=stopped") == 0
@@ -90,7 +90,7 @@ def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
         else:
             process.terminate()
         status, out, _ = command.finish(process, timeout=60)
-        assert status in (1, -signal.SIGKILL)
+        assert status in (130, -signal.SIGKILL)
         assert ("go on with: " in out) == (line == "epoch 3/")
     assert command("fit", "--resume=stopped")[0] == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
@@ -119,15 +119,78 @@ def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> 
     assert fit("--resume=last") == 2
     assert "--resume=last: runs is not a run directory" in capfd.readouterr().err
     assert fit("--trainer.max_epochs=1") == 0
-    assert fit("--trainer.max_epochs=2", stop="0,1") == 1
+    assert fit("--trainer.max_epochs=2", stop="0,1") == 130
     for command in ("test", "fit"):  # newer, but nothing to go on with: a test, a refused start
         (other := tmp_path / "runs" / command).mkdir()
         (other / "run.json").write_text(f'{{"command": "x.py {command}", "end": {{}}}}')
-    (tmp_path / "runs" / "test" / "config.yaml").touch()
+        (other / "config.yaml").touch()
+    (tmp_path / "runs" / "test" / "model.txt").touch()
     assert fit("--resume=last") == 0
     assert "ckpt:     none: no epoch was over, training starts again" in capfd.readouterr().out
     ends = [read_run_json(path)["end"] for path in (tmp_path / "runs").iterdir()]
     assert sorted(end["epochs"] for end in ends if end) == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["sanity", "setup"])
+def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
+    where: str, fit: Callable[..., int], tmp_path: Path, capfd: Any
+) -> None:
+    """Its directory is made before the sanity check, and before `configure_optimizers`."""
+    assert fit("--trainer.max_epochs=1", "--run_dir=whole") == 0
+    line = ("--trainer.max_epochs=1", "--run_dir=a")
+    assert fit(*line, stop=where, number="SIGTERM") == 130
+    assert "stopped; go on with: python -m lightning_mgpu fit --resume=a" in capfd.readouterr().out
+    assert fit("--resume=last") == 2
+    assert fit("--resume=a") == 0
+    assert_same(tmp_path / "whole", tmp_path / "a")
+
+
+def test_where_no_directory_can_be_made(fit: Callable[..., int], capfd: Any) -> None:
+    assert fit("--run_dir=/proc/nope/a") == 2
+    err = capfd.readouterr().err
+    assert "/proc/nope" in err and "go on with" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
+        "--wandb.name=77950e8 --wandb.project=1e5",
+        "--model=own_run.Lambda --model.tag=1e5",
+    ],
+)
+def test_what_no_yaml_says_by_itself(
+    options: str, fit: Callable[..., int], main: Callable[..., int], tmp_path: Path
+) -> None:
+    """Defaults that cannot be written count again; a text stays a text."""
+    assert fit(*options.split(), "--run_dir=a", "--trainer.max_epochs=2") == 0
+    assert "Unable to serialize" not in (tmp_path / "a" / "config.yaml").read_text()
+    assert fit(*options.split(), "--run_dir=b", "--trainer.max_epochs=2", stop="1,1") == 130
+    assert fit("--resume=b") == 0
+    assert_same(tmp_path / "a", tmp_path / "b")
+    assert main("test", "--ckpt_path=a/checkpoints/last.ckpt", "--run_dir=c") == 0
+
+
+FINDER = ("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.attr_name=rate")
+
+
+def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> None:
+    """The run is one with the rate found; its own steps are not the run's."""
+    search = (*FINDER, "--trainer.callbacks.num_training_steps=8", "--trainer.max_epochs=2")
+    assert fit(*search, "--run_dir=found") == 0
+    out = capfd.readouterr().out
+    assert "\nepoch 1/2 " in out and "ckpt:" not in out
+    rate = next(row["lr-SGD"] for row in metrics(tmp_path / "found") if row["lr-SGD"])
+    assert fit(f"--model.lr={rate}", "--trainer.max_epochs=2", "--run_dir=given") == 0
+    assert equal(last(tmp_path / "found")["state_dict"], last(tmp_path / "given")["state_dict"])
+    assert fit(*search, "--run_dir=stopped", stop="1,1") == 130
+    assert fit("--resume=stopped") == 0
+    assert_same(tmp_path / "found", tmp_path / "stopped")
+    size = ("--trainer.callbacks+=BatchSizeFinder", "--trainer.callbacks.max_trials=1")
+    assert fit(*size, "--trainer.max_epochs=1", "--run_dir=size") == 0
+    capfd.readouterr()
+    assert fit("--resume=size") == 2
+    assert "BatchSizeFinder has found: start a new run" in capfd.readouterr().err
 
 
 def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> None:
@@ -135,7 +198,7 @@ def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> 
     shutil.copytree("whole", "copy")
     capfd.readouterr()
     assert fit("--resume=copy") == 0
-    assert "testing the last epoch" in capfd.readouterr().out
+    assert "the best one, is of another directory" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -210,7 +273,7 @@ def test_a_run_without_a_last_checkpoint_is_not_trained_again(
     fit: Callable[..., int], tmp_path: Path, capfd: Any
 ) -> None:
     option = "--trainer.enable_checkpointing=false"
-    assert fit(option, "--run_dir=a", stop="1,1") == 1
+    assert fit(option, "--run_dir=a", stop="1,1") == 130
     assert "stopped; it saves no last.ckpt\n" in capfd.readouterr().out
     before = metrics(tmp_path / "a")
     assert fit("--resume=a") == 2
