@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
+from lightning_mgpu.strategies.ends import ProcessEnded
 from lightning_mgpu.tools import UNWRITABLE, UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
@@ -64,7 +66,11 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         text = "\n".join(line[:300] for line in lines[:6])
         notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
         where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        rank = rank_zero_only.rank  # type: ignore[attr-defined]
+        if rank > 0:
+            time.sleep(1)  # the first process, if it ends by the same, ends this one meanwhile
+            text = f"[process {rank}] {text}"
+        if rank == 0 or not isinstance(error, ProcessEnded):
             print(f"error: {text} ({where})", file=sys.stderr, flush=True)
         sys.exit(2)
 

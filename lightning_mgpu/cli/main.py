@@ -10,6 +10,7 @@ import warnings
 from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
+from lightning_mgpu.runs.directory import RUN_DIR_ENV
 from lightning_mgpu.runs.record import stop_on_signals
 from lightning_mgpu.tools import PACKAGE, UsageError, did_you_mean
 
@@ -27,7 +28,7 @@ WARNINGS = (
 # How the lines begin that say what the run header says better, or praise other products.
 INFO = (
     *("GPU available", "TPU available", "💡 Tip", "Seed set to", "Using bfloat16", "Using 16bit"),
-    *("----------", "distributed_backend=", "Initializing distributed", "All distributed proc"),
+    *("----------", "distributed_backend=", "All distributed proc"),
     *("`Trainer.fit` stopped: `max_", "`Trainer(limit_", "Loading `train_dataloader` to"),
     *("Restor", "Loaded model weights", "LOCAL_RANK: ", "Found current_model_state"),
     "`weights_only` was not set",  # it is
@@ -66,11 +67,14 @@ def hide_messages() -> None:
     warnings.formatwarning = lambda message, category, file, *where: (  # ours need no path
         f"warning: {message}\n" if PACKAGE in file else show(message, category, file, *where)
     )
+    # where something else starts the processes, this line tells which one waits for others
+    is_joined = "LOCAL_RANK" in os.environ and RUN_DIR_ENV not in os.environ
+    hidden = INFO if is_joined else (*INFO, "Initializing distributed")
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(says_something)
+            handler.addFilter(lambda record: says_something(record, hidden))
 
 
-def says_something(record: logging.LogRecord) -> bool:
+def says_something(record: logging.LogRecord, hidden: tuple[str, ...]) -> bool:
     message = re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage())
-    return not message.startswith(INFO)
+    return not message.startswith(hidden)

@@ -42,6 +42,7 @@ from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
+from lightning_mgpu.strategies.ends import ProcessEnded
 from lightning_mgpu.tools import UNWRITABLE, UsageError, command, dump_config, keep_freed_memory
 
 
@@ -66,6 +67,8 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or cli.run_dir
             ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
+        if isinstance(error, ProcessEnded):
+            ending = UsageError(f"{error}; {way_on}")
         if isinstance(error, OSError) and cli.is_deleted():
             ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
         if isinstance(error, (KeyboardInterrupt, SystemExit)):  # Lightning turns one into the other
@@ -205,6 +208,9 @@ class TrainingCLI(LightningCLI):
                     "plugins": [*as_list(options.plugins), checkpoints.WholeFiles(self.run_dir)],
                 }
             )
+        if getattr(self.trainer.strategy, "_start_method", "popen") != "popen":
+            way = "it would hand no run back: take ddp or manual_allreduce"
+            raise UsageError(f"--trainer.strategy={given.get('trainer.strategy')}: {way}")
         started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
             way = f"--trainer.devices={os.environ.get('LOCAL_WORLD_SIZE', started)} joins them"
