@@ -22,6 +22,14 @@ NAMES = {
     "_foreach_copy_": "the same for copies",
     "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",
 }
+TRACE_NAMES = {  # of drawing/, which can be deleted
+    "_python_dispatch": "documented: where TorchDispatchMode is",
+    "_pytree": "documented: finds tensors in the arguments of an operation",
+    "_make_wrapper_subclass": "a tensor with a device of its own, and without numbers",
+    "_schema": "which arguments an operation changes",
+    "_cdata": "the identity of a meta tensor's storage, which has no address",
+    "_foreach_": "how the names of operations on lists begin",
+}
 WORDS = {
     "_acc",
     "_allreduce",

@@ -1,5 +1,6 @@
 """The contract of an allreduce, as a type and as a check of anybody's own function."""
 
+import pydoc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,6 +29,19 @@ def allreduce_many(allreduce: Allreduce, gradients: list[list[Tensor]]) -> None:
     else:
         for tensors in gradients:
             allreduce(tensors)
+
+
+def find_allreduce(name: str) -> Allreduce:
+    """An allreduce of this package by its short name, or yours by its dotted path.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    function = pydoc.locate(f"{__package__}.{name}_allreduce") or pydoc.locate(name)
+    if not callable(function):
+        names = "textbook, key_value, tree, sharded, ring, foreach"
+        raise ValueError(f"no allreduce {name!r}: take {names}, or a path, my_module.my_allreduce")
+    return function
 
 
 def check_allreduce(allreduce: Allreduce, devices: Sequence[torch.device]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_mgpu.allreduce import check_allreduce
+from lightning_mgpu.allreduce import check_allreduce, find_allreduce
 from lightning_mgpu.benchmark import exchange
 from lightning_mgpu.benchmark.report import exchange_tables, headline, step_tables
 from lightning_mgpu.benchmark.rounds import machine, measure_in_rounds, plan_steps, seconds_per_step
@@ -67,7 +67,7 @@ def benchmark_command(arguments: Sequence[str]) -> None:
     try:
         plan = [] if args.only == "exchange" else configurations(args)
         for name in algorithms:
-            check_allreduce(exchange.find_algorithm(name), 3 * [torch.device("cpu")])
+            check_allreduce(find_allreduce(name), 3 * [torch.device("cpu")])
         directory.mkdir(parents=True)
     except (ValueError, MisconfigurationException, OSError) as error:
         raise UsageError(f"benchmark: {error}") from error

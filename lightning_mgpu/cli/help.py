@@ -12,6 +12,7 @@ TOOLS = {  # the functions that the others call with their arguments
     "benchmark": "lightning_mgpu.benchmark.cli.benchmark_command",
     "runs": "lightning_mgpu.cli.list_runs.runs_command",
     "new": "lightning_mgpu.new_project.cli.new_command",
+    "allreduce": "lightning_mgpu.drawing.cli.allreduce_command",
 }
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",

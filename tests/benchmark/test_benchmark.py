@@ -159,7 +159,7 @@ def test_ctrl_c_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--strategies dpp", "dpp: no such strategy"),
         ("--models LeNett --strategies ddp", "model LeNett: take LeNet, ResNet18, or a path"),
-        ("--algorithms rng --only exchange", "--algorithms rng: take textbook, "),
+        ("--algorithms rng --only exchange", "no allreduce 'rng': take textbook, "),
         ("--algorithms others.forgetful --only exchange", "instead of the sum"),
         ("--run_dir others.py --only exchange --algorithms ring", "File exists"),
     ],

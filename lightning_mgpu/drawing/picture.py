@@ -1,0 +1,46 @@
+"""Pictures of traces: messages over rounds, and computed times."""
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lightning_mgpu.drawing.trace import Trace
+
+
+def draw(traces: dict[str, Trace]) -> Figure:
+    """A panel per trace: a line per device, and an arrow per message, as thick as its bytes."""
+    num_rounds = max(trace.num_rounds for trace in traces.values())
+    heights = [trace.k + 2 for trace in traces.values()]
+    size = (min(4 + 0.4 * num_rounds, 12), 0.6 + 0.25 * sum(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(traces), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, (name, trace) in zip(panels, traces.items()):
+        title = f"{name}: {len(trace.messages)} messages, {trace.num_rounds} rounds"
+        axes.set_title(title, fontsize=10, loc="left")
+        uses_host = trace.sent[trace.k] + trace.received[trace.k] > 0
+        names = [f"device {i}" for i in range(trace.k)] + ["host"] * uses_host
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)  # device 0 above the others
+        axes.grid(axis="y")
+        largest = max((message.nbytes for message in trace.messages), default=1)
+        for source, target, nbytes, number in trace.messages:
+            look = {"arrowstyle": "-|>", "color": f"C{source}", "shrinkA": 0, "shrinkB": 0}
+            look["linewidth"] = 3 * nbytes / largest
+            axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
+    panels[-1].set(xlabel="round", xlim=(0.4, num_rounds + 0.6))
+    return figure
+
+
+def draw_times(panels: dict[str, dict[str, dict[Any, float]]]) -> Figure:
+    """A panel per x label, with a line per function: milliseconds by x."""
+    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    for axes, (label, times) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for n, (name, ms) in enumerate(times.items()):
+            # a narrow line on a wide one: both can be seen where they are equal
+            axes.plot([*ms], [*ms.values()], linewidth=max(1, 7 - 2 * n), label=name)
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms, computed")
+        axes.set_xticks([*ms], [f"{x:g}" for x in ms])
+        axes.minorticks_off()
+        axes.grid(alpha=0.4)
+        axes.legend(fontsize=8)
+    return figure

@@ -1,0 +1,198 @@
+"""A trace has the messages, rounds and bytes that the cost table and the book have."""
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import ceil, log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mgpu import allreduce
+from lightning_mgpu.allreduce import KeyValueStore, find_allreduce, textbook_allreduce
+from lightning_mgpu.drawing import draw
+from lightning_mgpu.drawing.trace import Trace, trace
+
+ROWS = re.findall(r"^\| `(\w+)` +\| ([^|]+)\| ([^|]+)\| ([^|]+)\|", allreduce.__doc__, re.MULTILINE)
+NUMEL = 2520  # is divisible by 2 .. 9
+
+
+def evaluate(formula: str, k: int) -> float:
+    """A cell of the cost table for k devices, in tensors of n bytes."""
+    formula = formula.strip().partition(",")[0].replace("ceil(log2 k)", "L")
+    product = re.sub(r"(?<=[\dkL)]) ?(?=[(kLn])", "*", formula)  # 2(k-1) n -> 2*(k-1)*n
+    return float(eval(product, {"k": k, "n": 1, "L": ceil(log2(k))}))
+
+
+def counts(result: Trace) -> tuple[float, ...]:
+    """Messages and rounds, and in tensors what the busiest device sends and receives."""
+    busiest = max(result.sent) / result.nbytes, max(result.received) / result.nbytes
+    return len(result.messages), result.num_rounds, *busiest
+
+
+def chain(tensors: list[Tensor]) -> None:
+    for before, after in pairwise(tensors):
+        after.add_(before.to(after.device))
+    for after, before in zip(tensors[::-1], tensors[-2::-1]):
+        before.copy_(after)
+
+
+def two_level(tensors: list[Tensor]) -> None:
+    """Sum pairs, sum the pairs' sums around a ring, hand them back."""
+    pairs = [tensors[i : i + 2] for i in range(0, len(tensors), 2)]
+    for first, second in pairs:
+        first += second.to(first.device)
+    allreduce.ring_allreduce([first for first, _ in pairs])
+    for first, second in pairs:
+        second[:] = first
+
+
+def in_half_precision(tensors: list[Tensor]) -> None:
+    total = torch.zeros(tensors[0].shape, device=tensors[0].device)
+    for tensor in tensors:
+        total += tensor.half().to(total.device) * torch.tensor(1.0)
+    for tensor in tensors:
+        tensor.copy_(total.half().to(tensor.device))
+
+
+def by_the_host(tensors: list[Tensor]) -> None:
+    store = KeyValueStore(torch.device("cpu"))
+    for worker, tensor in enumerate(tensors):
+        store.push("gradient", worker, tensor)
+    for tensor in tensors:
+        store.pull("gradient", tensor)
+
+
+def pass_on_in_slices(tensors: list[Tensor]) -> None:
+    for slices in zip(*(tensor.tensor_split(10) for tensor in tensors)):
+        for before, after in pairwise(slices):
+            after.copy_(before)
+
+
+def views_outputs_and_lists(tensors: list[Tensor]) -> None:
+    first, second, third = tensors
+    for half in range(2):
+        second.view(2, -1)[half].copy_(first.view(2, -1)[half])
+    torch.add(first, second, out=third)
+    sums = torch._foreach_add([first, first], [third, third])
+    torch._foreach_copy_([second, third], sums)
+
+
+@pytest.mark.parametrize("k", range(2, 10))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_cost_table(row: tuple[str, ...], k: int) -> None:
+    name, messages, rounds, busiest = row
+    expected = [evaluate(cell, k) for cell in (messages, rounds, busiest, busiest)]
+    assert counts(trace(find_allreduce(name), k, NUMEL)) == pytest.approx(expected)
+
+
+def test_the_table_has_rows_and_foreach_is_the_textbook() -> None:
+    assert len(ROWS) == 5 and evaluate("2(k-1)/k n, lower bound", 4) == 1.5
+    foreach = trace(find_allreduce("foreach"), 5, NUMEL)
+    assert foreach.messages == trace(textbook_allreduce, 5, NUMEL).messages
+
+
+@pytest.mark.parametrize(
+    ("function", "k", "expected"),
+    [
+        (chain, 4, (6, 6, 2, 2)),
+        (two_level, 4, (8, 4, 2, 2)),
+        (two_level, 8, (32, 8, 2.5, 2.5)),
+        (in_half_precision, 4, (6, 6, 1.5, 1.5)),
+        (by_the_host, 4, (8, 8, 4, 4)),
+        (pass_on_in_slices, 4, (30, 10 + 2, 1, 1)),  # while a slice goes on, the next comes
+        (views_outputs_and_lists, 3, (8, 7, 4, 3)),
+    ],
+)
+def test_fresh_functions(function: Callable, k: int, expected: tuple[float, ...]) -> None:
+    assert counts(trace(function, k, NUMEL)) == pytest.approx(expected)
+
+
+def test_no_device_does_two_things_at_once_and_data_is_there_before_it_is_sent() -> None:
+    for function in (chain, two_level, by_the_host, pass_on_in_slices):
+        messages = trace(function, 6, NUMEL).messages
+        for end in ("source", "target"):
+            assert len({(m.round, getattr(m, end)) for m in messages}) == len(messages)
+    ways = [(m.source, m.target, m.round) for m in trace(chain, 3, NUMEL).messages]
+    assert ways == [(0, 1, 1), (1, 2, 2), (2, 1, 3), (1, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [("textbook", 60), ("sharded", 15), ("ring", 15), ("tree", 40), (by_the_host, 80)],
+)
+def test_times_of_the_book(function: Any, expected: float) -> None:
+    """160 MB between 4 GPUs on PCIe 3 x16, 10 ms each: 'Parameter Servers'."""
+    function = find_allreduce(function) if isinstance(function, str) else function
+    result = trace(function, 4, 40_000_000)
+    assert result.milliseconds(0, 16e9) == pytest.approx(expected)
+    assert result.milliseconds(1e-3, 16e9) == pytest.approx(expected + result.num_rounds)
+
+
+def asks(tensors: list[Tensor]) -> None:
+    if tensors[0].norm() > 0:
+        textbook_allreduce(tensors)
+
+
+def reads(tensors: list[Tensor]) -> None:
+    scale = tensors[0].max().item()
+    tensors[0].mul_(scale)
+
+
+@pytest.mark.parametrize("function", [asks, reads])
+def test_what_needs_numbers_is_refused_with_its_line(function: Callable) -> None:
+    number = function.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"^cannot trace test_drawing.py:{number}, `") as caught:
+        trace(function, 3, NUMEL)
+    assert "\n" not in str(caught.value)
+
+
+def exchange(X: Tensor, state: Any, rank: int = 2) -> Iterator[Any]:
+    """Sends `rank` rows, then as many columns and their number."""
+    assert (state.name, state.num_replicas) == ("weight", 3) and not state
+    rows = yield X[:rank]
+    assert torch.equal(rows[state.replica], X[:rank])
+    state["rest"] = X
+    yield X[:, :rank], torch.tensor(rank)
+    return sum(rows)
+
+
+def test_an_exchange_goes_from_each_to_all() -> None:
+    result = trace(exchange, 3, 100, torch.float64)
+    assert result.nbytes == 800 and result.num_rounds == 4
+    assert sorted(m.nbytes for m in result.messages) == [160] * 6 + [168] * 6
+    assert result.sent[:3] == result.received[:3] == [2 * 160 + 2 * 168] * 3
+
+
+def test_picture() -> None:
+    half, host = draw({"a": trace(chain, 4, NUMEL), "b": trace(by_the_host, 3, NUMEL)}).axes
+    assert len(half.texts) == 6 and len(host.texts) == 6
+    assert [label.get_text() for label in host.get_yticklabels()][-2:] == ["device 2", "host"]
+
+
+def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(Path(__file__).read_text())
+    assert main("allreduce", "sharded", "mine.in_half_precision") == 0
+    said = capsys.readouterr().out
+    assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said
+    assert "mine.in_half_precision left device 0" in said and "1.5 n" in said
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [code] = re.findall(r"```python\n# my_allreduce.py\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "my_allreduce.py").write_text(code)
+    [line] = re.findall("python -m lightning_mgpu (allreduce .*) #", readme)
+    assert main(*line.split()) == 0 and Path("allreduce.png").exists()
+    assert "chain_allreduce: 6 messages in 6 rounds, 60.03 ms" in capsys.readouterr().out
+    assert main("allreduce", "mine.exchange", "--devices=3", "--latency=0", "--bandwidth=1e6") == 0
+    assert main("allreduce", "tree", "--sweep", "--link=10gbe", "--picture=times.png") == 0
+    assert Path("times.png").exists()
+    for args, error in (
+        (["mine.asks"], "cannot trace mine.py:"),
+        (["mine.nothing"], "no allreduce 'mine.nothing'"),
+        (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
+    ):
+        assert main("allreduce", *args) == 2
+        assert error in capsys.readouterr().err
