@@ -84,7 +84,6 @@ def test_the_options_of_the_pages_with_two_processes(
     """What only one process has, such as a W&B run, is asked of no other."""
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
     two = ("--trainer.accelerator=cpu", "--trainer.devices=2", *few)
-    ema = ("--trainer.callbacks+=EMAWeightAveraging", "--trainer.callbacks.decay=0.99")
     callbacks = [
         *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"),
         *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
@@ -93,14 +92,8 @@ def test_the_options_of_the_pages_with_two_processes(
     model = ("--data.source=synthetic", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle")
     more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null", "--malloc=keep")
     line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
-    for args in (
-        ("fit", *line, "--trainer.max_epochs=1", "--run_dir=a"),
-        ("fit", "--weights=a/checkpoints/last.ckpt", *two, *ema, "--trainer.max_epochs=1"),
-        ("predict", "--ckpt_path=a/checkpoints/last.ckpt", *two, "--run_dir=b"),
-    ):
-        code, out, err = command(*args)
-        assert code == 0 and "Traceback" not in err, err
-    assert "predictions: b/predictions.csv" in out
+    code, _, err = command("fit", *line, "--trainer.max_epochs=1", "--run_dir=a")
+    assert code == 0 and "Traceback" not in err, err
 
 
 def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
