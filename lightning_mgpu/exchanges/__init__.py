@@ -2,8 +2,8 @@
 
 It gets `X`, the gradient of this replica's shard times its share, and `state`, a dict of its own
 for this parameter, with `name`, `replica` and `num_replicas`. `yield` sends tensors to all
-replicas, and gets a list of what all have sent, in their order. What is returned takes the
-gradient's place: `return sum((yield X))` is the exact sum. More is in docs/exchanges.md.
+replicas, and gets a list of what all have sent, in their order. The result takes the gradient's
+place: `return sum((yield X))` is the exact sum. More is in docs/exchanges.md.
 """
 
 from typing import Any

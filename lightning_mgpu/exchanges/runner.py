@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes, so that every part of a row can be viewed in its dtype
 
 
 class State(dict):
-    """What an exchange keeps for a parameter until the next step: tensors and plain values."""
+    """An exchange keeps tensors and plain values in it, for a parameter, until the next step."""
 
     def __init__(self, name: str, replica: int, num_replicas: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def run_exchanges(
     gather_rows: Callable[[Tensor], Tensor],  # from (r, n) bytes of the replicas here to (k, n)
     gather_numbers: Callable[[np.ndarray], np.ndarray],  # from r numbers to k
 ) -> tuple[dict[str, Tensor], int]:
-    """What the exchanges return, by name, and how many bytes a replica has sent.
+    """Returns the results of the exchanges, by name, and the number of bytes that a replica sent.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.

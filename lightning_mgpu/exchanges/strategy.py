@@ -104,7 +104,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def _exchange_tensors(
         self, parameters: dict[str, Tensor], replicas: list[dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """What the exchange returns, in memory laid out like the parameters."""
+        """Returns the results of the exchange, in memory laid out like the parameters."""
         looks = np.array([[look_at(each.get(n)) for n in parameters] for each in replicas])
         most = self._gather(looks).reshape(self.num_replicas, -1).max(axis=0).tolist()
         look_by_name = {n: look for n, look in zip(parameters, most) if look != MISSING}
@@ -210,7 +210,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _settings(self) -> dict[str, Any]:
-        """What a resumed run must not change, by the name of its flag."""
+        """A resumed run must not change these. By the name of their flags."""
         names = ("options", "every", "outer_lr", "outer_momentum")
         settings = {name: getattr(self, name) for name in names}
         return {KEY: path_of(self.exchange), **settings, "replicas": self.num_replicas}

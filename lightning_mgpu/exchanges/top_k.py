@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def top_k(X: Tensor, state: dict, fraction: float = 0.05) -> Generator[Any, Any, Tensor]:
-    """Send a fraction of the entries with their indices. What was not sent waits in `rest`."""
+    """Send a fraction of the entries with their indices. The others wait in `rest`."""
     whole = X.flatten() + state.get("rest", 0)
     indices = whole.abs().topk(max(1, round(fraction * whole.numel()))).indices
     values = whole[indices]

@@ -1,8 +1,11 @@
 """Exchanges of this package and of users, on small tensors."""
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -40,7 +43,7 @@ def test_exact_is_the_sum_in_the_order_of_the_replicas() -> None:
 
 @pytest.mark.parametrize("exchange", [top_k, power_sgd, sign])
 def test_nothing_is_lost(exchange: Any) -> None:
-    """What was sent so far and what waits is the sum of all gradients."""
+    """The sums so far and all that waits add up to the sum of all gradients."""
     torch.manual_seed(0)
     states, sent, total = new_states(3), torch.zeros(20, 30).double(), torch.zeros(20, 30).double()
     for _ in range(5):
@@ -119,3 +122,56 @@ def test_what_is_wrong_is_one_line(exchange: Any) -> None:
     with pytest.raises(ValueError, match=WRONG[exchange]) as caught:
         check_exchange(exchange, 2)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("exchange ")
+
+
+def eight_bits(X: Tensor, state: Any) -> Any:
+    """One scale per tensor."""
+    whole = X + state.get("rest", 0)
+    scale = whole.abs().max().clamp(min=1e-30) / 127
+    levels = (whole / scale).round().to(torch.int8)
+    state["rest"] = whole - levels * scale
+    return sum(theirs * s for theirs, s in (yield levels, scale))
+
+
+def seeded_entries(X: Tensor, state: Any, fraction: float = 0.25) -> Any:
+    """The same random entries in all replicas, so that no indices travel."""
+    state["step"] = state.get("step", 0) + 1
+    generator = torch.Generator().manual_seed(crc32(state.name.encode()) + state["step"])
+    whole = X.flatten() + state.get("rest", 0)
+    count = max(1, round(fraction * len(whole)))
+    indices = torch.randperm(len(whole), generator=generator)[:count].to(X.device)
+    state["rest"] = whole.index_fill(0, indices, 0)
+    total = sum((yield whole[indices]))
+    return torch.zeros_like(whole).index_copy_(0, indices, total).view_as(X)
+
+
+def two_levels(X: Tensor, state: Any, size: int = 2) -> Any:
+    """Sums of groups of replicas, of which the first ones send them in half precision."""
+    tensors = yield X
+    first = state.replica // size * size
+    group = sum(tensors[first : first + size])
+    sums = yield group.half()
+    return sum(each.to(X.dtype) for each in sums[::size])
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "exchanges.md").read_text()
+NAMES, BLOCKS = zip(*re.findall(r"```python\n# (\S+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
+
+
+def test_those_of_the_page_and_those_written_from_it() -> None:
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in BLOCKS:
+        exec(block, namespace)
+    functions = [namespace[name] for name in NAMES]
+    assert len(functions) == 3
+    for each in (*functions, eight_bits, seeded_entries, two_levels):
+        for k in (1, 4):
+            has_state = check_exchange(each, k)
+            assert has_state == (each in (namespace["my_top_k"], eight_bits, seeded_entries))
+    torch.manual_seed(0)
+    tensors = [torch.randn(9, 30) for _ in range(4)]
+    for each in (namespace["my_half"], eight_bits, two_levels):
+        found = run_once(each, tensors, new_states(4))
+        torch.testing.assert_close(found, sum(tensors), rtol=0, atol=0.06)
+    a, b = (run_once(each, tensors, new_states(4)) for each in (top_k, namespace["my_top_k"]))
+    assert torch.equal(a, b)
