@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS
 
+from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of, plain
 from lightning_mgpu.exchanges.exact import exact
 from lightning_mgpu.exchanges.local_sgd import outer_step
@@ -38,6 +39,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
 
+    _num_updates = 0  # since the last exchange of weights
+
     def __init__(
         self,
         exchange: Callable[..., Any] = exact,
@@ -48,8 +51,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if every is not None and every < 1:
-            raise ValueError(f"{every=}: needed is a number of updates, 1 or more")
+        if self.allreduce is not textbook_allreduce or (every is not None and every < 1):
+            raise ValueError(f"{every=}: it is 1 or more; and an exchange takes no `allreduce`")
         self.exchange, self.options, self.every = exchange, options or {}, every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self._loaded: dict[str, Any] | None = None  # of the checkpoint of a resumed run
@@ -64,9 +67,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         has_state = True in {check_exchange(self._start, k, self.root_device, d) for d in dtypes}
         self._refuse(has_state)
         self._states: dict[tuple[int, str], State] = {}
-        self._weights = {name: p.detach().clone() for name, p in self._trained.items()}
+        weights = self._trained if self.every else {}
+        self._weights = {name: p.detach().clone() for name, p in weights.items()}
         self._velocities = {name: torch.zeros_like(p) for name, p in self._weights.items()}
-        self._num_updates = 0  # since the last exchange of weights
+        self._num_updates = 0
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
         if self._loaded or (self._loaded is not None and (has_state or self.every)):
             self._restore(self._loaded)
@@ -183,6 +187,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
 
     def on_validation_start(self) -> None:
         self.exchange_weights()
+        super().on_validation_start()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of a checkpoint: all processes ask for them, before anything else."""
