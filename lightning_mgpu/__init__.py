@@ -13,6 +13,8 @@ Read in this order:
 The other directories and `book.py` can be deleted, because nothing in these imports them.
 """
 
+import importlib
+import importlib.util
 import os
 import tempfile
 
@@ -24,5 +26,8 @@ except OSError:
         os.environ.setdefault(_name, tempfile.mkdtemp())
 
 import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
+
+if importlib.util.find_spec(f"{__name__}.exchanges"):  # this directory can be deleted
+    importlib.import_module(f"{__name__}.exchanges")
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """Prints the table of docs/strategies.md: the same bits in one, two and four processes.
 
-    python scripts/fingerprints.py textbook TopK --trainer.limit_train_batches=20
+    python scripts/fingerprints.py textbook top_k --trainer.limit_train_batches=20
 
 Four replicas train an epoch. A batch of 234 images is cut into 59, 59, 58 and 58; the last one, of
 10, into 3, 3, 2 and 2. Without names all rows are made. Options go to every run.
@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mgpu.models import Classifier
-from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 RUN = (
     *("--model=fingerprints.Net", "--model.optimizer=AdamW", "--trainer.strategy.replicas=4"),
@@ -29,7 +28,7 @@ BY_BOOK = "--trainer.strategy=manual_allreduce"
 ROWS = {  # and the options of each
     "textbook": [BY_BOOK],
     **{name: [f"{BY_BOOK}_{name}"] for name in ("tree", "ring", "sharded", "key_value")},
-    "TopK": ["--trainer.strategy=fingerprints.TopK"],
+    "top_k": ["--trainer.strategy=exchange_top_k"],
     "accumulated": [BY_BOOK, "--trainer.accumulate_grad_batches=2"],
     "two epochs": [BY_BOOK, "--trainer.max_epochs=2"],
     "resumed": [BY_BOOK],  # two epochs, the first of them in another number of processes
@@ -41,15 +40,6 @@ class Net(Classifier):
         super().__init__(**kwargs)
         first = (nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
         self.net = nn.Sequential(*first, nn.Dropout(0.3), nn.Linear(8 * 12 * 12, 10))
-
-
-class TopK(ManualAllreduceStrategy):  # a tenth of a gradient's entries now, the rest later
-    def prepare_gradient(self, name: str, replica: int, gradient: Tensor) -> None:
-        unsent = vars(self).setdefault("unsent", {})
-        gradient += unsent.get((name, replica), 0)
-        smallest = gradient.abs().flatten().topk(1 + gradient.numel() // 10).values[-1]
-        unsent[name, replica] = gradient * (gradient.abs() < smallest)
-        gradient -= unsent[name, replica]
 
 
 def fit(processes: int, *options: str) -> str:

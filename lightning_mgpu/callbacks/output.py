@@ -48,9 +48,9 @@ class RunOutput(Checkpoint):
             return
         self.header = False
         replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
-        allreduce = getattr(trainer.strategy, "allreduce", None)
-        how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
         strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
+        allreduce = getattr(strategy, "exchange", None) or getattr(strategy, "allreduce", None)
+        how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
         size = f"{count_parameters(pl_module):,} parameters"
         lines = {
             "model": f"{type(pl_module).__name__}, {size}, precision {trainer.precision}",

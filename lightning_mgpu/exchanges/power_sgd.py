@@ -1,0 +1,27 @@
+"""A gradient as a product of two thin matrices (Vogels et al., 2019, 'PowerSGD')."""
+
+from collections.abc import Generator
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+
+def power_sgd(X: Tensor, state: Any, rank: int = 2) -> Generator[Any, Any, Tensor]:
+    """A step of subspace iteration on the sum, from the last step's Q. The error waits in `rest`.
+
+    Rows are a layer's outputs. A tensor that is not smaller as two factors is sent whole.
+    """
+    n, m = X.flatten(1).shape if X.ndim > 1 else (1, 1)
+    if rank * (n + m) >= n * m:
+        return sum((yield X))
+    M = X.flatten(1) + state.get("rest", 0)
+    if "Q" not in state:  # the same in all replicas
+        generator = torch.Generator().manual_seed(crc32(state.name.encode()))
+        state["Q"] = torch.randn(m, rank, generator=generator).to(X)
+    P = torch.linalg.qr(sum((yield M @ state["Q"]))).Q
+    own = M.T @ P
+    state["rest"] = M - P @ own.T
+    state["Q"] = sum((yield own))
+    return (P @ state["Q"].T).view_as(X)

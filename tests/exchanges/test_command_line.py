@@ -1,0 +1,64 @@
+"""Exchanges from the command line: killed and resumed, and as a function's dotted path."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FIT = (
+    *("fit", "--data.source=synthetic", "--trainer.accelerator=cpu", "--trainer.max_epochs=3"),
+    *("--model.optimizer=AdamW", "--trainer.limit_train_batches=7", "--output.test=false"),
+    *("--trainer.limit_val_batches=2", "--output.curve=false"),
+)
+MINE = """
+def my_half(X, state):
+    return sum(each.to(X.dtype) for each in (yield X.half()))
+"""
+
+
+def last(run: Path) -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", ["top_k", "diloco --trainer.strategy.every=5"], ids=["a state", "every"]
+)
+def test_killed_and_resumed(options: str, command: Any, tmp_path: Path) -> None:
+    line = (*FIT, "--trainer.devices=2", *f"--trainer.strategy=exchange_{options}".split())
+    code, out, err = command(*line, "--run_dir=whole", timeout=200)
+    assert code == 0 and "exchange: " in out, f"{out}\n{err}"
+    process = command.start(*line, "--run_dir=killed")
+    while (printed := process.stdout.readline()) and not printed.startswith("epoch 2/"):
+        pass
+    assert printed, process.stderr.read()
+    os.killpg(process.pid, signal.SIGKILL)
+    command.finish(process, timeout=60)
+    code, out, err = command("fit", "--resume=killed", timeout=200)
+    assert code == 0 and "epoch 1/" not in out, f"{out}\n{err}"
+    whole, killed = (last(tmp_path / name) for name in ("whole", "killed"))
+    assert whole["exchange"]["num_bytes"] == killed["exchange"]["num_bytes"]
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(value, killed["state_dict"][name]), name
+
+
+@pytest.mark.slow
+def test_ones_own(
+    main: Callable[..., int], tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    two = ("--trainer.devices=1", "--trainer.strategy.replicas=2", "--trainer.max_epochs=1")
+    mine = ("--trainer.strategy=exchange", "--trainer.strategy.exchange=mine.my_half")
+    assert main(*FIT, *two, *mine, "--run_dir=run") == 0
+    out = capfd.readouterr().out
+    assert "exchange: 1.81 MB per replica by my_half, 3.61 by the exact sum" in out
+    assert "1.806952" in (tmp_path / "run" / "metrics.csv").read_text()
+    wrong = "--trainer.strategy.options={fraction: 0.1}"
+    assert main(*FIT, *two, *mine, wrong) == 2
+    err = capfd.readouterr().err
+    assert "exchange mine.my_half with torch.float32: TypeError: my_half() got an unexp" in err
