@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_mgpu.data import FashionMNIST
 from lightning_mgpu.models import Classifier
 
 RUN = (
@@ -29,6 +33,8 @@ ROWS = {  # and the options of each
     "textbook": [BY_BOOK],
     **{name: [f"{BY_BOOK}_{name}"] for name in ("tree", "ring", "sharded", "key_value")},
     "top_k": ["--trainer.strategy=exchange_top_k"],
+    "noisy images": [BY_BOOK, "--data=fingerprints.NoisyImages"],
+    "padded": [BY_BOOK, "--data=fingerprints.PaddedImages"],
     "accumulated": [BY_BOOK, "--trainer.accumulate_grad_batches=2"],
     "two epochs": [BY_BOOK, "--trainer.max_epochs=2"],
     "resumed": [BY_BOOK],  # two epochs, the first of them in another number of processes
@@ -40,6 +46,41 @@ class Net(Classifier):
         super().__init__(**kwargs)
         first = (nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
         self.net = nn.Sequential(*first, nn.Dropout(0.3), nn.Linear(8 * 12 * 12, 10))
+
+
+class NoisyImages(FashionMNIST):
+    """A plain DataLoader with a worker, of images to which noise is added as they are read."""
+
+    noise, collate_fn = 0.1, staticmethod(default_collate)
+
+    def train_dataloader(self) -> DataLoader:
+        images = [self.train_set[0, torch.tensor([i])] for i in range(len(self.train_set.labels))]
+        samples = Noisy(images, self.noise)
+        workers = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(samples, self.batch_size, True, collate_fn=self.collate_fn, **workers)
+
+
+class Noisy(Dataset):
+    def __init__(self, images: list, noise: float) -> None:
+        self.images, self.noise = images, noise
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        X, y = self.images[index]
+        return X[0] + self.noise * torch.rand(X[0].shape), y[0]
+
+
+class PaddedImages(NoisyImages):
+    """Images that are padded on the left as far as the largest label of their shard says."""
+
+    noise = 0.0
+
+    @staticmethod
+    def collate_fn(samples: list) -> list[Tensor]:
+        X, y = default_collate(samples)
+        return [F.pad(X, (int(y.max()), 0))[..., : X.shape[-1]], y]
 
 
 def fit(processes: int, *options: str) -> str:

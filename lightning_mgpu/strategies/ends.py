@@ -84,6 +84,12 @@ def end_with_main_process(is_on: bool = True) -> None:
 
 @cache  # one for all Trainers of a script: a group has threads and open connections
 def host_group(world: Any, timeout: Any) -> Any:
-    """A gloo group of all processes. Destroyed at exit: its threads might abort it."""
-    atexit.register(dist.destroy_process_group)
+    """A gloo group of all processes."""
+    atexit.register(destroy_groups)
     return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def destroy_groups() -> None:
+    """At exit, because gloo's threads might abort it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
