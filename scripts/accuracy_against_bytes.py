@@ -76,9 +76,9 @@ def main() -> None:
         megabytes, accuracies, steps = zip(*found)
         others = 1 if "every" in row or row in ("local_sgd", "diloco") else 3
         bits = 8e6 * mean(megabytes) / mean(steps) * others  # which a replica receives per step
-        seconds = [f"{bits / speed:.2g} s" for speed in LINKS.values()]
+        times = [f"{1e3 * bits / speed:.2g} ms" for speed in LINKS.values()]
         both = ", ".join(f"{each:.3f}" for each in accuracies)
-        print(f"| {row} | {mean(megabytes):.2f} | {both} | {' | '.join(seconds)} |", flush=True)
+        print(f"| {row} | {mean(megabytes):.2f} | {both} | {' | '.join(times)} |", flush=True)
         axes.plot(megabytes, accuracies, "o", label=row)
     axes.legend(fontsize="small")
     figure.savefig("accuracy_against_bytes.png", dpi=110)
