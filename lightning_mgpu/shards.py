@@ -14,13 +14,17 @@ from lightning_mgpu.seeds import seed_generators
 
 
 class Shards:
-    """The batch of a process that has several replicas: `shards`, one per replica."""
+    """The shards of one process. With several replicas per process, this is what a batch is."""
 
-    def __init__(self, shards: Sequence[Any]) -> None:
-        self.shards = shards
+    def __init__(
+        self, shards: Sequence[Any], indices: Sequence[Any] = (), order: int = 0, sample: int = 0
+    ) -> None:
+        self.shards, self.indices = shards, indices
+        self.order, self.sample = order, sample  # checksums that all processes compare
 
     def pin_memory(self) -> "Shards":
-        return Shards([pin_memory(shard) for shard in self.shards])
+        shards = [pin_memory(shard) for shard in self.shards]
+        return Shards(shards, self.indices, self.order, self.sample)
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise TypeError("With several replicas per process, a batch is the list `batch.shards`.")
@@ -29,9 +33,10 @@ class Shards:
 class ShardKeys(NamedTuple):
     """What a batch sampler yields, in the place of a list of indices."""
 
-    shards: list[list[Any]]  # the indices of each shard
+    indices: list[list[Any]]  # of each shard
     replicas: Sequence[int]  # whose they are
-    batch: int  # the number of the batch in its pass
+    number: int  # of the batch in its pass
+    order: int  # the checksum of all indices of the batch
     seed: int  # of the pass
     probe: list[Any]  # an index whose sample is the same in all processes, or none
 
@@ -54,29 +59,26 @@ class ShardReader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.dataset, name, value)
 
-    def __getitems__(self, keys: ShardKeys) -> list[Any]:
-        """The checksum of the probe, and a batch per shard.
-
-        The checksum is 0 if the sample is another one each time it is read.
-        """
+    def __getitems__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
-            reads = 2 if keys.probe else 0
-            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in range(reads)}
+            # read twice, if this is the first batch
+            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in keys.probe * 2}
             shards = [
                 self.collate_fn(self._read(keys, replica, indices))
-                for replica, indices in zip(keys.replicas, keys.shards)
+                for replica, indices in zip(keys.replicas, keys.indices)
             ]
-        return [seen.pop() if len(seen) == 1 else 0, *shards]
+        sample = seen.pop() if len(seen) == 1 else 0  # another one each time it is read
+        return Shards(shards, keys.indices, keys.order, sample)
 
     def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> list[Any]:
-        seed_generators(keys.seed, "read", keys.batch, replica, devices=False)
+        seed_generators(keys.seed, "read", keys.number, replica, devices=False)
         read = getattr(self.dataset, "__getitems__", None)  # as torch's DataLoader does
         return read(indices) if read else [self.dataset[index] for index in indices]
 
 
-def as_read(batch: Any) -> Any:
+def as_read(shards: Shards) -> Shards:
     """The `collate_fn` of a loader whose dataset is a `ShardReader`."""
-    return batch
+    return shards
 
 
 def checksum(sample: Any) -> int:
