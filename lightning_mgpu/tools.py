@@ -1,7 +1,6 @@
-"""What packages need of Python and the system: a user's mistake, whole files, commands, memory."""
+"""What packages need of Python and the system: a user's mistake, whole files, commands."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -67,13 +66,3 @@ def make_parser(name: str, description: str) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: memory grows to its peak and stays."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        raise UsageError("--malloc=keep: this system has another allocator than glibc's")
-    libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
-    libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and which grows in large steps

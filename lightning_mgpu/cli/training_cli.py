@@ -1,5 +1,6 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's LightningCLI, and what runs with it."""
 
+import ctypes
 import errno
 import os
 import shlex
@@ -34,7 +35,7 @@ from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.tools import UsageError, command, keep_freed_memory
+from lightning_mgpu.tools import UsageError, command
 
 # what a file system says that is full or must not be written
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)
@@ -248,3 +249,13 @@ print_once = rank_zero_only(partial(print, flush=True))
 def as_list(value: Any) -> list[Any]:
     """A list of one callback or logger, of several, of none."""
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one: memory grows to its peak and stays."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        raise UsageError("--malloc=keep: this system has another allocator than glibc's")
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
+    libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and which grows in large steps

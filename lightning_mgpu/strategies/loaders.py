@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_mgpu.shards import ShardKeys, ShardReader, Shards, as_read
-from lightning_mgpu.strategies.split_batch import cut, excerpt, num_samples, shard_sizes
+from lightning_mgpu.shards import ShardKeys, ShardReader, Shards, as_read, excerpt
+from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
 
 class ShardLoader:

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "other samples": (lambda: (DataLoader(samples(57, rank()), 10), None), " has another dataset"),
     "fewer samples": (
         lambda: (DataLoader(Subset(samples(), range(56 + rank())), 10), None),
-        " has other batches",
+        " has another dataset",
     ),
     "no rows": (lambda: (DataLoader(["a"] * 4, 4), None), "A batch of list with lengths []"),
 }
