@@ -1,26 +1,32 @@
 """A batch is read shard by shard. Whose a sample is, is decided by its index, before it is read."""
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, uint8
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_mgpu.seeds import seed_generators
 
 
 class Shards:
-    """The batch of a process that has several replicas: `shards`, one per replica."""
+    """The shards of one process. With several replicas per process, this is what a batch is."""
 
-    def __init__(self, shards: Sequence[Any]) -> None:
-        self.shards = shards
+    def __init__(
+        self, shards: Sequence[Any], indices: Sequence[Any] = (), order: int = 0, sample: int = 0
+    ) -> None:
+        self.shards, self.indices = shards, indices
+        self.order, self.sample = order, sample  # checksums that all processes compare
 
     def pin_memory(self) -> "Shards":
-        return Shards([pin_memory(shard) for shard in self.shards])
+        shards = [pin_memory(shard) for shard in self.shards]
+        return Shards(shards, self.indices, self.order, self.sample)
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise TypeError("With several replicas per process, a batch is the list `batch.shards`.")
@@ -29,9 +35,10 @@ class Shards:
 class ShardKeys(NamedTuple):
     """What a batch sampler yields, in the place of a list of indices."""
 
-    shards: list[list[Any]]  # the indices of each shard
+    indices: list[list[Any]]  # of each shard
     replicas: Sequence[int]  # whose they are
-    batch: int  # the number of the batch in its pass
+    number: int  # of the batch in its pass
+    order: int  # the checksum of all indices of the batch
     seed: int  # of the pass
     probe: list[Any]  # an index whose sample is the same in all processes, or none
 
@@ -54,42 +61,50 @@ class ShardReader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.dataset, name, value)
 
-    def __getitems__(self, keys: ShardKeys) -> list[Any]:
-        """The checksum of the probe, and a batch per shard.
-
-        The checksum is 0 if the sample is another one each time it is read.
-        """
+    def __getitems__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
-            reads = 2 if keys.probe else 0
-            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in range(reads)}
+            # read twice, if this is the first batch
+            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in keys.probe * 2}
             shards = [
                 self.collate_fn(self._read(keys, replica, indices))
-                for replica, indices in zip(keys.replicas, keys.shards)
+                for replica, indices in zip(keys.replicas, keys.indices)
             ]
-        return [seen.pop() if len(seen) == 1 else 0, *shards]
+        sample = seen.pop() if len(seen) == 1 else 0  # another one each time it is read
+        return Shards(shards, keys.indices, keys.order, sample)
 
     def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> list[Any]:
-        seed_generators(keys.seed, "read", keys.batch, replica, devices=False)
+        seed_generators(keys.seed, "read", keys.number, replica, devices=False)
         read = getattr(self.dataset, "__getitems__", None)  # as torch's DataLoader does
         return read(indices) if read else [self.dataset[index] for index in indices]
 
 
-def as_read(batch: Any) -> Any:
+def as_read(shards: Shards) -> Shards:
     """The `collate_fn` of a loader whose dataset is a `ShardReader`."""
-    return batch
+    return shards
 
 
-def checksum(sample: Any) -> int:
-    """Of the arrays, numbers and strings in a sample; of anything else, its type."""
-    total = 0
-    for leaf in tree_leaves(sample):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous().flatten().view(uint8).numpy()
-        if isinstance(leaf, np.ndarray):
-            data = leaf.tobytes()
-        elif isinstance(leaf, (str, bytes, int, float, np.generic)):
-            data = repr(leaf).encode()
-        else:
-            data = type(leaf).__name__.encode()
-        total = crc32(data, total)
-    return total
+def checksum(part: Any) -> int:
+    """Of all that is in a batch, a sample or a tensor."""
+    return crc32(excerpt(part, sys.maxsize))
+
+
+def excerpt(part: Any, most: int = 4096) -> bytes:
+    """About `most` numbers of every array, and all text; of anything else, its type."""
+    if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and is_dense(part)):
+        values: Any = part.reshape(-1)
+        step = max(1, len(values) // most)
+        while math.gcd(step, len(values)) > 1:  # else it could always meet the same column
+            step += 1
+        values = values[::step]
+        if isinstance(values, Tensor):
+            return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return excerpt(values.tolist()) if values.dtype.hasobject else values.tobytes()
+    if isinstance(part, (Mapping, list, tuple)):
+        parts = part.values() if isinstance(part, Mapping) else part
+        return b"".join(excerpt(each, most) for each in parts)
+    is_plain = isinstance(part, (np.generic, str, bytes, int, float, complex, type(None)))
+    return repr(part if is_plain else type(part)).encode()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested

@@ -1,7 +1,7 @@
 """`dp`: `torch.nn.DataParallel`'s way, which the Lightning Trainer dropped in 2.0."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torchmetrics import Metric
 
@@ -53,18 +52,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
         k = len(self.parallel_devices)
         refuse(self.num_nodes * environment.world_size() > 1, "runs as one process: use ddp")
         refuse(self._layer_sync is not None, "has no sync_batchnorm: use manual_allreduce or ddp")
-        shares = self.split or [1] * k
-        refuse(len(shares) != k or min(shares) <= 0, f"needs {k} shares > 0, not {self.split}")
-        self.shares = shares
+        self.shares = self.split or [1] * k
+        is_wrong = len(self.shares) != k or min(self.shares) <= 0
+        refuse(is_wrong, f"needs {k} shares > 0, not {self.split}")
 
     def on_train_start(self) -> None:
         self.is_first_batch, self.is_in_step = True, False
-        module: Any = self.lightning_module
-        is_copied = len(self.shares) > 1
-        is_new = any(map(is_lazy, [*module.parameters(), *module.buffers()]))
-        refuse(is_copied and is_new, "needs lazy modules to be initialized before fit")
-        is_sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
-        refuse(is_copied and is_sparse, "has no sparse gradients: use nn.Embedding(sparse=False)")
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         refuse(self.is_in_step, "has no all_gather inside a step, where shards run one by one")
@@ -74,11 +67,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         refuse(not module.automatic_optimization, "has no manual optimization: use ddp")
         num = num_samples(batch) if len(self.shares) > 1 else 1
-        sizes = shard_sizes(num, self.shares[:num])
-        outputs, checksums, results = [], set(), module.trainer._results
+        sizes, devices = shard_sizes(num, self.shares[:num]), self.parallel_devices[:num]
         # all copies are made before the first shard runs, which may edit what is copied
-        devices = self.parallel_devices[:num]
         copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
+        outputs, states, results = [], set(), module.trainer._results
         self.is_in_step = len(sizes) > 1
         with combine_logged_values(results):
             for device, shard, tensors in zip(devices, cut(batch, sizes), copies):
@@ -88,16 +80,20 @@ class DataParallelStrategy(SingleDeviceStrategy):
                     outputs.append(module.training_step(shard, *args))
                     if self.is_first_batch:
                         named = [*module.named_parameters(), *module.named_buffers()]
-                        state = [t for name, t in named if not name.endswith(STATISTICS)]
-                        checksums.add(checksum(state))
+                        states.add(checksum([t for n, t in named if not n.endswith(STATISTICS)]))
         results.batch, results.batch_size = batch, None
         self.is_in_step = self.is_first_batch = False
         differs = "edits that differ between shards, of parameters or buffers: use one device"
-        refuse(len(checksums) > 1, f"loses {differs}, or edit in `on_train_batch_end`")
+        refuse(len(states) > 1, f"loses {differs}, or edit in `on_train_batch_end`")
+        return self._mean(outputs, sizes)
+
+    def _mean(self, outputs: list[Any], sizes: list[int]) -> Any:
+        """The last output, with the mean loss over all samples."""
         losses, weights = zip(*map(split_loss, outputs))
         has_weights = weights[0] is not None
+        module: Any = self.lightning_module
         accumulates = module.trainer.accumulate_grad_batches > 1
-        is_odd = any(loss is None for loss in losses) or len({w is None for w in weights}) > 1
+        is_odd = None in losses or len({weight is None for weight in weights}) > 1
         refuse(is_odd, "needs a loss of every shard, and a weight of all or of none")
         refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
         shares = weights if has_weights else sizes
@@ -119,24 +115,21 @@ def copy_tensors(module: Any, device: torch.device) -> dict[str, Tensor]:
 @contextmanager
 def using(module: Any, tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let a module compute on another device, with other parameters and buffers."""
-    metrics: list[Any] = [each for each in module.modules() if isinstance(each, Metric)]
-    rnns: list[Any] = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
-    flat_weights = [rnn._flat_weights for rnn in rnns]  # a second list of their parameters
-    updates = [metric.update for metric in metrics]
-    root_device, module._device = module.device, device
-    for metric, update in zip(metrics, updates):
-        metric.update = partial(move_and_call, update, metric.device)
-    try:
-        with _reparametrize_module(module, tensors, tie_weights=True):
-            for rnn in rnns:
-                rnn._flat_weights = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
-            yield
-    finally:
-        module._device = root_device
-        for rnn, weights in zip(rnns, flat_weights):
-            rnn._flat_weights = weights
-        for metric, update in zip(metrics, updates):
-            metric.update = update
+    with ExitStack() as stack:
+        stack.enter_context(_reparametrize_module(module, tensors, tie_weights=True))
+        replace(stack, module, "_device", device)
+        for each in module.modules():
+            if isinstance(each, Metric):
+                replace(stack, each, "update", partial(move_and_call, each.update, each.device))
+            if isinstance(each, nn.RNNBase):  # it has a second list of its parameters
+                weights = [getattr(each, name, None) for name in each._flat_weights_names]
+                replace(stack, each, "_flat_weights", weights)
+        yield
+
+
+def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def move_and_call(function: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:

@@ -28,31 +28,31 @@ class ProcessEnded(RuntimeError):
     """Another process has ended, has not come in time, or is at another place."""
 
 
-def wait(strategy: Any, is_done: Callable[[], bool], late: Callable[[], Sequence[int]]) -> None:
+def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
     """Wait until all processes have come to the same place.
 
     Args:
-        is_done: Whether they have. A RuntimeError of it means that a connection is closed.
-        late: The processes that have not come, as far as that is known.
+        late: Returns the processes that have not come, or all others while that is not known.
 
     Raises:
         ProcessEnded: After the strategy's timeout, or when another process has ended.
     """
     timeout = strategy._timeout.total_seconds()
     start = looked = time.monotonic()
-    while not is_done():
+    while late():
         os.sched_yield() if strategy.has_cores else time.sleep(5e-5)
         if (now := time.monotonic()) < looked + 0.5:
             continue
         looked = now
         if strategy.module.trainer.received_sigterm:  # Lightning would end after this step
             raise SIGTERMException
-        for process in late():
+        missing = late()
+        for process in missing if strategy.process_ids else ():
             if not is_alive(strategy.process_ids[process]):
                 raise ProcessEnded(describe_end(strategy, process))
-        if now > start + timeout:
-            who = f"process {', '.join(map(str, late()))}" if late() else "another process"
-            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for {who}. {CAUSES}.")
+        if missing and now > start + timeout:
+            who = " or ".join(map(str, missing))
+            raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}.")
 
 
 def is_alive(process_id: int) -> bool:

@@ -28,45 +28,41 @@ class Exchange:
 
     def __init__(self, strategy: Any, parameters: Sequence[Tensor]) -> None:
         self.strategy, self.parameters = strategy, parameters
-        self.has_gradient = np.zeros((strategy.num_local, len(parameters)), np.uint8)
+        r, num_owners, rank = strategy.num_local, strategy.world_size, strategy.global_rank
+        self.has_gradient = np.zeros((r, len(parameters)), np.uint8)
         # owners in the order of the parameters, with about as many bytes each
-        num_owners, rank = strategy.world_size, strategy.global_rank
         ends = np.cumsum([0, *map(padded_size, parameters)])
         owners = (ends[1:] + ends[:-1]) * num_owners // (2 * max(ends[-1], 1))
         bounds = np.searchsorted(owners, np.arange(num_owners + 1))
-        self.sizes = np.diff(ends[bounds]).tolist()  # of a block, by owner
+        owned = [parameters[start:end] for start, end in pairwise(bounds)]
         self.mine = slice(bounds[rank], bounds[rank + 1])
+        self.sizes = np.diff(ends[bounds]).tolist()  # of a block, by owner
 
-        r = strategy.num_local
+        # what processes send, a message for each owner: all in one memory, or each in its own
         self.lengths = [r * size for size in self.sizes]
         num_bytes = sum(self.lengths)
         memory = None
         if strategy.shares_memory:
             memory = share_memory(strategy, num_owners * num_bytes)
-        self.is_shared = memory is not None
-        # by owner, replica and parameter, as a message needs it
-        if memory is not None:
-            processes = memory.view(num_owners, num_bytes)
-            self.outgoing = processes[rank]
-            incoming = [each.split(self.lengths)[rank].view(r, -1) for each in processes]
-        else:
-            device = strategy.root_device
-            self.outgoing = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self.incoming = self.outgoing.view(1, r, -1)
-            if not strategy.is_alone:
-                self.incoming = self.outgoing.new_empty(num_owners, r, self.sizes[rank])
-            incoming = [*self.incoming]
-        owned = [parameters[start:end] for start, end in pairwise(bounds)]
+        self.has_messages = memory is None and not strategy.is_alone
+        if memory is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=strategy.root_device)
+        sent = memory.view(-1, num_bytes)
+        self.outgoing = sent[rank % len(sent)]
+        self.incoming = sent.split(self.lengths, dim=1)[rank]
+        if self.has_messages:
+            self.incoming = memory.new_empty(num_owners, self.lengths[rank])
+
         self.local_rows: list[list[Tensor]] = [[] for _ in range(r)]
-        for part, size, own in zip(self.outgoing.split(self.lengths), self.sizes, owned):
-            for rows, block in zip(self.local_rows, part.view(r, size)):
+        for part, own in zip(self.outgoing.split(self.lengths), owned):
+            for rows, block in zip(self.local_rows, part.view(r, -1)):
                 rows += rows_in(block, own)
-        blocks = [block for process in incoming for block in process]
+        blocks = [block for part in self.incoming for block in part.view(r, -1)]
         self.owned_rows = [*zip(*(rows_in(block, owned[rank]) for block in blocks))]
         # each process reads the sums in the rows of its first replica, or in a message's
-        self.sums, self.received = self.local_rows[0], self.outgoing
-        if not strategy.is_alone and not self.is_shared:
-            self.received = self.outgoing.new_empty(sum(self.sizes))
+        self.sums = self.local_rows[0]
+        if self.has_messages:
+            self.received = memory.new_empty(sum(self.sizes))
             self.sums = rows_in(self.received, parameters)
 
     def write(self, replica: int, gradients: Sequence[Tensor | None]) -> None:
@@ -80,17 +76,17 @@ class Exchange:
 
         It is None if no replica has a gradient.
         """
-        has_messages = not (self.strategy.is_alone or self.is_shared)
         # in shared memory, this is the meeting after which all rows are there
         wait = self.strategy.start_gather(self.has_gradient)
-        if has_messages:
+        if self.has_messages:
             dist.all_to_all_single(self.incoming.view(-1), self.outgoing, None, self.lengths)
         is_present = wait().reshape(-1, len(self.parameters)).max(axis=0).tolist()
         rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
         allreduce_many(self.strategy.allreduce, rows)
-        if has_messages:  # each process gets the row of its first replica
-            dist.all_to_all_single(self.received, self.incoming[:, 0].flatten(), self.sizes)
-        elif self.is_shared:
+        if self.has_messages:  # each process gets the row of its first replica
+            first = self.incoming[:, : self.sizes[self.strategy.global_rank]].flatten()
+            dist.all_to_all_single(self.received, first, self.sizes)
+        else:
             # and after this one all sums; until the next, a process touches its own rows only
             self.strategy.start_gather(np.zeros(1, np.uint8))()
         return [total if has else None for total, has in zip(self.sums, is_present)]

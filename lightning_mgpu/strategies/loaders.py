@@ -7,7 +7,7 @@ process reads only its shards. Any other loader is read whole by every process.
 import copy
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, count
 from typing import Any
@@ -19,11 +19,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_mgpu.shards import ShardKeys, ShardReader, Shards, as_read
-from lightning_mgpu.strategies.split_batch import cut, excerpt, num_samples, shard_sizes
-
-Part = tuple[list[Any], list[int], list[Any], bytes, int]
-"""Shards, their sizes, their indices if known, what tells the batch apart, the probe's checksum."""
+from lightning_mgpu.shards import ShardKeys, ShardReader, Shards, as_read, excerpt
+from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
 
 class ShardLoader:
@@ -77,32 +74,24 @@ class ShardLoader:
         # a hook of one process may look at some batches: others draw nothing meanwhile
         with isolate_rng(include_cuda=False) if number is None else nullcontext():
             batches = iter(self.reading)
-        return Pass(self, seed, self._read_shards(batches, sampler.sent))
+        return Pass(self, seed, batches)
 
     def _copy(self) -> None:
         """Copy the user's loader as it is now, so that the copy reads shards."""
         loader = copy.copy(self.loader)
         reader = ShardReader(loader.dataset, loader.collate_fn)
-        sampler = ShardSampler(loader.batch_sampler, self.num_shards, self.replicas, self.trains)
-        own = {"dataset": reader, "collate_fn": as_read, "batch_sampler": sampler}
+        own = {"dataset": reader, "collate_fn": as_read, "batch_sampler": ShardSampler(self)}
         vars(loader).update(own, _iterator=None)  # DataLoader does not let one set these
         vars(self).update(reading=loader)
 
-    def _read_shards(self, batches: Iterator[Any], sent: deque[Any]) -> Iterator[Part]:
-        for probe, *shards in batches:
-            indices, checksum = sent.popleft()
-            sizes = [len(each) for each in indices]
-            yield shards, sizes, [i for each in indices for i in each], checksum, probe
-
-    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Part]:
-        mine = slice(self.replicas[0], self.replicas[-1] + 1)
+    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
         sampler = getattr(self.loader, "batch_sampler", None)
         for number, batch in enumerate(batches):
             sizes = shard_sizes(num_samples(batch), [1] * self.num_shards)
-            first, end = sum(sizes[: mine.start]), sum(sizes[: mine.stop])
             seen = getattr(sampler, "seen_batch_indices", None)
-            indices = seen[number][first:end] if seen else []
-            yield cut(batch, sizes)[mine], sizes[mine], indices, excerpt(batch), 0
+            indices = pieces(seen[number] if seen else range(sum(sizes)), sizes, self.replicas)
+            shards = cut(batch, sizes)[self.replicas.start : self.replicas.stop]
+            yield Shards(shards, indices, crc32(excerpt(batch)))
 
 
 class Pass:
@@ -112,8 +101,8 @@ class Pass:
     whether a batch's own shape has given the same numbers.
     """
 
-    def __init__(self, loader: ShardLoader, seed: int, parts: Iterator[Part]) -> None:
-        self.loader, self.parts, self.numbers = loader, parts, count()
+    def __init__(self, loader: ShardLoader, seed: int, batches: Iterator[Shards]) -> None:
+        self.loader, self.batches, self.numbers = loader, batches, count()
         length = sized_len(getattr(loader.loader, "dataset", None)) or 0
         self.facts = {"seed": seed if loader.trains else 0, "dataset": length, "batches": 0}
         self.sizes, self.is_counted = deque[int](maxlen=2), True
@@ -122,49 +111,45 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        shards, sizes, indices, checksum, probe = next(self.parts)
-        self.facts["batches"] = crc32(checksum, self.facts["batches"])
-        self.facts["dataset"] += probe
-        self.sizes.append(sum(sizes))
-        self.is_counted &= all(map(has_samples, shards, sizes))
+        batch = next(self.batches)
+        self.facts["batches"] = crc32(b"%d" % batch.order, self.facts["batches"])
+        self.facts["dataset"] += batch.sample
+        self.sizes.append(sum(map(len, batch.indices)))
+        self.is_counted &= all(map(has_samples, batch.shards, batch.indices))
         # the indices of each batch that Lightning notes for `predict`
         sampler: Any = getattr(self.loader.loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
+            indices = [index for each in batch.indices for index in each]
             sampler.seen_batch_indices[next(self.numbers)] = indices
-        is_several = self.loader.trains and len(shards) > 1
-        return Shards(shards) if is_several else shards[0]
+        return batch if len(batch.shards) > 1 else batch.shards[0]
 
 
 class ShardSampler:
     """Yields the keys of this process's shards of each batch, in the place of a batch sampler.
 
     It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
-    draws when, and what, it would draw on one device. `sent` has the indices of the batches that
-    were asked for, and what tells the whole batch apart.
+    draws when, and what, it would draw on one device.
     """
 
     seed = 0  # of the pass that begins
     limit = 0.0  # the batches that it takes at most
 
-    def __init__(self, sampler: Any, num_shards: int, replicas: range, trains: bool) -> None:
-        self.sampler, self.num_shards = sampler, num_shards
-        self.replicas, self.trains = replicas, trains
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader, self.sampler = loader, loader.batch_sampler
 
     def __iter__(self) -> Iterator[ShardKeys]:
-        self.sent = deque[tuple[list[list[Any]], bytes]]()
-        return self._cut(iter(self.sampler), self.seed, self.sent)
+        return self._cut(map(to_list, iter(self.sampler)), self.seed)
 
-    def _cut(self, batches: Iterator[Any], seed: int, sent: deque[Any]) -> Iterator[ShardKeys]:
-        whole = map(to_list, batches)
-        if self.trains:  # raises if a shard would be empty
-            shard_sizes(smallest_batch(self.sampler, self.limit), [1] * self.num_shards)
-        for number, batch in enumerate(whole if self.trains else join(whole, self.num_shards)):
-            sizes = shard_sizes(len(batch), [1] * self.num_shards)
-            ends = [0, *accumulate(sizes)]
-            indices = [batch[ends[replica] : ends[replica + 1]] for replica in self.replicas]
-            sent.append((indices, repr(batch).encode()))
-            probe = batch[:1] if number == 0 else []
-            yield ShardKeys(indices, self.replicas, number, seed, probe)
+    def _cut(self, batches: Iterator[list[Any]], seed: int) -> Iterator[ShardKeys]:
+        k, replicas = self.loader.num_shards, self.loader.replicas
+        if self.loader.trains:
+            shard_sizes(smallest_batch(self.sampler, self.limit), [1] * k)  # raises if one is empty
+        else:
+            batches = join(batches, k)
+        for number, batch in enumerate(batches):
+            indices = pieces(batch, shard_sizes(len(batch), [1] * k), replicas)
+            order, probe = crc32(repr(batch).encode()), batch[:1] if number == 0 else []
+            yield ShardKeys(indices, replicas, number, order, seed, probe)
 
 
 def knows_indices(loader: Any) -> bool:
@@ -204,8 +189,14 @@ def join(batches: Iterator[list[Any]], least: int) -> Iterator[list[Any]]:
         yield complete + rest
 
 
-def has_samples(shard: Any, size: int) -> bool:
+def pieces(items: Sequence[Any], sizes: list[int], replicas: range) -> list[Any]:
+    """The consecutive pieces of some replicas."""
+    ends = [0, *accumulate(sizes)]
+    return [items[ends[i] : ends[i + 1]] for i in replicas]
+
+
+def has_samples(shard: Any, indices: Sequence[Any]) -> bool:
     try:
-        return num_samples(shard) == size
+        return num_samples(shard) == len(indices)
     except ValueError:
         return False

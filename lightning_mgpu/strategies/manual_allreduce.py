@@ -91,8 +91,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         super().setup(trainer)
         self._seed = self.broadcast(torch.initial_seed())
         self._exchange: Exchange | None = None
-        self._named: dict[str, Tensor] = {}  # the parameters of the exchange
-        self._layout: list[Any] = []
+        self._layout: dict[Tensor, Any] = {}  # of the parameters of the exchange
         self._window: Window | None = None
         self._is_blocked = False
         self._is_checked = self.num_local == 1  # whether steps edit weights
@@ -277,7 +276,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
         if self._exchange is None:
-            self._exchange = Exchange(self, [*self._named.values()])
+            self._exchange = Exchange(self, [*self._layout])
         parameters, own = self._exchange.parameters, replicas[0]
         for i, gradients in enumerate(replicas):
             if any(gradient.layout != torch.strided for gradient in gradients.values()):
@@ -299,14 +298,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def _find_parameters(self) -> int:
         """Find what is exchanged: parameters that require a gradient, or did once. Its checksum."""
-        known = set(map(id, self._exchange.parameters)) if self._exchange else set()
-        named = self.module.named_parameters()
-        used = {n: p for n, p in named if p.requires_grad or p.grad is not None or id(p) in known}
-        layout = [(n, p.dtype, p.shape, p.stride()) for n, p in used.items()]
-        is_new = [*map(id, used.values())] != [*map(id, self._named.values())]
-        if is_new or layout != self._layout:
-            self._named, self._layout, self._exchange = used, layout, None
-        return crc32(repr((layout, self._exchange is None)).encode())
+        layout = {
+            p: (name, p.dtype, p.shape, p.stride())
+            for name, p in self.module.named_parameters()
+            if p.requires_grad or p.grad is not None or p in self._layout
+        }
+        if layout != self._layout:
+            self._layout, self._exchange = layout, None
+        return crc32(repr((layout.values(), self._exchange is None)).encode())
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.module.automatic_optimization:

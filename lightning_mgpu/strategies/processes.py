@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies.ends import (
@@ -50,7 +49,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
 
     replicas: int | None = None
     _host_group: Any = None
-    process_ids: Sequence[int] = ()  # of all, on one machine
+    process_ids: Sequence[int] = ()  # of all, where they share memory
     is_in_step = False  # of one of several replicas
     has_cores = False  # one for each process
     _meeting: Meeting | None = None
@@ -123,11 +122,11 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self.shares_memory and self._meeting is None:
             self.has_cores = len(os.sched_getaffinity(0)) >= self.world_size
-            ids = self.start_gather(np.array([os.getpid()]))().view(np.int64)
-            self.process_ids = ids.ravel().tolist()
+            ids = self.start_gather(np.array([os.getpid()]))()[:, 0].tolist()
             cells = share_memory(self, 2 * self.world_size * CELL)
             if cells is not None:
                 self._meeting = Meeting(cells, self.global_rank, self.world_size)
+                self.process_ids = ids
         if is_fitting and self._layer_sync and not self.is_alone:
             if self.root_device.type == "cpu":
                 self._layer_sync = CPUSyncBatchNorm()
@@ -135,11 +134,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
         used = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        if is_fitting and self.num_replicas > 1 and any(map(is_lazy, self.module.parameters())):
-            raise MisconfigurationException(
-                "A lazy module draws its first weights in a step, which differ: initialize it "
-                "before fit, by a batch in `configure_model`."
-            )
         if is_fitting and self.num_replicas > 1 and not known.issuperset(map(id, used)):
             raise MisconfigurationException(
                 "An optimizer has a parameter that the module does not have: assign its layer to "
@@ -161,42 +155,41 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
         for tensor in () if self.is_alone else (*model.parameters(), *model.buffers()):
-            row = tensor.detach().flatten().clone().view(torch.uint8)  # gloo has few dtypes
-            dist.broadcast(row, 0)
-            if not self.is_global_zero:
-                tensor.data.copy_(row.view(tensor.dtype).view(tensor.shape))
+            tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
     def start_gather(self, row: np.ndarray) -> Callable[[], np.ndarray]:
-        """Exchange rows on the host. The function returned waits for them: (P, n) bytes."""
-        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8).copy()
-        rows = torch.from_numpy(sent).repeat(self.world_size, 1)
+        """Exchange rows (n,) on the host. The function returned waits for all of them: (P, n)."""
+        sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
+        rows = np.tile(sent, (self.world_size, 1))
         # one with an exception on its way waits for nobody, so that its exception is seen
         if self.is_alone or self.module.trainer.interrupted:
-            return rows.numpy
+            return lambda: rows.view(row.dtype)
         if self._meeting is not None and len(sent) <= CELL - 16:
-            return self._meet(self._meeting, sent)
-        mine = torch.from_numpy(sent)
-        work: Any = dist.all_gather(list(rows), mine, self._host_group, async_op=True)
+            late, read = self._meeting.start(sent)
+        else:
+            late, read = self._start_messages(rows)
 
         def finish() -> np.ndarray:
-            wait(self, work.is_completed, list)
+            wait(self, late)
+            return read().view(row.dtype)
+
+        return finish
+
+    def _start_messages(self, rows: np.ndarray) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """As `Meeting.start`, for rows that are all this process's own yet."""
+        others = [each for each in range(self.world_size) if each != self.global_rank]
+        sent, received = torch.from_numpy(rows[self.global_rank].copy()), torch.from_numpy(rows)
+        work: Any = dist.all_gather([*received], sent, self._host_group, async_op=True)
+
+        def read() -> np.ndarray:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise ProcessEnded("another process has ended: see any message above") from error
-            return rows.numpy()
+            return rows
 
-        return finish
-
-    def _meet(self, meeting: Meeting, row: np.ndarray) -> Callable[[], np.ndarray]:
-        late = meeting.start(row)
-
-        def finish() -> np.ndarray:
-            wait(self, lambda: not late(), late)
-            return meeting.read(len(row))
-
-        return finish
+        return lambda: () if work.is_completed() else others, read
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.start_gather(np.zeros(1, np.uint8))()
@@ -215,7 +208,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             for name, value in each.facts.items():
                 facts[name] += value
         mine = [*facts.values()]
-        rows = self.start_gather(np.array([*mine, *numbers], np.float64))().view(np.float64)
+        rows = self.start_gather(np.array([*mine, *numbers], np.float64))()
         for process, i in np.argwhere(rows[:, : len(mine)] != mine).tolist():
             reason = [*FACTS.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
@@ -279,7 +272,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_in_step:
             raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
         shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
-        if len(set(self.start_gather(np.array([shape]))().view(np.int64).ravel())) > 1:
+        if np.ptp(self.start_gather(np.array([shape]))()):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."
@@ -298,8 +291,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_alone:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = np.array([*map(checksum, tensors.values())])
-        digests = self.start_gather(digests)().view(np.int64)
+        digests = self.start_gather(np.array([*map(checksum, tensors.values())]))()
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "

@@ -25,7 +25,7 @@ def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
         with suppress(OSError, AttributeError):  # too large, or not on Linux
             place[:] = os.getpid(), os.memfd_create(f"lightning_mgpu.{token}"), token
             os.posix_fallocate(place[1], 0, num_bytes)
-    place = strategy.start_gather(place)().view(np.int64)[0]
+    place = strategy.start_gather(place)()[0]
     path = f"/proc/{place[0]}/fd/{place[1]}"
     # on another machine, or in another container, the path is another file or none
     with suppress(OSError, RuntimeError):
@@ -50,23 +50,23 @@ class Meeting:
         self.headers, self.rows = cells[..., :16].view(np.int64), cells[..., 16:]
         self.rank, self.count = rank, 0
 
-    def start(self, row: np.ndarray) -> Callable[[], list[int]]:
-        """Write a row of bytes (n,). The function returned lists the processes that are late."""
+    def start(self, row: np.ndarray) -> tuple[Callable[[], list[int]], Callable[[], np.ndarray]]:
+        """Write a row of bytes (n,).
+
+        Of the functions returned, one lists the processes that are late. The other one reads the
+        rows of all, (P, n), when none is late, and raises a ProcessEnded if their lengths differ.
+        """
         self.count += 1
-        now, headers = self.count, self.headers[self.count % 2]
-        self.rows[now % 2, self.rank, : len(row)] = row
-        headers[self.rank, 1] = len(row)
+        now, n = self.count, len(row)
+        headers, rows = self.headers[now % 2], self.rows[now % 2]
+        rows[self.rank, :n], headers[self.rank, 1] = row, n
         os.sched_yield()  # lets go of Python's lock, so that others see the row before the count
         headers[self.rank, 0] = now
-        return lambda: np.flatnonzero(headers[:, 0] < now).tolist()
 
-    def read(self, length: int) -> np.ndarray:
-        """The rows of all processes, (P, n), when none is late.
+        def read() -> np.ndarray:
+            os.sched_yield()
+            if (headers[:, 1] != n).any():
+                raise ProcessEnded(f"the processes are at different places. {CAUSES}.")
+            return rows[:, :n].copy()
 
-        Raises:
-            ProcessEnded: If one has sent a row of another length.
-        """
-        os.sched_yield()
-        if (self.headers[self.count % 2, :, 1] != length).any():
-            raise ProcessEnded(f"the processes are at different places. {CAUSES}.")
-        return self.rows[self.count % 2, :, :length].copy()
+        return lambda: np.flatnonzero(headers[:, 0] < now).tolist(), read

@@ -6,16 +6,16 @@ numbers and strings belong to every shard.
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from lightning_mgpu.shards import is_dense
 
 ARRAYS = (Tensor, np.ndarray)
 PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))
@@ -94,22 +94,6 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [_map(batch, partial(piece, each)) for each in rows]
 
 
-def excerpt(part: Any) -> bytes:
-    """Some numbers of every array, and all text: other samples, or another order, differ in it."""
-    if isinstance(part, ARRAYS) and not _is_opaque(part):
-        values = part.reshape(-1)
-        step = max(1, len(values) // 4096)
-        while math.gcd(step, len(values)) > 1:  # else it could always meet the same column
-            step += 1
-        values = values[::step]
-        if isinstance(values, Tensor):
-            return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return excerpt(values.tolist()) if values.dtype.hasobject else values.tobytes()
-    if isinstance(part, (Mapping, list, tuple)):
-        return b"".join(map(excerpt, part.values() if isinstance(part, Mapping) else part))
-    return repr(part if isinstance(part, PLAIN) else type(part)).encode()
-
-
 def leaves(batch: Any) -> list[Any]:
     """Everything in lists, tuples and dicts. A list without tensors is one leaf."""
     found: list[Any] = []
@@ -136,5 +120,5 @@ def _like(part: Any, items: list[Any]) -> Any:
 
 def _is_opaque(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
-        return leaf.is_nested or leaf.layout != torch.strided
+        return not is_dense(leaf)
     return isinstance(leaf, PackedSequence) or not isinstance(leaf, PLAIN)

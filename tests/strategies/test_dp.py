@@ -324,8 +324,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "a parameter set by each shard": (ShiftedByFirstBatch, {}, "loses edits that differ"),
     "all_gather in a step": (Gathers, {}, "has no all_gather inside a step"),
-    "sparse gradients": (lambda: Classifier(nn.Embedding(6, 4, sparse=True)), {}, "no sparse"),
-    "a lazy module": (lambda: Classifier(nn.LazyLinear(4)), {}, "lazy modules to be initialized"),
     "no loss of a shard": (lambda: Unequal(lambda loss: None), {}, "needs a loss of every shard"),
     "a weight of a shard": (
         lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from torchvision.tv_tensors import BoundingBoxes
 
+from lightning_mgpu.shards import checksum, excerpt
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import (
     cut,
-    excerpt,
     num_samples,
     shard_sizes,
     split_batch,
@@ -154,6 +154,13 @@ def test_an_excerpt_takes_text_and_numbers() -> None:
         array = np.array([one], dtype=object)
         assert excerpt(array) != excerpt(np.array([other], dtype=object))
     assert excerpt([X, Opaque()]) == excerpt([X, Opaque()])
+
+
+def test_a_checksum_does_not_depend_on_addresses() -> None:
+    """Strings in arrays of objects are other objects in each process; sparse tensors have none."""
+    one, other = (np.array(["a" * n, Opaque()], dtype=object) for n in (3, 3))
+    assert checksum(one) == checksum(other) != checksum(other[:1])
+    assert checksum([X.to_sparse(), X]) == checksum([X.to_sparse(), X]) != checksum([X, X])
 
 
 def test_losses() -> None:
