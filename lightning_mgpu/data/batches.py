@@ -26,9 +26,6 @@ from lightning_mgpu.shards import Shards
 BatchIndex = tuple[int, Tensor]
 """The epoch, which augmentation needs, and a vector of sample indices, which make a batch."""
 
-ShardIndices = tuple[int, list[Tensor]]
-"""The epoch, and the sample indices of each shard."""
-
 
 class GlobalBatchSampler(data.DistributedSampler):
     """Yields the shards of process `rank` of `num_replicas` processes, for every global batch.
@@ -64,7 +61,7 @@ class GlobalBatchSampler(data.DistributedSampler):
                 f"{len(indices)} samples, too few for {least} {unit}: choose another batch size."
             )
 
-    def __iter__(self) -> Iterator[ShardIndices]:
+    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
         # A generator reads the epoch at its first batch: Lightning sets it after calling `iter`.
         order = torch.arange(len(self.indices))
         if self.shuffle:
@@ -121,31 +118,25 @@ class BatchDataset(Dataset):
     """
 
 
-class ShardDataset(Dataset):
-    """Makes a batch per shard."""
-
-    def __init__(self, dataset: BatchDataset) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: ShardIndices) -> Any:
-        epoch, shards = index
-        batches = [self.dataset[epoch, indices] for indices in shards]
-        return batches[0] if len(batches) == 1 else Shards(batches)
-
-
-class CollatedSamples(BatchDataset):
-    """Makes batches of any dataset indexed by sample: its samples, collated.
+class BatchReader(Dataset):
+    """Makes a batch per shard, of any dataset indexed by sample: its samples, collated.
 
     Before each sample the global generators are seeded by the seed, the epoch and the sample's
     index (30 microseconds), so that it draws the same numbers in any worker and any process.
     Afterwards they are put back. What `collate_fn` draws depends on the last sample of the shard.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, collate_fn: Callable[[list], Any]) -> None:
+    def __init__(self, dataset: Any, seed: int, collate_fn: Callable[[list], Any]) -> None:
         self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn
 
-    def __getitem__(self, index: BatchIndex) -> Any:
-        epoch, indices = index
+    def __getitem__(self, index: tuple[int, list[Tensor]]) -> Any:
+        epoch, shards = index
+        batches = [self._read(epoch, indices) for indices in shards]
+        return batches[0] if len(batches) == 1 else Shards(batches)
+
+    def _read(self, epoch: int, indices: Tensor) -> Any:
+        if isinstance(self.dataset, BatchDataset):
+            return self.dataset[epoch, indices]
         if type(self.dataset) is TensorDataset and self.collate_fn is default_collate:
             # one indexing operation per tensor: far faster than collating
             return [tensor[indices] for tensor in self.dataset.tensors]
@@ -191,9 +182,8 @@ def batch_loader(
             kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))
     new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = new_sampler(indices, batch_size, shuffle, seed, drop_last, *share)
-    if not isinstance(dataset, BatchDataset):
-        dataset = CollatedSamples(dataset, seed, collate_fn)
-    elif collate_fn is not default_collate:
+    if isinstance(dataset, BatchDataset) and collate_fn is not default_collate:
         raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
+    reader = BatchReader(dataset, seed, collate_fn)
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
-    return BatchLoader(ShardDataset(dataset), batch_size=None, sampler=sampler, **kwargs)
+    return BatchLoader(reader, batch_size=None, sampler=sampler, **kwargs)

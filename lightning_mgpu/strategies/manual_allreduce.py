@@ -114,8 +114,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if len(self._shards) != self.num_local:
             raise MisconfigurationException("Several training loaders: leave out `replicas`.")
         if self.num_replicas == 1:
-            outputs = [super().training_step(batch, *args, **kwargs)]
-            return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
+            return self._weigh([super().training_step(batch, *args, **kwargs)])
         weights = [] if self._is_checked else [*self.module.parameters()]
         before, self._is_checked = checksum(weights), True
         start, buffers = read_buffers(self.module), []
@@ -133,7 +132,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                     )
         self.share_buffers(torch.stack(buffers))
         self._statistics = [each.clone() for each in statistics(self.module)]
-        return self._weigh(outputs) if self.module.automatic_optimization else outputs[0]
+        return self._weigh(outputs)
 
     @contextmanager
     def _random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
@@ -176,6 +175,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def _weigh(self, outputs: list[Any]) -> Any:
         """One loss for Lightning, in whose backward pass each shard counts by its share."""
+        if not self.module.automatic_optimization:
+            return outputs[0]
         losses, weights = zip(*map(split_loss, outputs))
         if self.num_replicas == 1 and weights[0] is None:
             return outputs[0]
@@ -196,18 +197,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
         """The shares of the shards here, by their weights, or by their numbers of samples."""
         window, has_weights = self._open_window(), weights[0] is not None
-        given = [weight or 0.0 for weight in weights]
-        mine = given if has_weights else self._count_samples()
-        is_mixed = len({has_weights, *(weight is not None for weight in weights)}) > 1
-        is_mixed |= window.has_weights is (not has_weights)
-        kind = -1 if is_mixed else int(has_weights)
+        window.kinds |= {weight is not None for weight in weights}
+        mine = [weight or 0.0 for weight in weights] if has_weights else self._count_samples()
+        kind = has_weights if len(window.kinds) == 1 else np.inf
         numbers = self.compare_facts([kind, *mine], parameters=self._find_parameters())
-        kinds, all_weights = set(numbers[:, 0]), numbers[:, 1:].ravel().tolist()
+        kinds, all_weights = numbers[:, 0], numbers[:, 1:].ravel().tolist()
         total, lacks_one = sum(all_weights), 0 in all_weights and self._layer_sync
-        if not total < np.inf or len(kinds) > 1 or -1 in kinds or lacks_one:
+        if not np.isfinite([total, *kinds]).all() or len({*kinds}) > 1 or lacks_one:
             what = "all of an update need one, or none; with sync_batchnorm each > 0"
             raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
-        window.has_weights = has_weights
         factor = window.add_weight(total) if has_weights else 1.0
         self._my_share = sum(mine) / total if total else 0.0
         return [weight / total * factor if total else 0.0 for weight in mine]

@@ -23,7 +23,7 @@ class Window:
     def __init__(self, num_local: int, num_batches: int, epoch: int) -> None:
         self.gradients: list[Gradients] = [{} for _ in range(num_local)]
         self.num_batches, self.epoch = num_batches, epoch
-        self.has_weights: bool | None = None  # of all its batches
+        self.kinds: set[bool] = set()  # whether losses have weights: all of a window, or none
         self.weight = 0.0  # of all batches so far
         self.part = 1.0  # by which what is in the window counts from the next batch on
         self.earlier: Gradients | None = None  # what parameters had before its first batch
