@@ -1,14 +1,6 @@
 """The textbook's data parallelism as a Lightning Strategy (d2l.ai, 'Training on Multiple GPUs').
 
-The functions of the chapter, and where they are here:
-
-    get_params            every process makes the module and gets the first one's weights
-    split_batch           the loader hands each process its part of the batch (loaders.py)
-    train_batch
-      losses of shards    `training_step`
-      loss.backward()     `backward`
-      allreduce           `exchange_gradients`; the rows that it sums are made in exchange.py
-      sgd on each device  the optimizer of each process, called by Lightning
+README.md names the place of each function of the chapter; `__init__.py` has the way of a batch.
 """
 
 from collections import Counter

@@ -25,24 +25,20 @@ class Window:
         self.num_batches, self.epoch = num_batches, epoch
         self.kinds: set[bool] = set()  # whether losses have weights: all of a window, or none
         self.weight = 0.0  # of all batches so far
-        self.part = 1.0  # by which what is in the window counts from the next batch on
         self.earlier: Gradients | None = None  # what parameters had before its first batch
 
     def add_weight(self, weight: float) -> float:
         """The factor of the gradients of the next batch, whose weight is given."""
         before, self.weight = self.weight, self.weight + weight
-        self.part = before / self.weight if self.weight else 1.0
-        return self.num_batches * (1 - self.part)
+        part = before / self.weight if self.weight else 1.0  # of those in the window
+        if part != 1:
+            self.gradients = [{p: g * part for p, g in each.items()} for each in self.gradients]
+        return self.num_batches * (1 - part)
 
     def open(self, parameters: list[Tensor]) -> None:
         """Before a backward pass: the first replica's gradients so far are those of parameters."""
         if self.earlier is None:
             self.earlier = get_gradients(parameters)
-        if self.part != 1:
-            self.gradients = [
-                {p: g * self.part for p, g in each.items()} for each in self.gradients
-            ]
-            self.part = 1.0
         set_gradients(parameters, self.gradients[0])
 
 
