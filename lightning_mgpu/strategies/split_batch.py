@@ -21,11 +21,6 @@ ARRAYS = (Tensor, np.ndarray)
 PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))
 
 
-def split_batch(batch: Any, k: int) -> list[Any]:
-    """k shards, cut as by `tensor_split`."""
-    return cut(batch, shard_sizes(num_samples(batch), [1] * k))
-
-
 def shard_sizes(num_samples: int, shares: Sequence[float]) -> list[int]:
     """Samples per shard: each exact share rounded down, or up for the largest remainders.
 
