@@ -147,7 +147,10 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         lambda: (DataLoader(Subset(samples(), range(56 + rank())), 10), None),
         " has another dataset",
     ),
-    "no rows": (lambda: (DataLoader(["a"] * 4, 4), None), "A batch of list with lengths []"),
+    "no rows": (
+        lambda: (DataLoader(["a"] * 4, 4, in_order=False), None),
+        "A batch of list with lengths []",
+    ),
 }
 
 
