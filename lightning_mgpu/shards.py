@@ -51,15 +51,15 @@ class ShardReader:
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-        vars(self).update(dataset=dataset, collate_fn=collate_fn)
+        vars(self).update(read_from=dataset, collate_fn=collate_fn)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while a copy is made
+        if name == "read_from":  # not there yet while a copy is made
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(self.read_from, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
+        setattr(self.read_from, name, value)
 
     def __getitems__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
@@ -74,8 +74,8 @@ class ShardReader:
 
     def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> list[Any]:
         seed_generators(keys.seed, "read", keys.number, replica, devices=False)
-        read = getattr(self.dataset, "__getitems__", None)  # as torch's DataLoader does
-        return read(indices) if read else [self.dataset[index] for index in indices]
+        read = getattr(self.read_from, "__getitems__", None)  # as torch's DataLoader does
+        return read(indices) if read else [self.read_from[index] for index in indices]
 
 
 def as_read(shards: Shards) -> Shards:

@@ -85,8 +85,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._exchange: Exchange | None = None
         self._layout: dict[Tensor, Any] = {}  # of the parameters of the exchange
         self._window: Window | None = None
+        self.is_in_step = False
         self._is_blocked = False
-        self._is_checked = self.num_local == 1  # whether steps edit weights
         self._exchanged: Gradients = {}
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +107,11 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             raise MisconfigurationException("Several training loaders: leave out `replicas`.")
         if self.num_replicas == 1:
             return self._weigh([super().training_step(batch, *args, **kwargs)])
-        weights = [] if self._is_checked else [*self.module.parameters()]
-        before, self._is_checked = checksum(weights), True
+        # batches 0, 1, 3, 7, ...: a teacher may be left alone at first
+        n = self.module.trainer.fit_loop.total_batch_idx
+        is_checked = self.num_local > 1 and n & (n + 1) == 0
+        weights = [*self.module.parameters()] if is_checked else []
+        before = checksum(weights)
         start, buffers = read_buffers(self.module), []
         with combine_logged_values(self.module.trainer._results):
             for i, shard in enumerate(self._shards):
@@ -181,8 +184,11 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if self.num_local == 1:
             loss = scale_gradient(losses[0], self._shares[0])
         else:
-            total = sum(self._shares) or 1.0
-            mean = sum(loss.detach() * (s / total) for loss, s in zip(losses, self._shares))
+            total = sum(self._shares)
+            mean: Any = torch.zeros_like(losses[0])
+            for each, share in zip(losses, self._shares):
+                if share:  # a loss with weight 0 may be NaN: it does not count
+                    mean += each.detach() * (share / total)
             loss = self._leaf = mean.requires_grad_()
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
@@ -229,9 +235,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.num_local == 1:
-            window.gradients = [get_gradients(parameters)]
+            window.keep([get_gradients(parameters)])
         else:
-            self._run_local_passes(window.gradients, parameters)
+            window.keep(self._run_local_passes(window.gradients, parameters))
         if self.num_replicas > 1 and module.automatic_optimization:
             # activation checkpointing has run the layers a second time
             for buffer, value in zip(statistics(module), self._statistics):
@@ -241,7 +247,9 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self._window = None
         return self.precision_plugin.post_backward(closure_loss, module)
 
-    def _run_local_passes(self, gradients: list[Gradients], parameters: list[Tensor]) -> None:
+    def _run_local_passes(
+        self, gradients: list[Gradients], parameters: list[Tensor]
+    ) -> list[Gradients]:
         """A backward pass per replica. Lightning's own has left its loss scale at the leaf."""
         for i, (loss, share) in enumerate(zip(self._losses, self._shares)):
             set_gradients(parameters, gradients[i])
@@ -249,6 +257,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 loss.backward(self._leaf.grad * share)
             gradients[i] = get_gradients(parameters)
         set_gradients(parameters, gradients[0])
+        return gradients
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

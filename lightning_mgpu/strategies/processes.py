@@ -250,7 +250,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         running = [each for each in self.passes() if isinstance(each, Pass)]
         if results and len(running) == 1:  # not what Lightning takes a batch's shape for
             fetcher: Any = self.module.trainer._active_loop._data_fetcher
-            results.batch_size = running[0].sizes[-1 - len(getattr(fetcher, "batches", ()))]
+            ahead, sizes = len(getattr(fetcher, "batches", ())), running[0].sizes
+            results.batch_size = sizes[-1 - ahead] if len(sizes) > ahead else None
         output = step(*args, **kwargs)
         logged = {n: v for n, v in results.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}

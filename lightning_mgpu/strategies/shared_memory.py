@@ -23,8 +23,9 @@ def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
     memory, place, token = None, np.zeros(3, np.int64), secrets.randbits(60)
     if strategy.is_global_zero:
         with suppress(OSError, AttributeError):  # too large, or not on Linux
-            place[:] = os.getpid(), os.memfd_create(f"lightning_mgpu.{token}"), token
-            os.posix_fallocate(place[1], 0, num_bytes)
+            file = os.memfd_create(f"lightning_mgpu.{token}")
+            os.posix_fallocate(file, 0, num_bytes)
+            place[:] = os.getpid(), file, token
     place = strategy.start_gather(place)()[0]
     path = f"/proc/{place[0]}/fd/{place[1]}"
     # on another machine, or in another container, the path is another file or none

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 Gradients = dict[Tensor, Any]
@@ -25,21 +26,44 @@ class Window:
         self.num_batches, self.epoch = num_batches, epoch
         self.kinds: set[bool] = set()  # whether losses have weights: all of a window, or none
         self.weight = 0.0  # of all batches so far
+        self.part = 1.0  # by which their gradients count from the next batch on
         self.earlier: Gradients | None = None  # what parameters had before its first batch
 
     def add_weight(self, weight: float) -> float:
         """The factor of the gradients of the next batch, whose weight is given."""
         before, self.weight = self.weight, self.weight + weight
-        part = before / self.weight if self.weight else 1.0  # of those in the window
-        if part != 1:
-            self.gradients = [{p: g * part for p, g in each.items()} for each in self.gradients]
-        return self.num_batches * (1 - part)
+        self.part = before / self.weight if self.weight else 1.0
+        return self.num_batches * (1 - self.part)
 
     def open(self, parameters: list[Tensor]) -> None:
-        """Before a backward pass: the first replica's gradients so far are those of parameters."""
+        """Before a backward pass: the first replica's gradients so far are those of parameters.
+
+        Raises:
+            MisconfigurationException: If a hook has edited the gradients of one of several replicas.
+        """
         if self.earlier is None:
             self.earlier = get_gradients(parameters)
+        elif len(self.gradients) == 1:
+            self.gradients = [get_gradients(parameters)]  # as hooks have left them
+        elif versions_of(get_gradients(parameters)) != self.versions:
+            raise MisconfigurationException(
+                "A hook has edited gradients that are still being accumulated, of one of several "
+                "replicas here: edit them in the last batch of a window, or leave out `replicas`."
+            )
+        if self.part != 1:
+            part, self.part = self.part, 1.0
+            self.gradients = [{p: g * part for p, g in each.items()} for each in self.gradients]
         set_gradients(parameters, self.gradients[0])
+
+    def keep(self, gradients: list[Gradients]) -> None:
+        """After a backward pass: the gradients of each replica."""
+        self.gradients = gradients
+        self.versions = versions_of(gradients[0])
+
+
+def versions_of(gradients: Gradients) -> list[tuple[int, int]]:
+    """They change when a gradient is replaced, or edited in place."""
+    return [(id(gradient), gradient._version) for gradient in gradients.values()]
 
 
 def get_gradients(parameters: list[Tensor]) -> Gradients:

@@ -1,7 +1,7 @@
 """Steps, hooks and loaders of everyday use: two processes train as one device does."""
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.strategies.conftest import (
     Net,
@@ -99,10 +99,31 @@ class GathersParts(Net):
         self.all_gather(torch.zeros(5 - rank()))
 
 
+class HalvesGradients(Net):
+    """A hook that replaces gradients, in every batch of a window."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (samples()[i] for i in range(30))
+
+
+class TwoStreams(Net):
+    """Two validation loaders of unknown length: Lightning reads a batch of them ahead."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[1]))
+
+
 RIGHT: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "nothing to count": (NothingToCount, {}),
     "nothing to count, accumulated": (NothingToCount, {"accumulate_grad_batches": 2}),
     "by hand": (ByHand, {}),
+    "halves gradients": (HalvesGradients, {"accumulate_grad_batches": 3}),
     "leaves early": (LeavesEarly, {"accumulate_grad_batches": 2}),
 }
 
@@ -129,6 +150,7 @@ def run_all() -> dict[str, Any]:
     found["logs once"] = attempt(fit, LogsOnce, None, val)
     found["counts"] = attempt(fit, CountsInForward, None, val)
     found["recomputed"] = attempt(fit, Recomputed)
+    found["streams"] = attempt(fit, TwoStreams, None, [DataLoader(Stream(), 10)] * 2)
     found["gathers"] = attempt(fit, GathersParts)
     found["twice"] = attempt(fit_twice)
     return found
@@ -144,7 +166,9 @@ def test_training_is_that_of_one_device(name: str, in_two_processes: list[Any]) 
     expected = fit_right(name, None if "nothing" not in name else 1)
     for found in in_two_processes:
         assert_close(found[name], expected)
-    if name != "by hand":
+    if name == "halves gradients":
+        assert "A hook has edited gradients" in fit_right(name, 2)
+    elif name != "by hand":
         assert_close(fit_right(name, 2), expected)
 
 
@@ -162,6 +186,12 @@ def test_buffers_are_equal_whoever_writes_them(in_two_processes: list[Any]) -> N
         assert_close(first[name], second[name], rtol=1e-15)
     assert first["counts"][0]["num_seen"] == 2 * 6  # the first process's
     assert_close(attempt(fit, Recomputed, replicas=2), first["recomputed"], rtol=1e-15)
+
+
+def test_streams_are_validated(in_two_processes: list[Any]) -> None:
+    expected = fit(TwoStreams, None, [DataLoader(Stream(), 10)] * 2)
+    for found in in_two_processes:
+        assert_close(found["streams"], expected)
 
 
 def test_parts_of_different_sizes_are_one_line(in_two_processes: list[Any]) -> None:
@@ -209,7 +239,8 @@ class EditsWeights(Net):
     """A momentum teacher, by `.data`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.net[2].bias.data.mul_(0.999)
+        if self.global_step >= 2:
+            self.net[2].bias.data.mul_(0.999)
         return self.loss(batch)
 
 
