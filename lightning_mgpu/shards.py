@@ -33,7 +33,7 @@ class Shards:
 
 
 class ShardKeys(NamedTuple):
-    """What a batch sampler yields, in the place of a list of indices."""
+    """A batch sampler yields these in the place of a list of indices."""
 
     indices: list[list[Any]]  # of each shard
     replicas: Sequence[int]  # whose they are
@@ -46,8 +46,8 @@ class ShardKeys(NamedTuple):
 class ShardReader:
     """A dataset for `ShardKeys`. Other attributes are those of the dataset it reads.
 
-    What the dataset and `collate_fn` draw is a stream of its own for each pass, batch and replica,
-    in any process and any worker.
+    The dataset and `collate_fn` draw from a stream for each pass, batch and replica, which is the
+    same in any process and any worker.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -84,7 +84,7 @@ def as_read(shards: Shards) -> Shards:
 
 
 def checksum(part: Any) -> int:
-    """Of all that is in a batch, a sample or a tensor."""
+    """A checksum of everything in a batch, a sample or a tensor."""
     return crc32(excerpt(part, sys.maxsize))
 
 

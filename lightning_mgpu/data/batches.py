@@ -96,7 +96,7 @@ class BatchLoader(DataLoader):
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a strategy compares between processes."""
+        """Checksums that a strategy compares between processes."""
         return {"batches": self.sampler.order_checksum}  # type: ignore[attr-defined]
 
     def in_shards(self, num_local: int) -> "BatchLoader":

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
 SET_DEATH_SIGNAL = 1  # of prctl
 CAUSES = (
-    "Commonest causes: it needs longer, for example for a download; or one process alone saves a "
+    "Commonest causes: it needs longer, for example for a download; or only one process saves a "
     "checkpoint, sets `should_stop` or logs with sync_dist=True"
 )
 
@@ -64,7 +64,7 @@ def is_alive(process_id: int) -> bool:
 
 
 def describe_end(strategy: Any, process: int) -> str:
-    """What is known of the end of a process: how, if this one has started it."""
+    """Say that a process has ended, and how, if this one has started it."""
     started = getattr(strategy.launcher, "procs", ())
     code = started[process - 1].poll() if started else None
     if code is not None and code < 0:

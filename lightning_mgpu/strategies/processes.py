@@ -41,7 +41,7 @@ FACTS = {
     "parameters": "has other parameters that require a gradient, or in another layout",
     "names": "logs other values than {names}. Log the same ones in every batch",
 }
-"""What the processes find alike in every step, and what is said of one where it differs."""
+"""Facts that the processes compare in every step, and the words for one that differs."""
 
 
 class ProcessPerDeviceStrategy(DDPStrategy):
@@ -162,7 +162,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Exchange rows (n,) on the host. The function returned waits for all of them: (P, n)."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         rows = np.tile(sent, (self.world_size, 1))
-        # one with an exception on its way waits for nobody, so that its exception is seen
+        # one with an exception on its way does not wait, so that its exception is seen
         if self.is_alone or self.module.trainer.interrupted:
             return lambda: rows.view(row.dtype)
         if self._meeting is not None and len(sent) <= CELL - 16:

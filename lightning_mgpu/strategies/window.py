@@ -39,7 +39,7 @@ class Window:
         """Before a backward pass: the first replica's gradients so far are those of parameters.
 
         Raises:
-            MisconfigurationException: If a hook has edited the gradients of one of several replicas.
+            MisconfigurationException: If a hook has edited one of several replicas' gradients.
         """
         if self.earlier is None:
             self.earlier = get_gradients(parameters)

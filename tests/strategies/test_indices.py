@@ -63,7 +63,7 @@ class Graph:
 
 
 class Any8(Net):
-    """Takes the batch in any of these shapes. What is padded is not used."""
+    """Takes the batch in any of these shapes, without the padding."""
 
     def loss(self, batch: Any) -> Tensor:
         X, y = (batch.X, batch.y) if isinstance(batch, Graph) else batch[:2]
