@@ -1,43 +1,26 @@
-"""What packages need of Python and the system: a user's mistake, files, YAML, commands, memory."""
+"""What packages need of Python and the system: a user's mistake, files, commands, memory."""
 
 import contextlib
 import ctypes
-import difflib
-import errno
 import os
-import re
 import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 PACKAGE = __package__.partition(".")[0]
-# what a file system says that is full or must not be written
-UNWRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR),
-)
+# what a file system says that is full, must not be written, or has lost a directory
+UNWRITABLE = (ENOSPC, EDQUOT, EFBIG, EACCES, EPERM, EROFS, ENOTDIR, ENOENT)
 
 
 class UsageError(Exception):
     """A mistake of the user's. The message says what was given, what is allowed, and the fix."""
-
-
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
-    by_end = {last_part(name).lower(): name for name in known}
-    near = difflib.get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
-    return f"did you mean {by_end[near[0]]}?" if near else ""
-
-
-def last_part(value: Any) -> str:
-    return str(value).rpartition(".")[2]
 
 
 @contextlib.contextmanager
@@ -61,41 +44,6 @@ def errors_as_warnings(filename: str) -> Iterator[None]:
         yield
     except Exception as error:
         rank_zero_warn(f"{filename} is not right: {type(error).__name__}: {error}")
-
-
-class ConfigDumper(yaml.SafeDumper):
-    """Quotes a text that YAML 1.1 or 1.2 may read as something else, such as 1e5 or y."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = "'" if re.match(r"[-+]?\.?\d|[yYnN]$", text) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-ConfigDumper.add_representer(str, ConfigDumper.represent_text)
-
-
-def dump_config(config: Any, in_one_line: bool = False) -> str:
-    """Options as YAML, without the defaults that jsonargparse cannot write: these count anyway."""
-    text: str = yaml.dump(
-        without_unwritten(config),
-        Dumper=ConfigDumper,
-        default_flow_style=in_one_line,
-        sort_keys=False,
-        allow_unicode=True,
-    )
-    return text
-
-
-def without_unwritten(value: Any) -> Any:
-    """A nested configuration without a model's lambda, or a callback's `torch.device`."""
-    if isinstance(value, dict):
-        return {k: without_unwritten(v) for k, v in value.items() if not is_unwritten(v)}
-    return [without_unwritten(item) for item in value] if isinstance(value, list) else value
-
-
-def is_unwritten(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return any(str(item).startswith("Unable to serialize instance") for item in items)
 
 
 def run_in_group(command: Sequence[str], output: IO[Any]) -> int:

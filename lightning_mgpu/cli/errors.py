@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.strategies.ends import ProcessEnded
-from lightning_mgpu.tools import UNWRITABLE, UsageError, did_you_mean, last_part
+from lightning_mgpu.tools import UNWRITABLE, UsageError
 
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
@@ -80,7 +81,7 @@ def is_mistake(error: BaseException) -> bool:
     if isinstance(error, OSError):
         # such as a directory under /proc
         return error.errno in UNWRITABLE or "mkdir(" in last_frame(error)[1]
-    if isinstance(error, (UsageError, MisconfigurationException)):
+    if isinstance(error, (UsageError, ProcessEnded, MisconfigurationException)):
         return True
     if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
         return True
@@ -111,3 +112,14 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         lines, hint = {}, "what stands beside a class_path belongs under its init_args"
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
+    by_end = {last_part(name).lower(): name for name in known}
+    near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
+    return f"did you mean {by_end[near[0]]}?" if near else ""
+
+
+def last_part(value: Any) -> str:
+    return str(value).rpartition(".")[2]

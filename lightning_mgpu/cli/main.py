@@ -12,7 +12,7 @@ from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subc
 from lightning_mgpu.cli.training_cli import run_trainer
 from lightning_mgpu.runs.directory import RUN_DIR_ENV
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import PACKAGE, UsageError, did_you_mean
+from lightning_mgpu.tools import PACKAGE, UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -49,9 +49,7 @@ def main() -> None:
         stop_on_signals()
         subcommand, *others = [arg for arg in args if arg != TRACEBACK_FLAG]
         if subcommand not in subcommands():
-            hint = did_you_mean(subcommand, subcommands())
-            names = ", ".join(subcommands())
-            raise UsageError(f"no subcommand {subcommand!r}. {hint} There are {names}")
+            raise UsageError(f"no subcommand {subcommand!r}: take {', '.join(subcommands())}")
         if subcommand in TRAINER_SUBCOMMANDS:
             run_trainer(subcommand, others)
         else:

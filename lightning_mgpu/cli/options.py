@@ -15,11 +15,12 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
-from lightning_mgpu.tools import UsageError, last_part
+from lightning_mgpu.tools import UsageError
 
 STRATEGY = "--trainer.strategy"
 # not in `config.yaml`, which another command may be given
@@ -41,7 +42,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     joined = one_string_per_option(args)
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
-    # last, as a `config.yaml` of an older version has `weights: null`
+    # as flags they win over files: a `config.yaml` of an older version has `weights: null`
     joined.sort(key=lambda arg: arg[2:].partition("=")[0] in PATHS)
     given = options_by_name(joined)
     ckpt_path, run_dir = given.get("ckpt_path"), None
@@ -104,7 +105,7 @@ def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     read_checkpoint(ckpt_path)
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
-        told = "is in no run directory, whose config.yaml names the model: give it with --config"
+        told = "is in no run directory, whose config.yaml names the model: give --model or --config"
         raise UsageError(f"{ckpt_path} {told}")
     config = read_config(str(path)) if path else {}
     return {key: config[key] for key in ("seed_everything", "model", "data") if key in config}

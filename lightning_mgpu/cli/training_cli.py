@@ -7,24 +7,15 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace, set_dumper
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ProgressBar,
-    RichProgressBar,
-)
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch.distributed import destroy_process_group, is_initialized
@@ -35,15 +26,16 @@ from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
 from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, options_by_name, read_options
+from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
-from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, RUN_JSON, name_run_dir
+from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.ends import ProcessEnded
-from lightning_mgpu.tools import UNWRITABLE, UsageError, command, dump_config, keep_freed_memory
+from lightning_mgpu.tools import UNWRITABLE, UsageError, command, keep_freed_memory
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -57,25 +49,9 @@ def run_trainer(subcommand: str, args: list[str]) -> None:
     try:
         cli.run()
     except BaseException as error:
-        ending = error
         if launcher := cli.trainer.strategy.launcher:  # its processes would only say that we ended
             launcher.kill(signal.SIGKILL)
-        has_begun = subcommand == "fit" and cli.record.lock is not None
-        way_on = f"go on with: {command()} fit --resume={shlex.quote(str(cli.run_dir))}"
-        if not (has_begun and cli.last.saves and (cli.run_dir / CONFIG).is_file()):
-            way_on = "try again"
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            where = error.filename or cli.run_dir
-            ending = UsageError(f"{where}: {error.strerror}; once that is mended, {way_on}")
-        if isinstance(error, ProcessEnded):
-            ending = UsageError(f"{error}; {way_on}")
-        if isinstance(error, OSError) and cli.is_deleted():
-            ending = UsageError(f"{cli.run_dir} was deleted while it was on: its weights are gone")
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):  # Lightning turns one into the other
-            if has_begun:
-                print("stopped;", way_on if cli.last.saves else "it saves no last.ckpt", flush=True)
-            causes = (error, error.__context__)
-            sys.exit(130 if any(isinstance(each, KeyboardInterrupt) for each in causes) else 1)
+        ending = cli.describe_end(error)
         if ending is error:
             raise
         raise ending from error
@@ -169,27 +145,27 @@ class TrainingCLI(LightningCLI):
         self.model, self.datamodule, self.best = objects.model, objects.data, objects.checkpoint
         self.output, options = objects.output, objects.trainer
         weights = None if self.ckpt_path else config.weights
-        notes = {"ckpt": self.ckpt_path or no_ckpt, "weights": weights or ""}
-        self.output.notes = notes
+        self.output.notes = {"ckpt": self.ckpt_path or no_ckpt, "weights": weights or ""}
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
         saves, seed = options.enable_checkpointing is not False, config.seed_everything
         self.last = checkpoints.LastCheckpoint(seed, saves, weights)
         wandb = None if options.logger is False else config.wandb
-        facts = {"command": command_line, "options": given, "seed": seed}
-        facts["weights"] = config.weights
-        self.record = RunRecord(self.run_dir, self.config_text, wandb, facts, notes, num_steps)
+        facts = {"command": command_line, "options": given, "seed": seed, "weights": config.weights}
+        text, notes = self.config_text, self.output.notes
+        self.record = RunRecord(self.run_dir, text, wandb, facts, notes, num_steps)
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
-        if self.options.run_dir and any(isinstance(each, BatchSizeFinder) for each in users):
+        finds_size = any(isinstance(each, callbacks.BatchSizeFinder) for each in users)
+        if self.options.run_dir and finds_size:
             told = "no file has the size that BatchSizeFinder has found"
             raise UsageError(f"--resume: {told}: start a new run with it as --data.batch_size")
         if self.ckpt_path:  # which has the rate found
-            users = [each for each in users if not isinstance(each, LearningRateFinder)]
-        has_bar = any(isinstance(each, ProgressBar) for each in users)
+            users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
+        has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
         draws_bar = sys.stdout.isatty() and options.enable_progress_bar is not False
         ours = {
-            RichProgressBar(1): draws_bar and not has_bar,
-            LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
+            callbacks.RichProgressBar(1): draws_bar and not has_bar,
+            callbacks.LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
             PredictionWriter(): self.method == "predict",
             self.best: saves,
@@ -213,9 +189,8 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"--trainer.strategy={given.get('trainer.strategy')}: {way}")
         started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
         if int(started) > 1 and self.trainer.world_size == 1:
-            way = f"--trainer.devices={os.environ.get('LOCAL_WORLD_SIZE', started)} joins them"
-            if not isinstance(self.trainer.strategy, DDPStrategy):
-                way = f"--trainer.strategy=ddp with {way}"
+            num = f"--trainer.devices={os.environ.get('LOCAL_WORLD_SIZE', started)}"
+            way = f"{num} joins them, under --trainer.strategy=ddp or manual_allreduce"
             raise UsageError(f"{started} processes would train a model of their own each: {way}")
 
     def run(self) -> None:
@@ -254,8 +229,6 @@ class TrainingCLI(LightningCLI):
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
         seconds = self.output.seconds
         time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
-        if self.is_deleted():
-            raise FileNotFoundError(self.run_dir)
         print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
 
     def test_best(self) -> dict[str, float]:
@@ -276,23 +249,32 @@ class TrainingCLI(LightningCLI):
         return dict(tested[0]) if tested else {}
 
     def why_no_best(self) -> str:
-        path = Path(self.best.best_model_path)
         if self.best.save_top_k == 0:
             return "no best one is kept: save_top_k=0, or the test set would choose"
-        if path.name:
-            told = "is of another directory" if path.is_file() else "is gone"
-            return f"{path}, the best one, {told}"
-        logged = ", ".join(self.trainer.callback_metrics) or "nothing now"
-        told = "was not logged; logged were:"
-        return f"--checkpoint.monitor={self.best.monitor} {told} {logged}"
+        if path := self.best.best_model_path:
+            return f"{path}, the best one, is gone or of another directory"
+        return self.best.describe_unlogged(self.trainer)
 
-    def is_deleted(self) -> bool:
-        """Whether the run directory that this process has made is gone."""
-        return self.record.lock is not None and not (self.run_dir / RUN_JSON).is_file()
+    def describe_end(self, error: BaseException) -> BaseException:
+        """The error with which the program ends: it says what to do now."""
+        is_fit, way_on = self.method == "fit" and self.record.lock is not None, "start again"
+        if is_fit and self.last.saves and (self.run_dir / CONFIG).is_file():
+            way_on = f"go on with: {command()} fit --resume={shlex.quote(str(self.run_dir))}"
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if is_fit:
+                print(f"stopped; {way_on}", flush=True)
+            # Lightning exits with 1 in its handler of Ctrl-C
+            is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
+            return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
+        if isinstance(error, ProcessEnded):
+            return ProcessEnded(f"{error}; {way_on}")
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = f"{error.filename or self.run_dir}: {error.strerror}"
+            return UsageError(f"{where}; once that is mended, {way_on}")
+        return error
 
 
 print_once = rank_zero_only(partial(print, flush=True))
-set_dumper("yaml", dump_config)  # for `--print_config`, too
 
 
 def as_list(value: Any) -> list[Any]:

@@ -1,12 +1,13 @@
-"""`--config`: where a YAML file is found, and how it is read."""
+"""`--config`: where a YAML file is found, how it is read, and how `config.yaml` is written."""
 
+import re
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader
+from jsonargparse import get_loader, set_dumper
 
 from lightning_mgpu.tools import PACKAGE, UsageError, program
 
@@ -46,3 +47,29 @@ def read_config(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{name}: it needs options by name, such as 'trainer: {{devices: 2}}'")
     return content
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """Quotes texts that a version of YAML may read as something else, such as 1e5 or y."""
+
+
+ConfigDumper.add_implicit_resolver("!not_a_text", re.compile(r"[-+]?\.?\d|[yYnN]$"), None)
+
+
+def dump_config(config: Any, in_one_line: bool = False) -> str:
+    options: dict[str, Any] = {"sort_keys": False, "default_flow_style": in_one_line}
+    content = without_unwritten(config)
+    return str(yaml.dump(content, Dumper=ConfigDumper, allow_unicode=True, **options))
+
+
+def without_unwritten(value: Any) -> Any:
+    """Leave out defaults that no YAML can say, such as a lambda: they count anyway."""
+    if isinstance(value, list):
+        return [without_unwritten(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    unwritten = [name for name in value if "Unable to serialize" in str(value[name])[:24]]
+    return {name: without_unwritten(value[name]) for name in value if name not in unwritten}
+
+
+set_dumper("yaml", dump_config)  # for `--print_config`, too

@@ -105,8 +105,11 @@ class BestCheckpoint(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
         elif self.has_validated and not self.has_told and trainer.is_global_zero:
             self.has_told = True
-            logged = ", ".join(trainer.callback_metrics)
-            print(f"--checkpoint.monitor={self.monitor} was not logged; logged were: {logged}")
+            print(self.describe_unlogged(trainer))
+
+    def describe_unlogged(self, trainer: Trainer) -> str:
+        logged = ", ".join(trainer.callback_metrics) or "nothing"
+        return f"--checkpoint.monitor={self.monitor} was not logged; logged were: {logged}"
 
     @property
     def best(self) -> dict[str, Any]:
@@ -135,8 +138,10 @@ class LastCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.weights:
-            pl_module.configure_model()  # Lightning's call comes later, and finds all layers made
+            pl_module.configure_model()
             pl_module.load_state_dict(read_checkpoint(self.weights)["state_dict"])
+            # Lightning's call comes later, and might make the layers anew
+            pl_module.configure_model = lambda: None  # type: ignore[method-assign]
             self.weights = None  # `fit` ends with a test of other ones
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

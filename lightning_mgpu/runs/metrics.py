@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
@@ -68,13 +68,20 @@ def read_rows(run_dir: Path) -> list[dict[str, str]]:
         raise UsageError(f"{path} cannot be read: {error}") from error
 
 
+def read_values(run_dir: Path) -> Iterator[tuple[int, str, float]]:
+    """Epoch (from 1; 0 if none is known), name and value of what was logged."""
+    for row in read_rows(run_dir):
+        for name, text in row.items():
+            with suppress(KeyError, TypeError, ValueError):  # torn rows, texts of users
+                yield int(row["epoch"] or -1) + 1, name, float(text)
+
+
 def read_points(run_dir: Path) -> Points:
     """The last values of every epoch in `metrics.csv`."""
     points: Points = {}
-    for row in read_rows(run_dir):
-        for name, text in row.items():
-            if text and row["epoch"] and STAGE_AND_METRIC.fullmatch(name):
-                points.setdefault(name, {})[int(row["epoch"]) + 1] = float(text)
+    for epoch, name, value in read_values(run_dir):
+        if epoch and STAGE_AND_METRIC.fullmatch(name):
+            points.setdefault(name, {})[epoch] = value
     return points
 
 
@@ -82,12 +89,9 @@ def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
     """The last metrics of validation (of `epoch`, from 1) and of test; mean seconds per epoch."""
     values: dict[str, float] = {}
     seconds: list[float] = []
-    for row in read_rows(run_dir):
-        is_validation = epoch is None or row.get("epoch") == str(epoch - 1)
-        for name, text in row.items():
-            with suppress(AttributeError, TypeError, ValueError):  # torn rows, texts of users
-                if name == "epoch_seconds":
-                    seconds.append(float(text))
-                elif name.startswith("test") or (name.startswith("val") and is_validation):
-                    values[name] = float(text)
+    for at, name, value in read_values(run_dir):
+        if name == "epoch_seconds":
+            seconds.append(value)
+        elif name.startswith("test") or (name.startswith("val") and epoch in (None, at)):
+            values[name] = value
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

@@ -50,7 +50,9 @@ class RunRecord(Callback):
             trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
         if self.lock is None:
             return
-        run_id = read_run_json(self.run_dir).get("wandb_id")
+        before = read_run_json(self.run_dir)  # of a resumed run
+        run_id = before.get("wandb_id")
+        self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
         self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
@@ -94,8 +96,8 @@ class RunRecord(Callback):
             return
         state = "stopped" if self.results.get("why") else "finished"
         end: dict[str, Any] = {"state": state, "best": {}, **self.results}
-        # the disk may be full, metrics.csv broken, the directory deleted: that error counts
-        with contextlib.suppress(Exception):
+        # the disk may be full, metrics.csv broken, the directory deleted: the first error counts
+        with contextlib.suppress(*(Exception,) if error else ()):
             if isinstance(error, Exception):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
                 with replacing(self.run_dir / "error.log") as part:

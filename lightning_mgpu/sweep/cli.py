@@ -192,14 +192,19 @@ def name(trial: Any) -> str:
 
 
 def as_argument(option: str, value: Any) -> str:
-    """An option as on a command line: `null` and `true`, where Python writes None and True."""
-    return f"--{option}={value if isinstance(value, str) else json.dumps(value)}"
+    return f"--{option}={as_text(value)}"
+
+
+def as_text(value: Any) -> str:
+    """A value as on a command line: `null` and `true`, where Python writes None and True."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def distribution(spec: dict[str, Any]) -> optuna.distributions.BaseDistribution:
-    if values := spec.get("values"):
+    if "values" in spec:
+        values = spec["values"]
         if any(isinstance(value, (list, dict)) for value in values):  # Optuna hashes values
-            values = [x if isinstance(x, str) else json.dumps(x) for x in values]
+            values = [as_text(value) for value in values]
         return CategoricalDistribution(values)
     if spec.get("distribution", "log_uniform_values") != "log_uniform_values":
         raise ValueError(f"{spec}: the distribution can be log_uniform_values, or left out")

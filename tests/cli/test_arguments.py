@@ -9,8 +9,7 @@ import yaml
 
 from lightning_mgpu.cli import help as cli_help
 from lightning_mgpu.cli.help import short_help, subcommands
-from lightning_mgpu.cli.yaml_files import config_dirs, read_config
-from lightning_mgpu.tools import dump_config
+from lightning_mgpu.cli.yaml_files import config_dirs, dump_config, read_config
 
 CONFIGS = config_dirs()[-1]
 Config = Callable[..., dict[str, Any]]
@@ -76,6 +75,14 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
 def test_a_text_that_looks_like_something_else_is_quoted(text: str, config: Config) -> None:
     assert dump_config({"a": text}) == f"a: '{text}'\n"
     assert read_config(dump_config({"a": text}, in_one_line=True).strip()) == {"a": text}
+
+
+def test_later_options_win_over_earlier_ones(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("trainer: {max_epochs: 2}")
+    line = ("fit", "--trainer.max_epochs=3", "--run_dir=b", "--config=a.yaml", "--model.lr=1")
+    found = config(*line)
+    assert found["trainer"]["max_epochs"] == 2 and found["model"]["init_args"]["lr"] == 1
+    assert config(*line, "--trainer.max_epochs=4")["trainer"]["max_epochs"] == 4
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,26 @@
 import sys
 import warnings
 from collections.abc import Callable
+from logging import Handler, LogRecord, getLogger
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.main import hide_messages
+from lightning_mgpu.cli.training_cli import TrainingCLI
+from lightning_mgpu.runs.directory import RUN_DIR_ENV
+from lightning_mgpu.strategies.ends import ProcessEnded
+from lightning_mgpu.tools import UsageError
 
 CPU = "--trainer.accelerator=cpu"
 MISTAKES = {  # a command line, and what its lines must say
-    "fitt": ("no subcommand 'fitt'", "did you mean fit?", "validate, test, predict, export"),
+    "fitt": ("no subcommand 'fitt': take fit, validate, test, predict, export",),
     "fit --trainer.devcies=2": ("--trainer.devcies=2", "did you mean --trainer.devices?"),
     "fit --batch_size=3": ("did you mean --data.batch_size?",),
     "fit --config key.yaml": ("--trainer.max_epoch", "did you mean --trainer.max_epochs?"),
@@ -141,7 +149,7 @@ def test_a_launchers_processes_train_one_model(
     assert capfd.readouterr().err.count("error: ") == 1
     assert main("fit", CPU, "--trainer.devices=1", "--trainer.strategy=manual_allreduce") == 2
     err = capfd.readouterr().err
-    assert "--trainer.devices=2 joins" in err and "strategy=ddp" not in err
+    assert "--trainer.devices=2 joins them, under --trainer.strategy=ddp or manual_" in err
 
 
 def test_a_loader_by_position_and_no_checkpoint(
@@ -173,3 +181,45 @@ def test_only_our_warnings_have_no_path(monkeypatch: pytest.MonkeyPatch) -> None
     files = (hide_messages.__code__.co_filename, "a.py")
     texts = [warnings.formatwarning("m", UserWarning, file, 3) for file in files]
     assert texts[0] == "warning: m\n" and texts[1].startswith("a.py:3: ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_shown"),
+    [({}, False), ({"LOCAL_RANK": "1"}, True), ({"LOCAL_RANK": "1", RUN_DIR_ENV: "a"}, False)],
+)
+def test_who_waits_is_told_where_another_program_starts_the_processes(
+    environment: dict[str, str], is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", RUN_DIR_ENV):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(getLogger("lightning.fabric"), "handlers", [handler := Handler()])
+    with warnings.catch_warnings():
+        hide_messages()
+    texts = ("[rank: 1] Initializing distributed: GLOBAL_RANK: 1", "Restoring states", "of mine")
+    records = [LogRecord("", 20, "", 0, text, None, None) for text in texts]
+    assert [bool(handler.filter(record)) for record in records] == [is_shown, False, True]
+
+
+def test_a_process_that_only_waited_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    cli: Any = SimpleNamespace(method="fit", record=SimpleNamespace(lock=None))
+    for error in (ProcessEnded("process 0 has ended"), UsageError("a mistake")):
+        with pytest.raises(SystemExit, match="2"), one_line_errors(False):
+            raise TrainingCLI.describe_end(cli, error)
+    assert capsys.readouterr().err == "error: [process 1] a mistake (--traceback shows where)\n"
+
+
+def test_exit_status() -> None:
+    """130 after Ctrl-C, also where Lightning makes an exit of it; else that of the exit."""
+    cli: Any = SimpleNamespace(method="test", record=SimpleNamespace(lock=None))
+    by_lightning = SystemExit(1)
+    by_lightning.__context__ = KeyboardInterrupt()
+    errors = (KeyboardInterrupt(), by_lightning, SystemExit(3), SystemExit())
+    ends: list[Any] = [TrainingCLI.describe_end(cli, error) for error in errors]
+    assert [end.code for end in ends] == [130, 130, 3, 1]

@@ -146,6 +146,10 @@ def test_weights_bring_their_model(
         assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
     assert main("fit", f"--weights={moved}") == 2
     assert "moved.ckpt is in no run directory" in capfd.readouterr().err
+    moved.rename(run / "checkpoints" / "last.ckpt")
+    (own / "old.yaml").rename(run / "config.yaml")
+    assert main("fit", "--resume=run", "--trainer.max_epochs=3") == 0
+    assert last(run)["epoch"] == 2
 
 
 LATE = """
@@ -155,11 +159,9 @@ from lightning_mgpu.models import LeNet
 class Late(LeNet):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr=lr)
-        self.more = None
 
     def configure_model(self):
-        if self.more is None:
-            self.more = nn.Linear(10, 10)
+        self.more = nn.Linear(10, 10)
 
     def forward(self, X):
         return self.more(super().forward(X))
@@ -209,7 +211,7 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(
     assert read_run_json(run)["end"]["state"] == "failed"
     best.unlink()
     assert fit("--resume=run") == 0
-    assert f"testing the last epoch: {best}, the best one, is gone\n" in capfd.readouterr().out
+    assert f"testing the last epoch: {best}, the best one, is gone or" in capfd.readouterr().out
 
 
 OWN = """
@@ -239,7 +241,7 @@ class Deletes(Callback):
         ("", errno.EPERM, "epoch=0-step=7.ckpt: Operation not permitted; "),
         ("", errno.EFBIG, "epoch=0-step=7.ckpt: File too large; "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
-        ("--trainer.callbacks+=own_more.Deletes", 0, "a was deleted while it was on: its weights"),
+        ("--trainer.callbacks+=own_more.Deletes", 0, "No such file or directory: .a"),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(
