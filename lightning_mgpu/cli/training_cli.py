@@ -237,13 +237,14 @@ class TrainingCLI(LightningCLI):
         has_test = is_overridden("test_step", self.model) and is_overridden("test_dataloader", data)
         if not has_test or not self.output.test:
             return {}
-        which = f"the last epoch: {self.why_no_best()}"
-        if best:
-            which = f"epoch {best['epoch']}: the last one saved by --checkpoint"
-        if best and best["monitor"]:
+        if not best:
+            print_once(f"testing the last epoch: {self.why_no_best()}")
+        elif not best["monitor"]:
+            print_once(f"testing epoch {best['epoch']}: the last one saved by --checkpoint")
+        else:
             extreme = "smallest" if self.best.mode == "min" else "largest"
-            which = "epoch {epoch}: {monitor} {value:.4f} ".format(**best) + f"({extreme})"
-        print_once(f"testing {which}")
+            value = f"{best['monitor']} {best['value']:.4f} ({extreme})"
+            print_once(f"testing epoch {best['epoch']}: {value}")
         seed_generators(self.config.seed_everything, "test")
         tested = trainer.test(self.model, data, best.get("path"), False, weights_only=True)
         return dict(tested[0]) if tested else {}

@@ -92,7 +92,7 @@ class Classifier(LightningModule):
             raise ValueError(f"model.lr={lr} is SGD's: set model.optimizer.lr, and model.lr=null.")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"model.label_smoothing={label_smoothing}: choose from 0 (none) to 1.")
-        # a checkpoint rebuilds the model from plain types, and must not pickle functions
+        # a checkpoint rebuilds the model, and must not pickle functions
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             del self.hparams[name]
@@ -168,8 +168,9 @@ class Classifier(LightningModule):
             return optimizer
         interval = "step" if isinstance(scheduler, (OneCycleLR, CyclicLR)) else "epoch"
         monitor = getattr(scheduler, "monitor", "val_loss")  # of ReduceLROnPlateau
-        config = {"interval": self.lr_interval or interval, "monitor": monitor}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}  # type: ignore[return-value]
+        config: Any = {"scheduler": scheduler, "monitor": monitor}
+        config["interval"] = self.lr_interval or interval
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def _run_length(self) -> dict[str, int]:
         """The missing `total_steps` of a OneCycleLR: how often it is stepped in the run."""

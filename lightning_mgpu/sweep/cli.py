@@ -37,7 +37,7 @@ from lightning_mgpu.tools import UsageError, make_parser, program, replacing, ru
 
 def sweep_command(arguments: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1:
-        raise UsageError("sweep starts the processes itself: start it without torchrun or srun")
+        raise UsageError("sweep starts processes itself: leave torchrun or srun out")
     Sweep(arguments).run()
 
 
@@ -47,7 +47,7 @@ class Sweep:
     def __init__(self, arguments: Sequence[str]) -> None:
         parser = make_parser("sweep", __doc__)
         parser.add_argument("--config", action="append", required=True, help="the sweep's first")
-        parser.add_argument("--count", type=int, help="trials in all; wins over the YAML's run_cap")
+        parser.add_argument("--count", type=int, help="trials in all, over the YAML's run_cap")
         parser.add_argument("--sweep_dir", type=Path, help="where trials go; default: sweeps/YAML")
         options, fit_args = parser.parse_known_args(arguments)
         config, *fit_configs = options.config
@@ -55,9 +55,10 @@ class Sweep:
         yaml = read_config(config)
         known = {"method", "metric", "parameters", "run_cap", "program", "command"}
         if ignored := yaml.keys() - known:
-            print(f"not read here, but by W&B: {', '.join(ignored)}", flush=True)
+            print("not read here, but by W&B:", *ignored, flush=True)
         try:
-            words = yaml.get("command", ["fit"])  # for W&B's agent: what follows `fit` is for all
+            # for W&B's agent: what follows `fit` is for all
+            words = yaml.get("command", ["fit"])
             self.shared = [str(x) for x in words[words.index("fit") + 1 :] if x != "${args}"]
             self.space: dict[str, Any] = {}  # distributions by the dotted name of the option
             for option, spec in yaml["parameters"].items():
@@ -70,7 +71,7 @@ class Sweep:
                 self.points = [*itertools.product(*(x.choices for x in self.space.values()))]
                 count = min(count or len(self.points), len(self.points))
             elif count is None or self.method not in ("random", "bayes"):
-                raise ValueError("method: grid, or random or bayes with --count=20 (run_cap: 20)")
+                raise ValueError("method: grid, or random or bayes with --count=20")
             self.num_trials: int = count
             self.metric = yaml["metric"]["name"]
             self.direction = yaml["metric"].get("goal", "minimize")
@@ -78,16 +79,16 @@ class Sweep:
             raise UsageError(f"--config={config} is not a sweep: {error!r}") from error
         given = {argument[2:].partition("=")[0] for argument in fit_args}
         if taken := given & {*self.space, "run_dir", "resume"}:
-            raise UsageError(f"--{taken.pop()}: the sweep sets it for every trial; leave it out")
+            raise UsageError(f"--{taken.pop()}: the sweep sets it; leave it out")
         self.shared += [*(f"--config={path}" for path in fit_configs), *fit_args]
-        options_of_all = options_by_name(one_string_per_option(self.shared))
-        val_size = {**flatten(read_default_config()), **options_of_all}.get("data.val_size")
-        sizes = getattr(self.space.get("data.val_size"), "choices", [val_size])
-        if "0" in map(str, sizes):
+        options_of_all = flatten(read_default_config())
+        options_of_all |= options_by_name(one_string_per_option(self.shared))
+        size = {**options_of_all, **self.space}.get("data.val_size")
+        if "0" in map(str, getattr(size, "choices", [size])):
             raise UsageError("--data.val_size=0: trials would tune on the test set")
 
     def run(self) -> None:
-        """Run every trial that has not ended and that no other process runs; print a table."""
+        """Run all trials that have not ended and no other process runs; print a table."""
         os.environ.setdefault("WANDB_RUN_GROUP", self.dir.name)
         study = self._open_study()
         print(f"trials in {self.dir}; Ctrl-C stops, the same command goes on", flush=True)
@@ -136,7 +137,7 @@ class Sweep:
             yield trial, log
 
     def _lock(self, file_name: str, flag: int = 0) -> Any:
-        """A file, locked until it is closed; with `LOCK_NB`, `None` if it is locked already."""
+        """A file, locked until it is closed; with `LOCK_NB`, `None` if it is taken."""
         file = (self.dir / file_name).open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | flag)
