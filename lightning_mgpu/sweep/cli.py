@@ -48,7 +48,7 @@ class Sweep:
         parser = make_parser("sweep", __doc__)
         parser.add_argument("--config", action="append", required=True, help="the sweep's first")
         parser.add_argument("--count", type=int, help="trials in all, over the YAML's run_cap")
-        parser.add_argument("--sweep_dir", type=Path, help="where trials go; default: sweeps/YAML")
+        parser.add_argument("--sweep_dir", type=Path, help="default: sweeps/YAML")
         options, fit_args = parser.parse_known_args(arguments)
         config, *fit_configs = options.config
         self.dir = options.sweep_dir or Path("sweeps", Path(config).stem)

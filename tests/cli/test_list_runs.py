@@ -38,6 +38,7 @@ def test_the_table(
     capfd: pytest.CaptureFixture,
 ) -> None:
     """Metrics, state, options that differ; the newest run is last."""
+    monkeypatch.setenv("COLUMNS", "200")
     assert main("runs") == 0
     out, err = capfd.readouterr()
     header, *rows = out.splitlines()

@@ -241,7 +241,7 @@ class Deletes(Callback):
         ("", errno.EPERM, "epoch=0-step=7.ckpt: Operation not permitted; "),
         ("", errno.EFBIG, "epoch=0-step=7.ckpt: File too large; "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
-        ("--trainer.callbacks+=own_more.Deletes", 0, "No such file or directory: .a"),
+        ("--trainer.callbacks+=own_more.Deletes", 0, "No such file or directory: 'a/"),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(
