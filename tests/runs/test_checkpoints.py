@@ -149,7 +149,7 @@ def test_weights_bring_their_model(
     moved.rename(run / "checkpoints" / "last.ckpt")
     (own / "old.yaml").rename(run / "config.yaml")
     assert main("fit", "--resume=run", "--trainer.max_epochs=3") == 0
-    assert last(run)["epoch"] == 2
+    assert last(run)["epoch"] == 3
 
 
 LATE = """

@@ -143,6 +143,7 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     assert fit("--resume=last") == 2
     assert fit("--resume=a") == 0
     assert_same(tmp_path / "whole", tmp_path / "a")
+    assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
 
 
 def test_where_no_directory_can_be_made(fit: Callable[..., int], capfd: Any) -> None:
