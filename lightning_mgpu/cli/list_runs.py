@@ -5,7 +5,7 @@
     python -m lightning_mgpu runs --csv > runs.csv
 
 The table has the options given that differ, and the metrics of the best epoch (of the last one
-where a run has not ended): as many as the terminal has room for, metrics first. `--csv` has all.
+where a run has not ended): as many as fit the terminal, metrics first. `--csv` has all.
 """
 
 import re
@@ -37,13 +37,13 @@ def runs_command(args: list[str]) -> None:
     if options.csv:
         writer(sys.stdout, lineterminator="\n").writerows([columns, *zip(*columns.values())])
         return
-    room = get_terminal_size((1000, 0)).columns + 2  # of a file: all
+    free = get_terminal_size((1000, 0)).columns + 2  # in a file there are all
     lines = [""] * (len(runs) + 1)
     for name, cells in columns.items():
         texts = [name, *map(shorten, cells)]
         width = max(map(len, texts)) + 2
-        if width <= room:
-            room -= width
+        if width <= free:
+            free -= width
             lines = [line + text.ljust(width) for line, text in zip(lines, texts)]
     print("\n".join(map(str.rstrip, lines)))
 

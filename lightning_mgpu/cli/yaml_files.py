@@ -63,7 +63,7 @@ def dump_config(config: Any, in_one_line: bool = False) -> str:
 
 
 def without_unwritten(value: Any) -> Any:
-    """Leave out defaults that no YAML can say, such as a lambda: they count anyway."""
+    """Leave out defaults that YAML cannot express, such as a lambda: they count anyway."""
     if isinstance(value, list):
         return [without_unwritten(item) for item in value]
     if not isinstance(value, dict):

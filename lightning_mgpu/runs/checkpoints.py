@@ -140,7 +140,7 @@ class LastCheckpoint(Callback):
         if self.weights:
             pl_module.configure_model()
             pl_module.load_state_dict(read_checkpoint(self.weights)["state_dict"])
-            # Lightning's call comes later, and might make the layers anew
+            # Lightning's call comes later, and might make new layers
             pl_module.configure_model = lambda: None  # type: ignore[method-assign]
             self.weights = None  # `fit` ends with a test of other ones
 
