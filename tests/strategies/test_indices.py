@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_mgpu.data import batch_loader
+from lightning_mgpu.shards import ShardKeys, ShardReader
 from tests.strategies.conftest import (
     Net,
     assert_close,
@@ -208,6 +209,18 @@ def test_what_is_drawn_is_the_same_in_any_process(in_two_processes: list[Any]) -
     ):
         for found in in_two_processes:
             assert_close(found[name], expected, rtol=1e-15)
+
+
+def test_each_shard_draws_numbers_of_its_own() -> None:
+    """By pass, batch and replica, although all of them read the same sample here."""
+    reader, drawn_twice = ShardReader(Draws(), stack), []
+    for _ in range(2):
+        shards: list[Any] = []
+        for seed, number in itertools.product((1, 2), (0, 1)):
+            keys = ShardKeys([[0], [0]], range(2), number, order=0, seed=seed, probe=[])
+            shards += reader.__getitems__(keys).shards
+        drawn_twice.append([float(X[0, 0]) for X, _ in shards])
+    assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 8
 
 
 def test_loaders_of_all_kinds(in_two_processes: list[Any]) -> None:
