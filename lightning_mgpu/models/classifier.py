@@ -21,6 +21,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+Init = Literal["book", "kaiming"]  # initial weights: N(0, 0.01), or those of He et al. (2015)
+
 
 class OneCycle(OneCycleLR):
     """torch's, whose `max_lr` is the optimizer's learning rate if it is left out."""
@@ -191,7 +193,7 @@ def compiled_call() -> Callable[[nn.Module, Tensor], Tensor]:
     return torch.compile(lambda net, X: net(X))  # `net.compile()` skips torch's own before 2.14
 
 
-def init_weights(net: nn.Module, init: Literal["book", "kaiming"], zero_biases: bool) -> None:
+def init_weights(net: nn.Module, init: Init, zero_biases: bool) -> None:
     """The book's N(0, 0.01); or He et al. (2015), N(0, 2 / fan_in): activations keep their size."""
     for layer in net.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):

@@ -1,22 +1,19 @@
 """LeNet as in d2l.ai, 'Training on Multiple GPUs': with ReLU and average pooling."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_mgpu.models.classifier import Classifier, init_weights
+from lightning_mgpu.models.classifier import Classifier, Init, init_weights
 
 
 class LeNet(Classifier):
-    """The book's LeNet on images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2 for batches of 256.
-
-    `init` takes weights from the book's N(0, 0.01), or those of He et al. (2015).
-    """
+    """The book's LeNet on images (N, 1, 28, 28): 129,068 parameters, SGD at 0.2."""
 
     default_lr = 0.2
 
-    def __init__(self, init: Literal["book", "kaiming"] = "book", **kwargs: Any) -> None:
+    def __init__(self, init: Init = "book", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.example_input_array = torch.zeros(1, 1, 28, 28)
         self.net = nn.Sequential(

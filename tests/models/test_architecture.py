@@ -18,6 +18,7 @@ def test_resnet18_is_the_books() -> None:
     assert shapes == [stem, stem, stem, *stages, (512, 1, 1), (512,), (10,)]
     shortcuts = [block.conv3 is not None for stage in model.net[3:7] for block in stage]
     assert shortcuts == [False, False, True, False, True, False, True, False]
+    assert ResNet18(width=16).net[6][1].conv2.weight.shape == (128, 128, 3, 3)
     assert ResNet18(in_channels=3, num_classes=7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
 
 
