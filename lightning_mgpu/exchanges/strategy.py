@@ -185,6 +185,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if not (self.every and self.module.trainer.training):
             super().share_buffers(rows)
 
+    def compare_weights(self) -> None:
+        if not (self.every and self._num_updates):  # else they differ
+            super().compare_weights()
+
     def on_validation_start(self) -> None:
         self.exchange_weights()
         super().on_validation_start()

@@ -15,7 +15,6 @@ from torchmetrics import Metric
 
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies.buffers import STATISTICS
-from lightning_mgpu.strategies.logging import combine_logged_values
 from lightning_mgpu.strategies.loss import split_loss
 from lightning_mgpu.strategies.split_batch import cut, num_samples, shard_sizes
 
@@ -72,15 +71,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
         copies = [{}, *(copy_tensors(module, device) for device in devices[1:])]
         outputs, states, results = [], set(), module.trainer._results
         self.is_in_step = len(sizes) > 1
-        with combine_logged_values(results):
-            for device, shard, tensors in zip(devices, cut(batch, sizes), copies):
-                shard = move_data_to_device(shard, device)
-                results.batch, results.batch_size = shard, None  # for the means of `self.log`
-                with self.precision_plugin.train_step_context(), using(module, tensors, device):
-                    outputs.append(module.training_step(shard, *args))
-                    if self.is_first_batch:
-                        named = [*module.named_parameters(), *module.named_buffers()]
-                        states.add(checksum([t for n, t in named if not n.endswith(STATISTICS)]))
+        for device, shard, tensors in zip(devices, cut(batch, sizes), copies):
+            shard = move_data_to_device(shard, device)
+            results.batch, results.batch_size = shard, None  # for the means of `self.log`
+            with self.precision_plugin.train_step_context(), using(module, tensors, device):
+                outputs.append(module.training_step(shard, *args))
+                if self.is_first_batch:
+                    named = [*module.named_parameters(), *module.named_buffers()]
+                    states.add(checksum([t for n, t in named if not n.endswith(STATISTICS)]))
         results.batch, results.batch_size = batch, None
         self.is_in_step = self.is_first_batch = False
         differs = "edits that differ between shards, of parameters or buffers: use one device"

@@ -26,7 +26,6 @@ from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.shards import Shards, checksum
 from lightning_mgpu.strategies.buffers import read_buffers, statistics, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
-from lightning_mgpu.strategies.logging import combine_logged_values
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.strategies.split_batch import num_samples
@@ -87,7 +86,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._window: Window | None = None
         self.is_in_step = False
         self._is_blocked = False
-        self._exchanged: Gradients = {}
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks that move a batch are called per shard, and draw the same in any process."""
@@ -101,6 +99,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 moved.append(super().batch_to_device(shard, *args, **kwargs))
         return Shards(moved) if isinstance(batch, Shards) else moved[0]
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.module.trainer.fit_loop.total_batch_idx == 1:
+            self.compare_weights()  # after the first update, and later before each checkpoint
+
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._shards, outputs = shards_of(batch), []
         if len(self._shards) != self.num_local:
@@ -113,18 +115,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         weights = [*self.module.parameters()] if is_checked else []
         before = checksum(weights)
         start, buffers = read_buffers(self.module), []
-        with combine_logged_values(self.module.trainer._results):
-            for i, shard in enumerate(self._shards):
-                if i > 0:
-                    write_buffers(self.module, start[None])
-                with self._log_as(shard), self._random_numbers_of(i, "step"):
-                    outputs.append(super().training_step(shard, *args, **kwargs))
-                buffers.append(read_buffers(self.module, len(start)))
-                if i == 0 and checksum(weights) != before:
-                    raise MisconfigurationException(
-                        "`training_step` edits weights, which several replicas of one process have "
-                        "in common: leave out `replicas`, or edit in `on_train_batch_end`."
-                    )
+        for i, shard in enumerate(self._shards):
+            if i > 0:
+                write_buffers(self.module, start[None])
+            with self._log_as(shard), self._random_numbers_of(i, "step"):
+                outputs.append(super().training_step(shard, *args, **kwargs))
+            buffers.append(read_buffers(self.module, len(start)))
+            if i == 0 and checksum(weights) != before:
+                raise MisconfigurationException(
+                    "`training_step` edits weights, which several replicas of one process have in "
+                    "common: leave out `replicas`, or edit in `on_train_batch_end`."
+                )
         self.share_buffers(torch.stack(buffers))
         self._statistics = [each.clone() for each in statistics(self.module)]
         return self._weigh(outputs)
@@ -226,10 +227,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
         weight = kwargs.pop("weight", None)  # of `manual_backward`
-        if not module.automatic_optimization:
-            self._check_exchanged(parameters, self._open_window().gradients[0])
-            if self.num_replicas > 1 or weight is not None:
-                closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
+        if not module.automatic_optimization and (self.num_replicas > 1 or weight is not None):
+            closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         window = self._open_window()
         window.open(parameters)
@@ -292,8 +291,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         for p in self.module.parameters():
             before, total = (earlier or {}).get(p), sums.get(p)
             p.grad = total if before is None else before if total is None else before + total
-            if p.grad is not None and not self.module.automatic_optimization:
-                self._exchanged[p] = p.grad
 
     def _find_parameters(self) -> int:
         """Find what is exchanged: parameters that require a gradient, or did once. Its checksum."""
@@ -307,9 +304,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return crc32(repr((layout.values(), self._exchange is None)).encode())
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.module.automatic_optimization:
-            used = [p for group in optimizer.param_groups for p in group["params"]]
-            self._check_exchanged(used, {})
         loss_of_batch = closure
         if isinstance(optimizer, LBFGS) and not self.is_alone:  # it decides by the loss, too
 
@@ -317,17 +311,6 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 return self.reduce(closure() * self._my_share, reduce_op="sum")
 
         return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
-
-    def _check_exchanged(self, parameters: list[Tensor], waiting: Gradients) -> None:
-        """Refuse gradients that are neither those of `exchange_gradients` nor wait for it."""
-        for p in parameters:
-            is_known = p.grad is None or p.grad is self._exchanged.get(p)
-            if not (p.grad is waiting[p] if p in waiting else is_known) and not self.is_alone:
-                raise MisconfigurationException(
-                    "A gradient was never exchanged: call `self.manual_backward(loss)` instead of "
-                    "`loss.backward()`, edit gradients in place, and before a step or `zero_grad` "
-                    "leave `toggle_model(sync_grad=False)` with a last backward pass."
-                )
 
 
 def replace(own: Tensor | None, row: Tensor, uses: Counter[int]) -> Tensor:

@@ -296,7 +296,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "
-                "edit that depends on the rank, or by a value logged without sync_dist=True."
+                "edit that depends on the rank, a value logged without sync_dist=True, or "
+                "`loss.backward()` in the place of `self.manual_backward(loss)`."
             )
 
     def teardown(self) -> None:

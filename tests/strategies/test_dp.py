@@ -134,24 +134,6 @@ class Gathers(Classifier):
         return super().training_step(batch, batch_idx) + 0 * self.all_gather(batch[0]).sum()
 
 
-class LogsByStep(Classifier):
-    """Keeps what a scheduler or a callback finds after each batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        for reduce_fx in ("mean", "max", "sum"):
-            value = batch[0].max() if reduce_fx == "max" else batch[0].sum()
-            self.log(reduce_fx, value, sync_dist=True, on_step=True, reduce_fx=reduce_fx)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        found = [float(self.trainer.callback_metrics[name]) for name in ("mean", "max", "sum")]
-        X = batch[0].cpu()
-        expected = [X.sum() / self.num_steps, X.max(), X.sum()]
-        torch.testing.assert_close(found, [float(number) for number in expected])
-        self.num_steps = 0
-
-
 @pytest.fixture
 def fit(make_trainer: Callable[..., Trainer]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """The trained module, and what was logged."""
@@ -237,11 +219,6 @@ def test_a_batch_that_counts_nothing_is_left_out(fit: Callable[..., Any]) -> Non
         assert not torch.equal(start.net[0].weight, module.net[0].weight)
         seed_everything(1, verbose=False)
         assert_same(start.state_dict(), CountsNothingAtFirst().state_dict())
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_values_logged_by_step_are_those_of_all_shards(fit: Callable[..., Any], k: int) -> None:
-    fit(LogsByStep, k)
 
 
 class LogsAfterTheStep(Classifier):

@@ -35,14 +35,6 @@ class LossBackward(Manual):
         optimizer.step()
 
 
-class NewGradient(Manual):
-    """Half of the gradients come from `manual_backward`, then `loss.backward()` adds to them."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch).backward()
-        self.manual_backward(self.loss(batch))
-
-
 class OwnBackward(Net):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()
@@ -104,8 +96,7 @@ IN_ONE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 IN_TWO: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
     "replicas": (Net, lambda: {"replicas": 3}, "replicas=3 must be a multiple of the 2 processes"),
-    "loss.backward()": (LossBackward, dict, "call `self.manual_backward(loss)` instead"),
-    "then manual_backward": (NewGradient, dict, "A gradient was never exchanged"),
+    "loss.backward()": (LossBackward, dict, "in the place of `self.manual_backward(loss)`"),
     "weight 0": (
         lambda: Returns(lambda loss: {"loss": loss, "weight": 0.0}),
         dict,
