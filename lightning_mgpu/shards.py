@@ -64,7 +64,8 @@ class ShardReader:
     def __getitems__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
             # read twice, if this is the first batch
-            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in keys.probe * 2}
+            samples = [self._read(keys, 0, keys.probe) for _ in keys.probe * 2]
+            seen = {checksum(self.collate_fn(each)) for each in samples}
             shards = [
                 self.collate_fn(self._read(keys, replica, indices))
                 for replica, indices in zip(keys.replicas, keys.indices)

@@ -77,10 +77,10 @@ class Exchange:
         It is None if no replica has a gradient.
         """
         # in shared memory, this is the meeting after which all rows are there
-        wait = self.strategy.start_gather(self.has_gradient)
+        gathered = self.strategy.gather(self.has_gradient)
         if self.has_messages:
             dist.all_to_all_single(self.incoming.view(-1), self.outgoing, None, self.lengths)
-        is_present = wait().reshape(-1, len(self.parameters)).max(axis=0).tolist()
+        is_present = gathered.reshape(-1, len(self.parameters)).max(axis=0).tolist()
         rows = [list(row) for row, has in zip(self.owned_rows, is_present[self.mine]) if has]
         allreduce_many(self.strategy.allreduce, rows)
         if self.has_messages:  # each process gets the row of its first replica
@@ -88,7 +88,7 @@ class Exchange:
             dist.all_to_all_single(self.received, first, self.sizes)
         else:
             # and after this one all sums; until the next, a process touches its own rows only
-            self.strategy.start_gather(np.zeros(1, np.uint8))()
+            self.strategy.gather(np.zeros(1, np.uint8))
         return [total if has else None for total, has in zip(self.sums, is_present)]
 
 

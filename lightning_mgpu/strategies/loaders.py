@@ -87,7 +87,10 @@ class ShardLoader:
     def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
         sampler = getattr(self.loader, "batch_sampler", None)
         for number, batch in enumerate(batches):
-            sizes = shard_sizes(num_samples(batch), [1] * self.num_shards)
+            num, most = num_samples(batch), getattr(self.loader, "batch_size", None)
+            if num > (most or num):
+                raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
+            sizes = shard_sizes(num, [1] * self.num_shards)
             seen = getattr(sampler, "seen_batch_indices", None)
             indices = pieces(seen[number] if seen else range(sum(sizes)), sizes, self.replicas)
             shards = cut(batch, sizes)[self.replicas.start : self.replicas.stop]

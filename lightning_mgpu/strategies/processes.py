@@ -122,7 +122,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self.shares_memory and self._meeting is None:
             self.has_cores = len(os.sched_getaffinity(0)) >= self.world_size
-            ids = self.start_gather(np.array([os.getpid()]))()[:, 0].tolist()
+            ids = self.gather(np.array([os.getpid()]))[:, 0].tolist()
             cells = share_memory(self, 2 * self.world_size * CELL)
             if cells is not None:
                 self._meeting = Meeting(cells, self.global_rank, self.world_size)
@@ -158,23 +158,19 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
-    def start_gather(self, row: np.ndarray) -> Callable[[], np.ndarray]:
-        """Exchange rows (n,) on the host. The function returned waits for all of them: (P, n)."""
+    def gather(self, row: np.ndarray) -> np.ndarray:
+        """Rows (n,) of all processes, on the host: (P, n)."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         rows = np.tile(sent, (self.world_size, 1))
         # one with an exception on its way does not wait, so that its exception is seen
         if self.is_alone or self.module.trainer.interrupted:
-            return lambda: rows.view(row.dtype)
+            return rows.view(row.dtype)
         if self._meeting is not None and len(sent) <= CELL - 16:
             late, read = self._meeting.start(sent)
         else:
             late, read = self._start_messages(rows)
-
-        def finish() -> np.ndarray:
-            wait(self, late)
-            return read().view(row.dtype)
-
-        return finish
+        wait(self, late)
+        return read().view(row.dtype)
 
     def _start_messages(self, rows: np.ndarray) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """As `Meeting.start`, for rows that are all this process's own yet."""
@@ -192,7 +188,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return lambda: () if work.is_completed() else others, read
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.start_gather(np.zeros(1, np.uint8))()
+        self.gather(np.zeros(1, np.uint8))
 
     def compare_facts(
         self, numbers: Sequence[float] = (), names: Sequence[str] = (), parameters: int = 0
@@ -208,7 +204,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             for name, value in each.facts.items():
                 facts[name] += value
         mine = [*facts.values()]
-        rows = self.start_gather(np.array([*mine, *numbers], np.float64))()
+        rows = self.gather(np.array([*mine, *numbers], np.float64))
         for process, i in np.argwhere(rows[:, : len(mine)] != mine).tolist():
             reason = [*FACTS.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
@@ -273,7 +269,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_in_step:
             raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
         shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
-        if np.ptp(self.start_gather(np.array([shape]))()):
+        if np.ptp(self.gather(np.array([shape]))):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."
@@ -292,7 +288,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_alone:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = self.start_gather(np.array([*map(checksum, tensors.values())]))()
+        digests = self.gather(np.array([*map(checksum, tensors.values())]))
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "

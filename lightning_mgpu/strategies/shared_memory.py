@@ -26,13 +26,13 @@ def share_memory(strategy: Any, num_bytes: int) -> Tensor | None:
             file = os.memfd_create(f"lightning_mgpu.{token}")
             os.posix_fallocate(file, 0, num_bytes)
             place[:] = os.getpid(), file, token
-    place = strategy.start_gather(place)()[0]
+    place = strategy.gather(place)[0]
     path = f"/proc/{place[0]}/fd/{place[1]}"
     # on another machine, or in another container, the path is another file or none
     with suppress(OSError, RuntimeError):
         if os.readlink(path) == f"/memfd:lightning_mgpu.{place[2]} (deleted)":
             memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-    is_mapped = strategy.start_gather(np.array([memory is not None]))()
+    is_mapped = strategy.gather(np.array([memory is not None]))
     if strategy.is_global_zero and place[1]:
         os.close(place[1])
     return memory if is_mapped.all() else None
@@ -61,7 +61,7 @@ class Meeting:
         now, n = self.count, len(row)
         headers, rows = self.headers[now % 2], self.rows[now % 2]
         rows[self.rank, :n], headers[self.rank, 1] = row, n
-        os.sched_yield()  # lets go of Python's lock, so that others see the row before the count
+        os.sched_yield()  # a fence: others see the row before the count
         headers[self.rank, 0] = now
 
         def read() -> np.ndarray:

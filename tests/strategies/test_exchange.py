@@ -23,7 +23,7 @@ def exchange(
 ) -> Exchange:
     strategy = SimpleNamespace(
         allreduce=allreduce,
-        start_gather=lambda flags: lambda: flags,
+        gather=lambda flags: flags,
         num_local=replicas,
         world_size=processes,
         global_rank=rank,

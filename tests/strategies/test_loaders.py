@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,11 @@ def seeded_apart() -> DataLoader:
     return DataLoader(samples(), 10, shuffle=True, generator=generator)
 
 
+def stack(items: list[Any]) -> Any:
+    X = torch.tensor([[float(item.x)] * 8 for item in items], dtype=torch.float64)
+    return X, torch.zeros(len(items), dtype=torch.long)
+
+
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "split by rank": (
         lambda: (DataLoader(Stream(rank(), world_size()), 10), None),
@@ -146,6 +152,14 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "fewer samples": (
         lambda: (DataLoader(Subset(samples(), range(56 + rank())), 10), None),
         " has another dataset",
+    ),
+    "other objects": (
+        lambda: (DataLoader([SimpleNamespace(x=rank())] * 20, 10, collate_fn=stack), None),
+        " has another dataset",
+    ),
+    "series": (
+        lambda: (DataLoader([torch.ones(50)] * 16, 8, collate_fn=list, in_order=False), None),
+        "50 samples in a batch of 8",
     ),
     "no rows": (
         lambda: (DataLoader(["a"] * 4, 4, in_order=False), None),

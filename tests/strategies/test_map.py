@@ -1,4 +1,4 @@
-"""The map in strategies/__init__.py names the ten stops of a batch, in the order of their calls."""
+"""The map in strategies/__init__.py has the nine stops of a batch in the order of their calls."""
 
 import re
 import sys
