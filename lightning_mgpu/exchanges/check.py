@@ -36,7 +36,7 @@ def check_exchange(
 
 
 def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
-    """What is returned, each time with the states of the time before, and the last states."""
+    """All results, each with the states of the call before, and the last states."""
     generator = torch.Generator().manual_seed(0)
     states: dict[int, dict[Any, Any]] = {replica: {} for replica in range(k)}
     returned: list[Tensor] = []
