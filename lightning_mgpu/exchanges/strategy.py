@@ -51,7 +51,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().__init__(**kwargs)
         if self.allreduce is not textbook_allreduce or (every is not None and every < 1):
             raise ValueError(f"{every=}: it is 1 or more; and an exchange takes no `allreduce`")
-        if every is None and (outer_lr, outer_momentum) != (1, 0):
+        if not every and (outer_lr, outer_momentum) != (1, 0):
             raise ValueError("`outer_lr` and `outer_momentum` need `every`")
         self.exchange, self.options, self.every = exchange, options or {}, every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from lightning_mgpu.data import batch_loader
 from lightning_mgpu.exchanges import ExchangeStrategy, exact, power_sgd, sign, top_k
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
@@ -32,10 +31,7 @@ def train(
 ) -> Trainer:
     seed_everything(0, verbose=False)
     trainer, module = new_trainer(strategy=strategy, **kwargs), make().double()
-    loader: Any = DataLoader(samples(num), 10)
-    if num == 58:
-        loader = batch_loader(samples(num), 10, trainer, shuffle=True, seed=1)
-    trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
+    trainer.fit(module, DataLoader(samples(num), 10), ckpt_path=resume, weights_only=False)
     return trainer
 
 
