@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.exchanges import ExchangeStrategy, exact, power_sgd, sign, top_k
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
@@ -31,7 +32,10 @@ def train(
 ) -> Trainer:
     seed_everything(0, verbose=False)
     trainer, module = new_trainer(strategy=strategy, **kwargs), make().double()
-    trainer.fit(module, DataLoader(samples(num), 10), ckpt_path=resume, weights_only=False)
+    loader: Any = DataLoader(samples(num), 10)
+    if num == 58:
+        loader = batch_loader(samples(num), 10, trainer, shuffle=True, seed=1)
+    trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
     return trainer
 
 
