@@ -29,7 +29,7 @@ NAMES = {
     "_wandb_init": "Lightning passes wandb an argument of which it warns",
     "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
     "_foreach_copy_": "the same for copies",
-    "_version": "counts changes in place: of what exchanges have received",
+    "_version": "counts changes in place: of gradients that are being accumulated",
     "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",
 }
 TRACE_NAMES = {  # of drawing/, which can be deleted

@@ -5,12 +5,18 @@ Local SGD (McMahan et al., 2017; Stich, 2019) goes on from the mean of the repli
 step of SGD with Nesterov momentum. Local SGD is that step with `lr` 1 and no momentum.
 """
 
+from collections.abc import Generator
+from typing import Any
+
 from torch import Tensor
 
 
 def outer_step(
-    weights: Tensor, velocity: Tensor, mean_difference: Tensor, lr: float, momentum: float
-) -> None:
-    """Move the common weights of a parameter, in place."""
-    velocity.mul_(momentum).add_(mean_difference)
-    weights.sub_(mean_difference + momentum * velocity, alpha=lr)
+    exchange: Any, lr: float, momentum: float, difference: Tensor, state: Any
+) -> Generator[Any, Any, Tensor]:
+    """An exchange whose result is to be subtracted from the common weights."""
+    step = yield from exchange(difference, state)
+    if momentum:
+        velocity = state["velocity"] = step + momentum * state.get("velocity", 0)
+        step = step + momentum * velocity
+    return lr * step

@@ -4,110 +4,124 @@ In a round, every exchange that is not over yields tensors. All of a replica's t
 row of bytes, and every process gets the rows of all replicas.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections import UserDict
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
-from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, so that every part of a row can be viewed in its dtype
+from lightning_mgpu.shards import checksum
+
+Exchange = Generator[Any, Any, Any]
+MISSING, FINITE, NOT_FINITE = 0, 1, 2  # what a replica has of a parameter
 
 
-class State(dict):
-    """An exchange keeps tensors and plain values in it, for a parameter, until the next step."""
+class State(UserDict):
+    """A dict in which an exchange keeps tensors and plain values of a parameter between steps."""
 
-    def __init__(self, name: str, replica: int, num_replicas: int) -> None:
-        super().__init__()
-        self.name, self.replica, self.num_replicas = name, replica, num_replicas
+    def __init__(self, name: str, replica: int, num_replicas: int, data: dict[str, Any]) -> None:
+        self.name, self.replica, self.num_replicas, self.data = name, replica, num_replicas, data
+
+
+def exact(X: Tensor, state: Any) -> Exchange:
+    """The book's allreduce, as one replica sees it: it sends the whole tensor."""
+    return sum((yield X))
 
 
 def run_exchanges(
-    replicas: list[dict[str, Generator]],  # here, by the parameter's name
-    inputs: dict[str, Tensor],  # like the X of each
-    gather_rows: Callable[[Tensor], Tensor],  # from (r, n) bytes of the replicas here to (k, n)
-    gather_numbers: Callable[[np.ndarray], np.ndarray],  # from r numbers to k
-) -> tuple[dict[str, Tensor], int]:
-    """Returns the results of the exchanges, by name, and the number of bytes that a replica sent.
+    exchange: Any,
+    parameters: dict[str, Tensor],
+    replicas: list[dict[Tensor, Tensor]],  # the X of each replica here, by parameter
+    states: Mapping[int, dict[Any, Any]],  # of the same replicas, by number; kept for the next step
+    gather: Callable[[Tensor], Tensor],  # from the rows (r, n) of the replicas here to (k, n)
+) -> tuple[dict[Tensor, Tensor], int]:
+    """Returns the results, in memory laid out like the parameters, and a replica's bytes sent.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
     """
-    returned: list[dict[str, Tensor]] = [{} for _ in replicas]
-    received: dict[str, Any] = {}
-    gathered, version, num_bytes, where = torch.empty(0), 0, 0, "?"
-    while any(replicas):
-        messages: list[dict[str, Any]] = [{} for _ in replicas]
-        for generators, message, results in zip(replicas, messages, returned):
-            for name, generator in [*generators.items()]:
-                try:
-                    message[name] = generator.send(received.get(name))
-                    where = f"{name}, line {line_of(generator)}"
-                except StopIteration as end:
-                    del generators[name]
-                    results[name] = end.value
-                if gathered._version != version:
-                    raise RuntimeError(f"{where}: what is received belongs to all: clone it first")
-        layouts = [str([(n, describe(X)) for n, X in tensors_of(each)]) for each in messages]
-        checksums = gather_numbers(np.array([crc32(layout.encode()) for layout in layouts]))
-        for replica in np.flatnonzero(checksums != checksums[0]):
+    looks = [[look_at(each.get(p)) for p in parameters.values()] for each in replicas]
+    gathered = gather(torch.tensor(looks))
+    running: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
+    for (name, p), look in zip(parameters.items(), gathered.amax(0).tolist()):
+        if look == MISSING:
+            continue
+        running[name], results[name] = [], []
+        for (replica, kept), tensors in zip(states.items(), replicas):
+            X = tensors[p] if p in tensors else torch.zeros_like(p)
+            X = X.clone(memory_format=torch.contiguous_format)
+            if look == NOT_FINITE or not p.numel():  # all see it, and no state keeps it
+                generator = exact(X, {})
+            else:
+                data = kept.setdefault((name, tuple(p.shape), str(p.dtype)), {})
+                generator = exchange(X, State(name, replica, len(gathered), data))
+            running[name].append(endless(generator, results[name]))
+    received: dict[str, Any] = dict.fromkeys(running)
+    num_bytes = 0
+    while running:
+        sent = {name: [each.send(received[name]) for each in running[name]] for name in running}
+        layouts = [[checksum(describe(x)) for x in xs] for xs in zip(*sent.values())]
+        checksums = gather(torch.tensor(layouts))
+        for replica, i in (checksums != checksums[0]).nonzero().tolist():
+            name, waiting = [*running.items()][i]
+            lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
+            where = f"{name}, waiting in line {lines}"
             raise RuntimeError(f"{where}: replica {replica} does not send what replica 0 sends")
-        if messages[0]:
-            gathered = gather_rows(torch.stack([pack(message) for message in messages]))
-            version, received = gathered._version, unpack(gathered, messages[0])
-            num_bytes += sum(X.nbytes for _, X in tensors_of(messages[0]))
-    for name, X in inputs.items():
-        found = [describe(each[name]) for each in returned]
-        if any(each != describe(X) for each in found):
-            raise RuntimeError(f"{name}: {found[0]} is returned; needed is {describe(X)}, like X")
-        if not all(same_bits(each[name], returned[0][name]) for each in returned):
+        if not any(tensors_of(first) for first, *_ in sent.values()):
+            break
+        received, length = send(sent, gather)
+        num_bytes += length
+    found = {}
+    for name, (first, *others) in results.items():
+        p = parameters[name]
+        if describe(first) != describe(p):
+            raise RuntimeError(f"{name}: {describe(first)} is returned, not {describe(p)}, like X")
+        if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
             raise RuntimeError(f"{name}: what is returned differs between replicas")
-    return returned[0], num_bytes
+        found[p] = torch.empty_like(p).copy_(first)
+    return found, num_bytes
 
 
-def line_of(generator: Any) -> int:
-    """Where a generator waits, or the one that it delegates to."""
-    while isinstance(generator.gi_yieldfrom, Generator):
-        generator = generator.gi_yieldfrom
-    return generator.gi_frame.f_lineno
+def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
+    """Once an exchange is over, it sends nothing in the rounds of the others."""
+    results.append((yield from generator))
+    while True:
+        yield ()
 
 
-def tensors_of(message: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, sent in message.items():
-        for tensor in [sent] if isinstance(sent, Tensor) else sent:
-            yield name, tensor
+# in this mode, torch refuses to change new tensors in place: they belong to all replicas here
+@torch.inference_mode()
+def send(
+    sent: dict[str, list[Any]], gather: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, list[Any]], int]:
+    """What all replicas have yielded, by name, and the number of bytes of each."""
+    parts = [[to_bytes(X) for x in xs for X in tensors_of(x)] for xs in zip(*sent.values())]
+    rows = gather(torch.stack([*map(torch.cat, parts)]))
+    received: dict[str, list[Any]] = {name: [] for name in sent}
+    for row in rows:
+        rest = iter(row.split([*map(len, parts[0])]))
+        for name, (mine, *_) in sent.items():
+            # a clone begins where its dtype may begin
+            found = [next(rest).clone().view(X.dtype).view(X.shape) for X in tensors_of(mine)]
+            received[name].append(found[0] if isinstance(mine, Tensor) else found)
+    return received, rows.shape[1]
 
 
-def describe(X: Any) -> Any:
-    return (tuple(X.shape), X.dtype, X.device.type) if isinstance(X, Tensor) else X
+def look_at(X: Tensor | None) -> int:
+    return MISSING if X is None else FINITE if X.isfinite().all() else NOT_FINITE
 
 
-def pack(message: dict[str, Any]) -> Tensor:
-    """All tensors of a message in one row of bytes."""
-    rows = [to_bytes(X) for _, X in tensors_of(message)]
-    return torch.cat([part for row in rows for part in (row, row.new_zeros(padding(row)))])
+def tensors_of(sent: Any) -> list[Tensor]:
+    return [sent] if isinstance(sent, Tensor) else [*sent]
 
 
-def unpack(rows: Tensor, message: dict[str, Any]) -> dict[str, list[Any]]:
-    """Views of the rows (k, n): for each name, what each replica has yielded."""
-    received: dict[str, list[Any]] = {name: [[] for _ in rows] for name in message}
-    start = 0
-    for name, X in tensors_of(message):
-        for row, views in zip(rows, received[name]):
-            views.append(row[start : start + X.nbytes].view(X.dtype).view(X.shape))
-        start += X.nbytes + padding(X)
-    is_single = {name for name, sent in message.items() if isinstance(sent, Tensor)}
-    return {n: [x for (x,) in each] if n in is_single else each for n, each in received.items()}
-
-
-def padding(X: Tensor) -> int:
-    return -X.nbytes % ALIGNMENT
+def describe(sent: Any) -> str:
+    if isinstance(sent, Tensor):
+        return f"{tuple(sent.shape)} {sent.dtype} {sent.device.type}"
+    return str([*map(describe, sent)]) if isinstance(sent, (list, tuple)) else repr(sent)
 
 
 def to_bytes(X: Tensor) -> Tensor:
     return X.detach().reshape(-1).contiguous().view(torch.uint8)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(to_bytes(a), to_bytes(b))

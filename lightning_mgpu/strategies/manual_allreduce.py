@@ -155,15 +155,18 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def share_buffers(self, rows: Tensor) -> None:
         """Set the buffers by those of all replicas, given (r, bytes) of the replicas here."""
-        if not rows.numel():
-            return
+        if rows.numel():
+            write_buffers(self.module, self.gather_rows(rows))
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """From the rows (r, n) of the replicas here to those of all, (k, n)."""
         if rows.is_cpu:
             gathered = torch.from_numpy(self.gather(rows.numpy()))
         else:
             gathered = rows.repeat(self.world_size, 1)
             if not self.is_alone:
                 dist.all_gather_into_tensor(gathered, rows)
-        write_buffers(self.module, gathered.view(-1, rows.shape[1]))
+        return gathered.view(-1, rows.shape[1])
 
     def on_validation_end(self) -> None:
         super().on_validation_end()

@@ -25,11 +25,10 @@ def last(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", ["top_k", "diloco --trainer.strategy.every=5"], ids=["a state", "every"]
-)
-def test_killed_and_resumed(options: str, command: Any, tmp_path: Path) -> None:
-    line = (*FIT, "--trainer.devices=2", *f"--trainer.strategy=exchange_{options}".split())
+def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
+    """With states of the exchange, of the outer step, and of the optimizers of each process."""
+    diloco = ("=exchange_diloco", ".every=5", ".exchange=lightning_mgpu.exchanges.top_k")
+    line = (*FIT, "--trainer.devices=2", *("--trainer.strategy" + each for each in diloco))
     code, out, err = command(*line, "--run_dir=whole", timeout=200)
     assert code == 0 and "exchange: " in out, f"{out}\n{err}"
     process = command.start(*line, "--run_dir=killed")
