@@ -107,7 +107,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help", "manual_allreduce"): "--trainer.strategy.replicas",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
-        ("fit", "--data.help"): "--data.cutout",
+        ("fit", "--data.help"): "--data.crop_padding",
     }.items():
         capfd.readouterr()
         assert main(*args) == 0
