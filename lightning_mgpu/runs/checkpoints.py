@@ -22,7 +22,8 @@ from lightning_mgpu.tools import UsageError, replacing
 LAST = "last.ckpt"
 END = "end.ckpt"  # the weights at the end of a run that has stopped within an epoch
 KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` adds to Lightning's
-FALLS = re.compile("loss|err|mae|mse|nll|ppl|perplexity|wer|cer")  # in names of metrics
+# in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
+FALLS = re.compile("loss|perplexity|(?<![a-z])(err(ors?)?|mae|r?mse|nll|ppl|wer|cer)(?![a-z])")
 
 
 def read_checkpoint(path: str | Path, way_on: str = "") -> dict[str, Any]:

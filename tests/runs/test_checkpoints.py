@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.runs.record import fingerprint
 from tests.runs.conftest import RUN, last, metrics
@@ -82,7 +83,7 @@ def test_which_checkpoint_is_the_best(
     assert out.count(unlogged) == ("val_other" in options)
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
-    assert f"\n{told}" in out
+    assert told in out
     assert ", no epoch trained on [" in out
 
 
@@ -127,7 +128,7 @@ def test_weights_of_another_run_with_any_settings(
 def test_weights_bring_their_model(
     run: Path, main: Callable[..., int], root: Path, capfd: Any
 ) -> None:
-    """A file behind the flag that says null, as `--print_config` writes it, does not take it back."""
+    """A file behind the flag that says null, such as of `--print_config`, does not take it back."""
     saved, own = last(run)["state_dict"], run.parent
     config = (run / "config.yaml").read_text()
     assert not {"weights", "ckpt_path", "run_dir"} & yaml.safe_load(config).keys()
@@ -225,3 +226,10 @@ def test_weights_that_cannot_be_kept_are_told(
     assert fit(*options.split(), "--run_dir=a", "--trainer.max_epochs=1") == 2
     err = capfd.readouterr().err
     assert told in err and err.count("\n") <= 2, err
+
+
+def test_which_metrics_fall() -> None:
+    for name in ("val_loss", "val_logloss", "val/rmse", "val_error", "top1err", "val_cer"):
+        assert BestCheckpoint(name).mode == "min", name
+    for name in ("val_acc", "val_cancer_auc", "val_answer_f1", "val_terrain_iou"):
+        assert BestCheckpoint(name).mode == "max", name
