@@ -145,12 +145,6 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
 
 
-def test_where_no_directory_can_be_made(fit: Callable[..., int], capfd: Any) -> None:
-    assert fit("--run_dir=/proc/nope/a") == 2
-    err = capfd.readouterr().err
-    assert "/proc/nope" in err and "go on with" not in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "options",
     [
