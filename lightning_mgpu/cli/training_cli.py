@@ -100,7 +100,7 @@ class TrainingCLI(LightningCLI):
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
-            if "callbacks.BatchSizeFinder" in self.config_text:
+            if "BatchSizeFinder" in self.config_text:
                 raise UsageError("--resume: no file has the batch size found: start a new run")
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 
