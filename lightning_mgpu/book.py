@@ -1,7 +1,6 @@
 """'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
-python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
 """
 
 import argparse
