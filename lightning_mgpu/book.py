@@ -1,14 +1,10 @@
 """'Training on Multiple GPUs' of d2l.ai, from scratch: no Trainer, no strategy, no `nn.Module`.
 
 python -m lightning_mgpu.book --devices 2       # draws book.png and prints the book's closing line
-python -m lightning_mgpu.book --devices 1       # the same steps up to rounding, whose errors grow
-
-The chapter's five functions: lenet, get_params, allreduce, split_batch, train_batch.
 """
 
 import argparse
 import time
-from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -86,13 +82,7 @@ def evaluate_accuracy(batches: Iterable, params: Params) -> float:
     return torch.cat(hits).double().mean().item()
 
 
-def mark_end(devices: list[torch.device]) -> list[torch.Event]:
-    """An event per GPU, after all that is queued there. A CPU has no queue: it has worked."""
-    used = {device for device in devices if device.type in ("cuda", "xpu")}
-    return [torch.accelerator.current_stream(gpu).record_event() for gpu in used]
-
-
-def train(devices: int, batch_size: int, lr: float, num_epochs: int, overlap: int) -> list[Params]:
+def train(devices: int, batch_size: int, lr: float, num_epochs: int) -> list[Params]:
     """Train on Fashion-MNIST, plot the test accuracy, and return the parameters on every device."""
     data = FashionMNIST(batch_size, val_size=0)
     data.prepare_data()
@@ -100,17 +90,12 @@ def train(devices: int, batch_size: int, lr: float, num_epochs: int, overlap: in
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
     all_devices = ((gpus() or [torch.device("cpu")]) * devices)[:devices]  # repeated if few
     device_params = [get_params(init_params(), device) for device in all_devices]
-    in_flight: deque[list[torch.Event]] = deque()  # the ends of the last steps
     seconds, test_accs = 0.0, []
     for epoch in range(num_epochs):
         train_iter.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seconds -= time.perf_counter()
         for X, y in train_iter:
-            if len(in_flight) == overlap:  # with 2, step t begins when step t - 2 has ended
-                for event in in_flight.popleft():
-                    event.synchronize()
             train_batch(X, y, device_params, all_devices, lr)
-            in_flight.append(mark_end(all_devices))
         synchronize(all_devices)  # the chapter waits for one
         seconds += time.perf_counter()
         test_accs.append(evaluate_accuracy(test_iter, device_params[0]))
@@ -131,7 +116,6 @@ def main(args: list[str] | None = None) -> None:
     add("--batch_size", type=int, default=256, help="global: split over the devices")
     add("--lr", type=float, default=0.2)
     add("--num_epochs", type=int, default=10)
-    add("--overlap", type=int, default=2, help="steps in flight: 1 waits for each step's end")
     train(**vars(parser.parse_args(args)))
 
 

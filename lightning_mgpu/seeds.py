@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 # in every last.ckpt: a run must not go on with other numbers than those it began with
-VERSION = 4
+VERSION = 5
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> list[int]:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -27,9 +27,6 @@ class Shards:
     def pin_memory(self) -> "Shards":
         shards = [pin_memory(shard) for shard in self.shards]
         return Shards(shards, self.indices, self.order, self.sample)
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise TypeError("With several replicas per process, a batch is the list `batch.shards`.")
 
 
 class ShardKeys(NamedTuple):

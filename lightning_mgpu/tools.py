@@ -1,22 +1,18 @@
-"""What packages need of Python and the system: a user's mistake, files, commands, memory."""
+"""What packages need of Python and the system: a user's mistake, files, commands."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from typing import IO, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 PACKAGE = __package__.partition(".")[0]
-# what a file system says that is full, must not be written, or has lost a directory
-UNWRITABLE = (ENOSPC, EDQUOT, EFBIG, EACCES, EPERM, EROFS, ENOTDIR, ENOENT)
 
 
 class UsageError(Exception):
@@ -47,10 +43,7 @@ def errors_as_warnings(filename: str) -> Iterator[None]:
 
 
 def run_in_group(command: Sequence[str], output: IO[Any]) -> int:
-    """Run a command to its end, with its output in a file; returns its status.
-
-    On Ctrl-C, or any other exception, the processes that it has started are killed with it.
-    """
+    """Run a command; returns its status. An exception, such as Ctrl-C, kills its processes, too."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
@@ -81,13 +74,3 @@ def make_parser(name: str, description: str) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: memory grows to its peak and stays."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        raise UsageError("--malloc=keep: this system has another allocator than glibc's")
-    libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
-    libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and which grows in large steps

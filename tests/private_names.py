@@ -14,8 +14,6 @@ NAMES = {
     "_data_fetcher": "whether Lightning has read a batch ahead",
     "_data_connector": "whether a module or data module has a hook of its own",
     "_datahook_selector": "the same",
-    "_forward_cache": "the value that `self.log` has logged in a step",
-    "_start_method": "of the processes of a strategy; others than popen hand back no run",
     "_flat_weights": "a second list of a recurrent layer's parameters, for copies of them",
     "_flat_weights_names": "the same",
     "_auto_add_worker_init_fn": "workers are seeded alike in all processes",

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,26 +65,11 @@ def test_the_trainer_finds_the_same_weights(
     lenet = book.lenet
     monkeypatch.setattr(book, "lenet", lambda X, params: lenet(X.double(), params))
     monkeypatch.setattr(book, "init_params", params)
-    for replica in book.train(2, 64, 0.2, 3, overlap=1):
+    for replica in book.train(2, 64, 0.2, 3):
         for found, before, parameter in zip(replica, params(), model.net.parameters()):
             expected = parameter.T if parameter.ndim == 2 else parameter
             torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-10, atol=1e-13)
             assert not torch.allclose(found.cpu(), before, rtol=1e-4)
-
-
-@pytest.mark.parametrize("overlap", [1, 2, 3])
-def test_steps_in_flight(overlap: int, tiny: None, monkeypatch: Any) -> None:
-    """The host waits for the end of step t - overlap before it begins step t."""
-    in_flight, steps = [], iter(range(100))
-
-    def mark_end(devices: list[torch.device]) -> list[Any]:
-        in_flight.append(step := next(steps))
-        assert len(in_flight) <= overlap
-        return [SimpleNamespace(synchronize=lambda: in_flight.remove(step))]
-
-    monkeypatch.setattr(book, "mark_end", mark_end)
-    book.train(16, 100, 0.2, 1, overlap)
-    assert in_flight == list(range(6))[-overlap:]
 
 
 def test_every_sample_is_evaluated() -> None:

@@ -46,7 +46,7 @@ def test_debug_is_short_and_finds_nans(
 def test_one_batch_is_learnt_by_heart(fit: Callable) -> None:
     """The batch is the same in every epoch: the images are not augmented."""
     adam = ("--model.init=kaiming", "--model.optimizer=Adam", "--model.optimizer.lr=0.01")
-    data = ("--data.batch_size=8", "--data.augment=true", "--data.cutout=20")
+    data = ("--data.batch_size=8", "--data.augment=true", "--data.crop_padding=20")
     assert fit("debug/overfit.yaml", "--trainer.max_epochs=40", *adam, *data) == 0
     assert last(Path("run"))["global_step"] == 40  # one batch an epoch
     losses = [row["train_loss"] for row in metrics(Path("run")) if row["train_loss"]]

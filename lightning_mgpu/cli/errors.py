@@ -16,16 +16,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.strategies.ends import ProcessEnded
-from lightning_mgpu.tools import UNWRITABLE, UsageError
+from lightning_mgpu.tools import UsageError
 
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
 PACKAGES = (Path(__file__).parents[1], Path(str(lightning.__file__)).parent)
 MISSING_EXTRA = re.compile("No module named '(timm|optuna|onnx|onnxscript)'")
-ADVICE = {  # how messages of Lightning's go on, with what to do
-    "The DataLoader impl": "name the loader's arguments: DataLoader(dataset, batch_size=32)",
-    "No supported gpu backend": "--trainer.accelerator=gpu: PyTorch finds no GPU: take cpu or auto",
-}
 CLASS_HINT = "a class is given by its name, or by its path: my_package.MyClass"
 # lines of jsonargparse that name its internals or repeat the first line, and parts of lines
 NOISE_LINE = re.compile(
@@ -63,7 +59,6 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
-        lines = [next((v for k, v in ADVICE.items() if k in line), line) for line in lines]
         text = "\n".join(line[:300] for line in lines[:6])
         notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
         where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
@@ -78,10 +73,8 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether an exception tells of a wrong input rather than of a defect in the code."""
-    if isinstance(error, OSError):
-        # such as a directory under /proc
-        return error.errno in UNWRITABLE or "mkdir(" in last_frame(error)[1]
-    if isinstance(error, (UsageError, ProcessEnded, MisconfigurationException)):
+    # an OSError: a file is missing, a disk is full
+    if isinstance(error, (OSError, UsageError, ProcessEnded, MisconfigurationException)):
         return True
     if MISSING_EXTRA.search(str(error)) or str(error).startswith("Error(s) in loading state_dict"):
         return True
@@ -108,8 +101,6 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
     hint = hint if re.search("import|has no attribute", message) else ""
     if re.search("unrecognized|not accept", message):
         hint = did_you_mean(name, options)
-    if "'class_path' is not accepted" in message:
-        lines, hint = {}, "what stands beside a class_path belongs under its init_args"
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
 

@@ -49,16 +49,12 @@ def runs_command(args: list[str]) -> None:
 
 
 def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:
-    """Options and results by run directory, the oldest first; broken ones are named in a line."""
+    """Options and results by run directory, the oldest first."""
     runs = {}
     contents = {path.parent: read_run_json(path.parent) for path in directory.rglob(RUN_JSON)}
     for path, content in sorted(contents.items(), key=lambda item: item[1].get("begin", "")):
         end = content.get("end") or {"state": "unfinished"}
-        try:
-            results = {**summarize(path), **end.get("metrics", {})}
-        except UsageError as error:
-            print(f"left out: {' '.join(str(error).split())}", file=sys.stderr)
-            continue
+        results = {**summarize(path), **end.get("metrics", {})}
         last = {name: end.get(name) for name in ("fingerprint", "state")}
         runs[path] = content.get("options", {}), {**results, **last}
     return runs

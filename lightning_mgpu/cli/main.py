@@ -10,9 +10,8 @@ import warnings
 from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
 from lightning_mgpu.cli.training_cli import run_trainer
-from lightning_mgpu.runs.directory import RUN_DIR_ENV
 from lightning_mgpu.runs.record import stop_on_signals
-from lightning_mgpu.tools import PACKAGE, UsageError
+from lightning_mgpu.tools import UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
 WARNINGS = (
@@ -61,18 +60,11 @@ def hide_messages() -> None:
     """Filter the messages above, and no others."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    show = warnings.formatwarning
-    warnings.formatwarning = lambda message, category, file, *where: (  # ours need no path
-        f"warning: {message}\n" if PACKAGE in file else show(message, category, file, *where)
-    )
-    # where something else starts the processes, this line tells which one waits for others
-    is_joined = "LOCAL_RANK" in os.environ and RUN_DIR_ENV not in os.environ
-    hidden = INFO if is_joined else (*INFO, "Initializing distributed")
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(lambda record: says_something(record, hidden))
+            handler.addFilter(says_something)
 
 
-def says_something(record: logging.LogRecord, hidden: tuple[str, ...]) -> bool:
+def says_something(record: logging.LogRecord) -> bool:
     message = re.sub(r"^(\[rank: \d+\] |\s)*", "", record.getMessage())
-    return not message.startswith(hidden)
+    return not message.startswith(INFO)

@@ -42,7 +42,7 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     joined = one_string_per_option(args)
     resumed = [arg.partition("=")[2] for arg in joined if arg.startswith("--resume=")]
     joined = [arg for arg in joined if not arg.startswith("--resume=")]
-    # as flags they win over files: a `config.yaml` of an older version has `weights: null`
+    # as flags they win over files, where `--print_config` writes `weights: null`
     joined.sort(key=lambda arg: arg[2:].partition("=")[0] in PATHS)
     given = options_by_name(joined)
     ckpt_path, run_dir = given.get("ckpt_path"), None
@@ -55,8 +55,6 @@ def read_options(subcommand: str, args: Sequence[str]) -> Options:
     if resumed:
         run_dir = find_run(resumed[-1])
         base = read_config(str(run_dir / CONFIG))
-        if "test" not in (base.get("output") or {}):  # the last line
-            raise UsageError(f"{run_dir / CONFIG} is not whole: put back the one of the run")
         base.setdefault("weights", read_run_json(run_dir).get("weights"))
         if given.get("run_dir") and Path(given["run_dir"]) != run_dir:
             raise UsageError(f"--run_dir={given['run_dir']}: the run to resume is in {run_dir}")
@@ -116,10 +114,6 @@ def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -
     helps = {"--help.all": "--help"}
     for key in ("model", "data"):
         helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"
-    for arg in args:
-        if arg.startswith(f"{STRATEGY}.help"):
-            name = arg.partition("=")[2] or "manual_allreduce"
-            helps[arg] = f"{STRATEGY}.help={strategy_config(name)['class_path']}"
     args = [helps.get(arg, arg) for arg in args]
     flags = [arg for arg in args if arg.startswith(f"{STRATEGY}=")]
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.") and ".help=" not in arg]

@@ -8,13 +8,13 @@ import sys
 from argparse import ArgumentError
 from functools import partial
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -25,7 +25,7 @@ import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imp
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
 from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.cli.options import PATHS, Options, options_by_name, read_options
+from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
@@ -35,7 +35,7 @@ from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
 from lightning_mgpu.strategies.ends import ProcessEnded
-from lightning_mgpu.tools import UNWRITABLE, UsageError, command, keep_freed_memory
+from lightning_mgpu.tools import UsageError, command
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -81,7 +81,6 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run_dir", type=str | None, default=None)
         parser.add_argument("--weights", type=str | None, default=None)
-        parser.add_argument("--malloc", type=Literal["default", "keep"], default="default")
         parser.add_class_arguments(WandbOptions, "wandb")
         parser.add_class_arguments(checkpoints.BestCheckpoint, "checkpoint")
         parser.add_class_arguments(RunOutput, "output")
@@ -101,6 +100,8 @@ class TrainingCLI(LightningCLI):
         written = {key: value for key, value in self.config_dump.items() if key not in PATHS}
         self.config_text = dump_config(written)
         if run_dir := self.options.run_dir:
+            if "BatchSizeFinder" in self.config_text:
+                raise UsageError("--resume: no file has the batch size found: start a new run")
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 
     def dump(self, config: Namespace) -> dict[str, Any]:
@@ -115,83 +116,84 @@ class TrainingCLI(LightningCLI):
             return self.parser.parse_args([f"--config={base}", *args])
         except ArgumentError as error:
             known = [*self.parser._option_string_actions, *(name.split()[0] for name in OPTIONS)]
-            text = explain(str(error), self.options.given, known)
-            name = re.split("[=:]", text)[0].removeprefix("--")
-            for arg in args:
-                if arg.startswith("--config=") and name in options_by_name([arg]):
-                    text += f"\n  in {arg[9:]}"
-            raise UsageError(text) from error
+            raise UsageError(explain(str(error), self.options.given, known)) from error
 
     def instantiate_classes(self) -> None:
         """Nothing: LightningCLI calls it when the options are parsed; `build` comes later."""
 
     def build(self, command_line: str) -> None:
         """Make the model, the data, the callbacks and the Trainer."""
-        config, given = self.config, self.options.given
-        self.ckpt_path, num_steps, no_ckpt = config.get("ckpt_path"), None, ""
-        if self.options.run_dir is None:
-            words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
-            parts = map(last_part, (config.model.class_path, *words))
-            self.run_dir = name_run_dir(self.named_run_dir, config.trainer.default_root_dir, *parts)
-        else:
-            self.run_dir, limit = self.options.run_dir, config.trainer.max_epochs
-            self.ckpt_path, num_steps = find_last(self.run_dir, self.options.base, limit)
-            no_ckpt = "none: no epoch was over, training starts again"
-        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
-        if config.malloc == "keep":
-            keep_freed_memory()
+        self.choose_run_dir()
         with constructor_errors():
-            objects = self.parser.instantiate(config)
-        self.model, self.datamodule, self.best = objects.model, objects.data, objects.checkpoint
-        self.output, options = objects.output, objects.trainer
-        weights = None if self.ckpt_path else config.weights
-        self.output.notes = {"ckpt": self.ckpt_path or no_ckpt, "weights": weights or ""}
+            objects = self.parser.instantiate(self.config)
+        self.model, self.datamodule = objects.model, objects.data
+        self.best, self.output = objects.checkpoint, objects.output
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        saves, seed = options.enable_checkpointing is not False, config.seed_everything
-        self.last = checkpoints.LastCheckpoint(seed, saves, weights)
-        wandb = None if options.logger is False else config.wandb
-        facts = {"command": command_line, "options": given, "seed": seed, "weights": config.weights}
-        text, notes = self.config_text, self.output.notes
-        self.record = RunRecord(self.run_dir, text, wandb, facts, notes, num_steps)
+        weights = None if self.ckpt_path else self.config.weights
+        self.output.notes = {"ckpt": self.ckpt_path or "", "weights": weights or ""}
+        saves = objects.trainer.enable_checkpointing is not False
+        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, weights)
+        self.record = RunRecord(
+            self.run_dir,
+            config=self.config_text,
+            wandb_options=None if objects.trainer.logger is False else self.config.wandb,
+            content={
+                "command": command_line,
+                "options": self.options.given,
+                "seed": self.config.seed_everything,
+                "weights": self.config.weights,
+            },
+            notes=self.output.notes,
+            num_steps=self.num_steps,
+        )
+        self.trainer = self.make_trainer(objects.trainer)
+        started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
+        if int(started) > 1 and self.trainer.world_size == 1:
+            way = "--trainer.strategy=ddp joins as many as --trainer.devices"
+            raise UsageError(f"{started} processes would train a model of their own each: {way}")
+
+    def choose_run_dir(self) -> None:
+        """The directory of a new run, or that of the run to resume, and its last checkpoint."""
+        given, trainer = self.options.given, self.config.trainer
+        self.ckpt_path: str | None = self.config.get("ckpt_path")
+        self.num_steps: int | None = None
+        if self.options.run_dir is None:
+            words = [given.get(f"trainer.{name}", "auto") for name in ("strategy", "devices")]
+            parts = map(last_part, (self.config.model.class_path, *words))
+            self.run_dir = name_run_dir(self.named_run_dir, trainer.default_root_dir, *parts)
+        else:
+            self.run_dir, base = self.options.run_dir, self.options.base
+            self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
+        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+
+    def make_trainer(self, options: Namespace) -> Trainer:
+        """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
-        finds_size = any(isinstance(each, callbacks.BatchSizeFinder) for each in users)
-        if self.options.run_dir and finds_size:
-            told = "no file has the size that BatchSizeFinder has found"
-            raise UsageError(f"--resume: {told}: start a new run with it as --data.batch_size")
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
-        draws_bar = sys.stdout.isatty() and options.enable_progress_bar is not False
+        draws_bar = options.enable_progress_bar is not False and (has_bar or sys.stdout.isatty())
+        logs = self.record.wandb_options is not None
+        saves = options.enable_checkpointing is not False
         ours = {
-            callbacks.RichProgressBar(1): draws_bar and not has_bar,
-            callbacks.LearningRateMonitor(): wandb and self.method == "fit" and not is_dev_run,
+            callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
             PredictionWriter(): self.method == "predict",
             self.best: saves,
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
+        changes = {
+            "callbacks": [*first, *users, *(each for each in ours if ours[each])],
+            "default_root_dir": str(self.run_dir),
+            "enable_checkpointing": True,  # as RunOutput is a Checkpoint
+            "enable_progress_bar": draws_bar,
+            "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
+            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+        }
         with constructor_errors(TypeError):
-            self.trainer = Trainer(
-                **{
-                    **options,
-                    "callbacks": [*first, *users, *(each for each in ours if ours[each])],
-                    "default_root_dir": str(self.run_dir),
-                    "enable_checkpointing": True,  # as RunOutput is a Checkpoint
-                    "enable_progress_bar": draws_bar or has_bar,
-                    "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
-                    "plugins": [*as_list(options.plugins), checkpoints.WholeFiles(self.run_dir)],
-                }
-            )
-        if getattr(self.trainer.strategy, "_start_method", "popen") != "popen":
-            way = "it would hand no run back: take ddp or manual_allreduce"
-            raise UsageError(f"--trainer.strategy={given.get('trainer.strategy')}: {way}")
-        started = os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1")
-        if int(started) > 1 and self.trainer.world_size == 1:
-            num = f"--trainer.devices={os.environ.get('LOCAL_WORLD_SIZE', started)}"
-            way = f"{num} joins them, under --trainer.strategy=ddp or manual_allreduce"
-            raise UsageError(f"{started} processes would train a model of their own each: {way}")
+            return Trainer(**{**options, **changes})
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
@@ -201,35 +203,25 @@ class TrainingCLI(LightningCLI):
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
-            way = "add --ckpt_path=RUN/checkpoints/last.ckpt"
-            rank_zero_warn(f"{self.method} without a checkpoint: the weights are untrained; {way}")
+            rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained")
         arguments |= {name: self.config[name] for name in self.method_options}
         seed_generators(self.config.seed_everything, "test")
         getattr(self.trainer, self.method)(**arguments)
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        trainer, results, why = self.trainer, self.record.results, self.last.why_stopped
-        results |= {"fingerprint": fingerprint(self.model.parameters()), "why": why or None}
+        results, seconds = self.record.results, self.output.seconds
+        results["fingerprint"] = fingerprint(self.model.parameters())
+        results["why"] = self.last.why_stopped or None
         results["best"] = self.best.best
-        lines = [f"fingerprint: {results['fingerprint']}"]
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
-                logger.experiment.summary["fingerprint"] = results["fingerprint"]
-        for name, value in trainer.callback_metrics.items():
-            if "loss" in name and not value.isfinite():
-                lines.append(f"warning: {name} is {value.item()}: the training has diverged")
-        if why:
-            print_once(f"stopped early: {why}")
-        elif self.ckpt_path and not self.output.seconds:
-            limit = "max_steps" if trainer.global_step == trainer.max_steps else "max_epochs"
-            print_once(f"finished: nothing to train; --trainer.{limit}=N trains on")
+        if results["why"]:
+            print_once(f"stopped early: {results['why']}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        seconds = self.output.seconds
         time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
-        print_once("\n".join([*lines, ", ".join([*texts, f"{time} on {devices(trainer)}"])]))
+        print_once(f"fingerprint: {results['fingerprint']}")
+        print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
     def test_best(self) -> dict[str, float]:
         """The metrics of the test; none where there is no test."""
@@ -269,9 +261,8 @@ class TrainingCLI(LightningCLI):
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
         if isinstance(error, ProcessEnded):
             return ProcessEnded(f"{error}; {way_on}")
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            where = f"{error.filename or self.run_dir}: {error.strerror}"
-            return UsageError(f"{where}; once that is mended, {way_on}")
+        if isinstance(error, OSError):
+            return UsageError(f"{error}; once that is mended, {way_on}")
         return error
 
 

@@ -1,7 +1,5 @@
 """`--config`: where a YAML file is found, how it is read, and how `config.yaml` is written."""
 
-import re
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,7 @@ def find_config(name: str) -> Path:
     for path in (Path(name), *(each / name for each in config_dirs())):
         if path.is_file():
             return path
-    names = [str(path.relative_to(each)) for each in config_dirs() for path in each.rglob("*.yaml")]
-    near = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(f"--config={name}: no such file, here or in {config_dirs()[0]}{hint}")
+    raise UsageError(f"--config={name}: no such file, here or in {config_dirs()[0]}")
 
 
 def read_default_config() -> dict[str, Any]:
@@ -49,17 +44,10 @@ def read_config(name: str) -> dict[str, Any]:
     return content
 
 
-class ConfigDumper(yaml.SafeDumper):
-    """Quotes texts that a version of YAML may read as something else, such as 1e5 or y."""
-
-
-ConfigDumper.add_implicit_resolver("!not_a_text", re.compile(r"[-+]?\.?\d|[yYnN]$"), None)
-
-
 def dump_config(config: Any, in_one_line: bool = False) -> str:
-    options: dict[str, Any] = {"sort_keys": False, "default_flow_style": in_one_line}
     content = without_unwritten(config)
-    return str(yaml.dump(content, Dumper=ConfigDumper, allow_unicode=True, **options))
+    options: dict[str, Any] = {"sort_keys": False, "default_flow_style": in_one_line}
+    return str(yaml.safe_dump(content, allow_unicode=True, **options))
 
 
 def without_unwritten(value: Any) -> Any:

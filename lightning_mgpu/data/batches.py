@@ -167,7 +167,7 @@ def batch_loader(
         shuffle: Draw a new order every epoch, for training. The default is dataset order.
         seed: For the order, and for what samples draw. The default is `seed_everything`'s.
         drop_last: Leave out a last global batch that is smaller than the others.
-        collate_fn: Makes a batch of a list of samples; a `BatchDataset` needs none.
+        collate_fn: Makes a batch of a list of samples. A `BatchDataset` has no use for it.
         kwargs: Of `DataLoader`. By default, `pin_memory` is on if the trainer's device is a GPU.
     """
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else [torch.empty(0)]
@@ -182,8 +182,6 @@ def batch_loader(
             kwargs.setdefault("pin_memory", trainer.strategy.root_device.type not in ("cpu", "mps"))
     new_sampler = GlobalBatchSampler if shuffle else SequentialBatchSampler
     sampler = new_sampler(indices, batch_size, shuffle, seed, drop_last, *share)
-    if isinstance(dataset, BatchDataset) and collate_fn is not default_collate:
-        raise ValueError("collate_fn gets samples, and this dataset makes whole batches.")
     reader = BatchReader(dataset, seed, collate_fn)
     kwargs["generator"] = torch.Generator()  # else torch's would lose a number that dropout draws
     return BatchLoader(reader, batch_size=None, sampler=sampler, **kwargs)

@@ -1,6 +1,6 @@
 """Fashion-MNIST (Xiao et al., 2017): 60,000 + 10,000 grey 28x28 images in ten classes of clothing.
 
-python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true --data.cutout=8
+python -m lightning_mgpu fit --data.batch_size=512 --data.augment=true
 """
 
 import os
@@ -19,7 +19,7 @@ from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
 MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, pixels in [0, 1]
-MOST = {"batch_size": 60_000, "val_size": 59_999, "crop_padding": 28, "cutout": 28}
+MOST = {"batch_size": 60_000, "val_size": 59_999, "crop_padding": 28}
 
 
 class FashionMNIST(LightningDataModule):
@@ -33,7 +33,6 @@ class FashionMNIST(LightningDataModule):
         normalize: Subtract the training set's mean, divide by its deviation. The book does not.
         augment: Crop the training images at random after padding, and flip them horizontally.
         crop_padding: Pixels of that padding; with 0, images are only flipped.
-        cutout: Side, in pixels, of a square that is cut out of every augmented image as well.
         seed: For validation split, batches and augmentation. The default is `seed_everything`'s.
         device_resident: Keep all images on the process's first device; a step transfers none.
     """
@@ -49,21 +48,18 @@ class FashionMNIST(LightningDataModule):
         normalize: bool = False,
         augment: bool = False,
         crop_padding: int = 2,
-        cutout: int = 0,
         seed: int | None = None,
         device_resident: bool = False,
     ) -> None:
         super().__init__()
         self.batch_size, self.root, self.source, self.val_size = batch_size, root, source, val_size
         self.normalize, self.augment, self.device_resident = normalize, augment, device_resident
-        self.crop_padding, self.cutout = crop_padding, cutout
+        self.crop_padding = crop_padding
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         for name, most in MOST.items():
             least = 1 if name == "batch_size" else 0
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"data.{name}={value}: choose a number from {least} to {most}.")
-        if cutout and not augment:
-            raise ValueError(f"data.cutout={cutout} is an augmentation: add data.augment=true.")
         self.validates_on_test_set = val_size == 0
         self.origin = "SYNTHETIC images, not Fashion-MNIST"  # or where the files came from
 
@@ -88,8 +84,7 @@ class FashionMNIST(LightningDataModule):
         if self.validates_on_test_set:
             self.val_set = self.test_set
         if self.augment and not (trainer and trainer.overfit_batches):  # which are to stay the same
-            self.train_set.flip = True
-            self.train_set.crop_padding, self.train_set.cutout = self.crop_padding, self.cutout
+            self.train_set.crop_padding = self.crop_padding
         sizes = (len(images) for images in (self.train_set, self.val_set, self.test_set))
         self.summary = "{:,} train, {:,} val, {:,} test; {}".format(*sizes, self.origin)
 

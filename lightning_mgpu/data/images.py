@@ -18,16 +18,15 @@ class InMemoryImages(BatchDataset, TensorDataset):
     """uint8 images (N, C, H, W) and labels (N,), from which it makes batches of float images.
 
     Batches are made on the images' device. Pixels are scaled to [0, 1], then normalised by `mean`
-    and `std`. What `augment` and `cut_out` draw depends only on seed, epoch and sample.
+    and `std`. With `crop_padding`, they are augmented before. What `augment` draws depends only on
+    seed, epoch and sample.
     """
 
     images: Tensor
     labels: Tensor
     mean: float = 0.0
     std: float = 1.0
-    crop_padding: int = 0
-    flip: bool = False
-    cutout: int = 0
+    crop_padding: int | None = None
     seed: int = 0
     _uniforms: tuple[int, Tensor] = (-1, torch.empty(0))  # the last epoch and its numbers
 
@@ -38,23 +37,21 @@ class InMemoryImages(BatchDataset, TensorDataset):
         epoch, indices = index
         # (B, C, H, W) uint8; far faster than `images[indices]`
         X = self.images.index_select(0, indices)
-        if self.crop_padding or self.flip:
-            X = augment(X, self._uniforms_of(epoch)[indices, :3], self.crop_padding, self.flip)
+        if self.crop_padding is not None:
+            X = augment(X, self._uniforms_of(epoch)[indices], self.crop_padding)
         X = X.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
-        if self.cutout:
-            X = cut_out(X, self._uniforms_of(epoch)[indices, 3:], self.cutout)
         return X, self.labels.index_select(0, indices)
 
     def _uniforms_of(self, epoch: int) -> Tensor:
-        """Uniform numbers (N, 5) of every image in an epoch: 3 for `augment`, 2 for `cut_out`."""
+        """Uniform numbers (N, 3) of every image in an epoch."""
         if self._uniforms[0] != epoch:
             generator = new_generator(self.seed, "augmentation", epoch)
-            uniforms = torch.rand(len(self.images), 5, generator=generator)
+            uniforms = torch.rand(len(self.images), 3, generator=generator)
             self._uniforms = epoch, uniforms.to(self.images.device)
         return self._uniforms[1]
 
 
-def augment(X: Tensor, uniforms: Tensor, padding: int, flip: bool) -> Tensor:
+def augment(X: Tensor, uniforms: Tensor, padding: int) -> Tensor:
     """Random crop of images (B, C, H, W) after zero padding, and horizontal flip, as one gather.
 
     `uniforms` (B, 3) in [0, 1) decide row offset, column offset and flip (with probability 1/2).
@@ -63,20 +60,7 @@ def augment(X: Tensor, uniforms: Tensor, padding: int, flip: bool) -> Tensor:
     batch, h, w = (torch.arange(n, device=X.device) for n in (B, H, W))
     offsets = (uniforms[:, :2] * (2 * padding + 1)).long()  # (B, 2), in 0 .. 2 padding
     rows, columns = offsets[:, :1] + h, offsets[:, 1:] + w  # (B, H), (B, W)
-    if flip:
-        columns = torch.where(uniforms[:, 2:] < 0.5, columns.flip(1), columns)
+    columns = torch.where(uniforms[:, 2:] < 0.5, columns.flip(1), columns)
     X = torch.nn.functional.pad(X, [padding] * 4)
     X = X[batch[:, None, None], :, rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
     return X.permute(0, 3, 1, 2).contiguous()
-
-
-def cut_out(X: Tensor, uniforms: Tensor, size: int) -> Tensor:
-    """Set a square of images (B, C, H, W) to zero, in place (Cutout: DeVries and Taylor, 2017).
-
-    `uniforms` (B, 2) in [0, 1) are row and column of its centre; it may stick out of the image.
-    """
-    inside = []  # (B, H), (B, W)
-    for n, centres in zip(X.shape[2:], uniforms.split(1, dim=1)):
-        offset = torch.arange(n, device=X.device) - ((centres * n).long() - size // 2)  # (B, n)
-        inside.append((offset >= 0) & (offset < size))
-    return X.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_mgpu.tools import UsageError, replacing
+from lightning_mgpu.tools import replacing
 
 FILE = "metrics.csv"
 STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `train/loss`, `val_f1`
@@ -58,14 +58,9 @@ class MetricsFile(Logger):
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
     """The rows of a run's `metrics.csv`; none if there is no file."""
-    path = run_dir / FILE
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [*csv.DictReader(file)]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+    with suppress(FileNotFoundError), (run_dir / FILE).open(newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
+    return []
 
 
 def read_values(run_dir: Path) -> Iterator[tuple[int, str, float]]:

@@ -11,7 +11,7 @@ from lightning_mgpu.tools import UsageError
 MAY_CHANGE = (
     *("trainer.max_", "trainer.min_", "trainer.enable_progress_bar.", "trainer.accelerator."),
     *("trainer.devices.", "trainer.num_nodes.", "trainer.strategy.", "trainer.logger."),
-    *("wandb.", "output.", "malloc.", "data.root.", "data.num_workers.", "data.pin_memory."),
+    *("wandb.", "output.", "data.root.", "data.num_workers.", "data.pin_memory."),
 )
 
 

@@ -36,11 +36,6 @@ def start_run(
     Returns its logger, `None` where there is no run, and a line that says where it records and why.
     """
     mode, reason = str(options.mode), f"--wandb.mode={options.mode}"
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        if not os.environ[name]:
-            del os.environ[name]  # `export WANDB_MODE=$UNSET` says nothing; W&B refuses it
-    if mode == "auto" and os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true"):
-        mode, reason = "disabled", "WANDB_DISABLED"
     if mode == "auto" and (variable := os.environ.get("WANDB_MODE")):
         mode, reason = variable, f"WANDB_MODE={variable}"
     if mode not in ("auto", "online", "offline"):  # such as a word that W&B does not know
@@ -48,7 +43,8 @@ def start_run(
     import wandb  # takes half a second
 
     # W&B reports on itself to the same server, and a process that ends waits for that
-    os.environ.update({"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ)
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
     default = program().replace("_", "-")
     for try_mode in ("online", "offline")[mode == "offline" :]:
         try:

@@ -1,9 +1,7 @@
 """The commonest mistakes end in at most six lines with status 2, and leave no file."""
 
 import sys
-import warnings
 from collections.abc import Callable
-from logging import Handler, LogRecord, getLogger
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
-from lightning_mgpu.cli.main import hide_messages
 from lightning_mgpu.cli.training_cli import TrainingCLI
-from lightning_mgpu.runs.directory import RUN_DIR_ENV
 from lightning_mgpu.strategies.ends import ProcessEnded
 from lightning_mgpu.tools import UsageError
 
@@ -32,7 +28,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --data.batch_size=many": ("--data.batch_size=many", "Expected a <class 'int'>"),
     "fit --trainer.precision=17": ("--trainer.precision=17", "bf16-mixed"),
     "fit --trainer.strategy=dpp": ("dpp: no such strategy", "did you mean dp?", "my_package."),
-    "fit --config=model/resnet.yaml": ("did you mean model/resnet18.yaml?",),
+    "fit --config=model/resnet.yaml": ("--config=model/resnet.yaml: no such file, here or in",),
     "fit --config number.yaml": ("--wandb.name=7795000000000.0", "Expected a <class 'str'>"),
     "fit --config broken.yaml": ("broken.yaml cannot be read as YAML: ",),
     "test --ckpt_path nope.ckpt": ("nope.ckpt: no such file",),
@@ -41,9 +37,8 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --weights torn.ckpt": ("torn.ckpt cannot be read: it is damaged",),
     "fit --run_dir=used": ("--run_dir=used exists and is not empty",),
     "fit --resume=nowhere": ("--resume=nowhere",),
-    "fit --trainer.accelerator=gpu": ("PyTorch finds no GPU: take cpu",),
+    "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
-    "fit --config beside.yaml": ("beside.yaml", "--model.dim=3", "under its init_args"),
     "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
@@ -54,7 +49,6 @@ FILES = {
     "broken.yaml": "trainer: [1, {\n",
     "number.yaml": "wandb: {name: 77950e8}\n",
     "key.yaml": "trainer: {max_epoch: 2}\n",
-    "beside.yaml": "model: {class_path: lightning_mgpu.models.LeNet, dim: 3}",
     "text.ckpt": "a text",
     "timm.py": "raise ModuleNotFoundError(\"No module named 'timm'\")",
 }
@@ -149,58 +143,13 @@ def test_a_launchers_processes_train_one_model(
     assert capfd.readouterr().err.count("error: ") == 1
     assert main("fit", CPU, "--trainer.devices=1", "--trainer.strategy=manual_allreduce") == 2
     err = capfd.readouterr().err
-    assert "--trainer.devices=2 joins them, under --trainer.strategy=ddp or manual_" in err
+    assert "2 processes would train a model of their own each: --trainer.strategy=ddp joins" in err
 
 
-def test_a_loader_by_position_and_no_checkpoint(
-    main: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "by_position.py").write_text(BY_POSITION)
-    run = (CPU, "--trainer.devices=1", "--data=by_position.Images")
-    with pytest.warns(UserWarning, match="predict without a checkpoint: .*--ckpt_path=RUN"):
-        assert main("predict", *run) == 2
-    err = capfd.readouterr().err
-    assert "error: name the loader's arguments: DataLoader(dataset, batch_size=32)" in err
-
-
-BY_POSITION = """
-import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Images(LightningDataModule):
-    def predict_dataloader(self):
-        return DataLoader(TensorDataset(torch.rand(9, 1, 28, 28)), 4)
-"""
-
-
-def test_only_our_warnings_have_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    with warnings.catch_warnings():
-        hide_messages()
-    files = (hide_messages.__code__.co_filename, "a.py")
-    texts = [warnings.formatwarning("m", UserWarning, file, 3) for file in files]
-    assert texts[0] == "warning: m\n" and texts[1].startswith("a.py:3: ")
-
-
-@pytest.mark.parametrize(
-    ("environment", "is_shown"),
-    [({}, False), ({"LOCAL_RANK": "1"}, True), ({"LOCAL_RANK": "1", RUN_DIR_ENV: "a"}, False)],
-)
-def test_who_waits_is_told_where_another_program_starts_the_processes(
-    environment: dict[str, str], is_shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("LOCAL_RANK", RUN_DIR_ENV):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(getLogger("lightning.fabric"), "handlers", [handler := Handler()])
-    with warnings.catch_warnings():
-        hide_messages()
-    texts = ("[rank: 1] Initializing distributed: GLOBAL_RANK: 1", "Restoring states", "of mine")
-    records = [LogRecord("", 20, "", 0, text, None, None) for text in texts]
-    assert [bool(handler.filter(record)) for record in records] == [is_shown, False, True]
+def test_untrained_weights_are_told(main: Callable, root: Path) -> None:
+    one = (f"--data.root={root}", "--data.val_size=9", CPU, "--trainer.devices=1")
+    with pytest.warns(UserWarning, match="test without --ckpt_path: the weights are untrained"):
+        assert main("test", *one) == 0
 
 
 def test_a_process_that_only_waited_says_nothing(
@@ -213,13 +162,3 @@ def test_a_process_that_only_waited_says_nothing(
         with pytest.raises(SystemExit, match="2"), one_line_errors(False):
             raise TrainingCLI.describe_end(cli, error)
     assert capsys.readouterr().err == "error: [process 1] a mistake (--traceback shows where)\n"
-
-
-def test_exit_status() -> None:
-    """130 after Ctrl-C, also where Lightning makes an exit of it; else that of the exit."""
-    cli: Any = SimpleNamespace(method="test", record=SimpleNamespace(lock=None))
-    by_lightning = SystemExit(1)
-    by_lightning.__context__ = KeyboardInterrupt()
-    errors = (KeyboardInterrupt(), by_lightning, SystemExit(3), SystemExit())
-    ends: list[Any] = [TrainingCLI.describe_end(cli, error) for error in errors]
-    assert [end.code for end in ends] == [130, 130, 3, 1]

@@ -18,9 +18,8 @@ IMAGES = torch.randint(0, 256, (40, 1, 28, 28), dtype=torch.uint8)
 
 def test_serves_what_torchvision_reads(root: Path, make_data: Callable) -> None:
     theirs = FashionMNISTFiles(root, train=False)
-    data = make_data(augment=True, crop_padding=1, cutout=5, normalize=True)
-    assert (data.train_set.flip, data.train_set.crop_padding, data.train_set.cutout) == (True, 1, 5)
-    assert not (data.val_set.flip or data.val_set.crop_padding or data.val_set.cutout)
+    data = make_data(augment=True, crop_padding=1, normalize=True)
+    assert data.train_set.crop_padding == 1 and data.val_set.crop_padding is None
     X, y = map(torch.cat, zip(*data.test_dataloader()))
     assert X.dtype == torch.float32 and y.dtype == torch.int64 and torch.equal(y, theirs.targets)
     torch.testing.assert_close(X, (theirs.data[:, None] / 255 - MEAN) / STD)
@@ -48,7 +47,7 @@ def test_validation_is_split_off_by_the_seed(make_data: Callable) -> None:
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert FashionMNIST().seed == 17 and FashionMNIST(seed=2).seed == 2
-    for options in ({"batch_size": 0}, {"val_size": 60_000}, {"cutout": -1}):
+    for options in ({"batch_size": 0}, {"val_size": 60_000}, {"crop_padding": -1}):
         with pytest.raises(ValueError, match=r"data\.\w+=-?\d+: choose a number from"):
             FashionMNIST(**options)
     data = FashionMNIST(source="synthetic", val_size=0)
@@ -63,7 +62,7 @@ def test_augmenting_a_batch_equals_sample_by_sample(channels: int) -> None:
     X, uniforms = IMAGES.expand(-1, channels, -1, -1).clone(), torch.rand(40, 3)
     X[:, -1] //= 2  # channels differ
 
-    found = augment(X, uniforms, padding=2, flip=True)
+    found = augment(X, uniforms, padding=2)
     for i, image in enumerate(torch.nn.functional.pad(X, [2] * 4)):
         top, left = (int(number * 5) for number in uniforms[i, :2])
         window = image[:, top : top + 28, left : left + 28]
@@ -71,15 +70,10 @@ def test_augmenting_a_batch_equals_sample_by_sample(channels: int) -> None:
 
 
 def test_augmentation_depends_only_on_seed_epoch_and_sample() -> None:
-    def batch(seed: int = 1, epoch: int = 5, cutout: int = 8, step: int = 1) -> Tensor:
-        changes = {"crop_padding": 2, "flip": True, "cutout": cutout, "seed": seed}
-        return InMemoryImages(IMAGES, torch.zeros(40), **changes)[epoch, torch.arange(0, 40, step)][
-            0
-        ]
+    def batch(seed: int = 1, epoch: int = 5, step: int = 1) -> Tensor:
+        images = InMemoryImages(IMAGES, torch.zeros(40), crop_padding=2, seed=seed)
+        return images[epoch, torch.arange(0, 40, step)][0]
 
     whole = batch()
     assert torch.equal(batch(step=3), whole[::3])  # whatever the batch
     assert not torch.equal(batch(epoch=6), whole) and not torch.equal(batch(seed=2), whole)
-    hole = whole != batch(cutout=0)
-    assert not whole[hole].any() and hole.any((1, 2, 3)).all()
-    assert int(hole.sum((1, 2, 3)).max()) == 8 * 8

@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.directory import read_run_json
 from lightning_mgpu.runs.record import fingerprint
-from tests.runs.conftest import RUN, equal, last, metrics
+from tests.runs.conftest import RUN, last, metrics
 
 
 def test_a_runs_directory(run: Path) -> None:
@@ -82,8 +83,8 @@ def test_which_checkpoint_is_the_best(
     assert out.count(unlogged) == ("val_other" in options)
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
-    assert f"\n{told}" in out
-    assert "finished: nothing to train; --trainer.max_epochs=N trains on\n" in out
+    assert told in out
+    assert ", no epoch trained on [" in out
 
 
 def test_evaluation_takes_a_checkpoint_alone(
@@ -127,57 +128,24 @@ def test_weights_of_another_run_with_any_settings(
 def test_weights_bring_their_model(
     run: Path, main: Callable[..., int], root: Path, capfd: Any
 ) -> None:
-    """A `config.yaml` behind the flag, even one that says null, does not take it back."""
+    """A file behind the flag that says null, such as of `--print_config`, does not take it back."""
     saved, own = last(run)["state_dict"], run.parent
     config = (run / "config.yaml").read_text()
     assert not {"weights", "ckpt_path", "run_dir"} & yaml.safe_load(config).keys()
     (own / "old.yaml").write_text(f"{config}weights: null\nckpt_path: null\nrun_dir: null\n")
     start = ("fit", "--weights=run/checkpoints/last.ckpt", "--model.lr=0", *RUN[-3:])
-    for number, more in enumerate(((), ("--config=run/config.yaml",), ("--config=old.yaml",))):
+    for number, more in enumerate(((), ("--config=old.yaml",))):
         line = (*start, *more, f"--data.root={root}", "--trainer.max_epochs=1", "--model.lr=0")
         assert main(*line, f"--run_dir={number}") == 0
         assert "\nweights:  run/checkpoints/last.ckpt\n" in capfd.readouterr().out
         weights = last(own / str(number))["state_dict"]
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
     moved = (run / "checkpoints" / "last.ckpt").rename(own / "moved.ckpt")
-    for number, name in enumerate(("run/config.yaml", "old.yaml")):
-        line = (f"--config={name}", f"--data.root={root}", f"--run_dir=tested_{number}")
-        assert main("test", f"--ckpt_path={moved}", *line) == 0
-        assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
+    line = ("--config=old.yaml", f"--data.root={root}", "--run_dir=tested")
+    assert main("test", f"--ckpt_path={moved}", *line) == 0
+    assert f"\nckpt:     {moved}\n" in capfd.readouterr().out
     assert main("fit", f"--weights={moved}") == 2
     assert "moved.ckpt is in no run directory" in capfd.readouterr().err
-    moved.rename(run / "checkpoints" / "last.ckpt")
-    (own / "old.yaml").rename(run / "config.yaml")
-    assert main("fit", "--resume=run", "--trainer.max_epochs=3") == 0
-    assert last(run)["epoch"] == 3
-
-
-LATE = """
-from torch import nn
-from lightning_mgpu.models import LeNet
-
-class Late(LeNet):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr=lr)
-
-    def configure_model(self):
-        self.more = nn.Linear(10, 10)
-
-    def forward(self, X):
-        return self.more(super().forward(X))
-"""
-
-
-def test_layers_made_in_configure_model(
-    main: Callable[..., int], root: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "own_late.py").write_text(LATE)
-    data = (f"--data.root={root}", "--data.val_size=101", *RUN[-3:], "--trainer.max_epochs=1")
-    assert main("fit", "--model=own_late.Late", "--run_dir=a", *data) == 0
-    start = ("--weights=a/checkpoints/last.ckpt", "--model.lr=0")
-    assert main("fit", *start, "--run_dir=b", *data) == 0
-    assert equal(last(tmp_path / "a")["state_dict"], last(tmp_path / "b")["state_dict"])
-    assert main("export", "--ckpt_path=a/checkpoints/last.ckpt", "--output=m.pt2") == 0
 
 
 def test_checkpoints_in_subdirectories(
@@ -216,7 +184,6 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(
 
 OWN = """
 import numpy as np
-import shutil
 from lightning.pytorch import Callback
 
 class Numpy(Callback):
@@ -227,21 +194,14 @@ class Exports(Callback):
     def on_train_end(self, trainer, *args):
         trainer.save_checkpoint("exports/run/x.ckpt")
 
-class Deletes(Callback):
-    def on_test_end(self, trainer, *args):
-        shutil.rmtree(trainer.default_root_dir)
 """
 
 
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        ("", errno.ENOSPC, "epoch=0-step=7.ckpt: No space left on device; once that is mended, go"),
-        ("", errno.EACCES, "epoch=0-step=7.ckpt: Permission denied; "),
-        ("", errno.EPERM, "epoch=0-step=7.ckpt: Operation not permitted; "),
-        ("", errno.EFBIG, "epoch=0-step=7.ckpt: File too large; "),
+        ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
-        ("--trainer.callbacks+=own_more.Deletes", 0, "No such file or directory: 'a/"),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(
@@ -253,7 +213,7 @@ def test_weights_that_cannot_be_kept_are_told(
     capfd: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A full disk, a directory that may not be written, numpy's numbers, a deleted directory."""
+    """A full disk, and numpy's numbers."""
     (own / "own_more.py").write_text(OWN)
     write = Path.write_bytes
 
@@ -268,8 +228,8 @@ def test_weights_that_cannot_be_kept_are_told(
     assert told in err and err.count("\n") <= 2, err
 
 
-def test_a_loss_that_is_not_finite_at_the_end_is_a_warning(
-    fit: Callable[..., int], capfd: Any
-) -> None:
-    assert fit("--model.lr=1e30", "--trainer.max_epochs=1") == 0
-    assert "the training has diverged\n" in capfd.readouterr().out
+def test_which_metrics_fall() -> None:
+    for name in ("val_loss", "val_logloss", "val/rmse", "val_error", "top1err", "val_cer"):
+        assert BestCheckpoint(name).mode == "min", name
+    for name in ("val_acc", "val_cancer_auc", "val_answer_f1", "val_terrain_iou"):
+        assert BestCheckpoint(name).mode == "max", name

@@ -60,7 +60,7 @@ def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path) -> N
 def test_what_wandb_gets(
     fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings by their names on the command line, metrics, the learning rate, the fingerprint."""
+    """Settings by their names on the command line, metrics, the learning rate."""
     run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
     monkeypatch.setattr(wandb, "init", init := MagicMock(return_value=run))
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
@@ -72,7 +72,7 @@ def test_what_wandb_gets(
     assert given["project"] == "fashion" and given["name"] == "run" and given["resume"] == "allow"
     logged = {name for call in run.log.call_args_list for name in call.args[0]}
     assert {"val_acc", "train_loss", "lr-SGD"} <= logged
-    assert run.summary["fingerprint"] == out.splitlines()[-2].split(": ")[1] and run.finish.called
+    assert run.finish.called
     assert fit("--resume=run", "--trainer.max_epochs=2", "--wandb.mode=offline") == 0
     assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
@@ -90,7 +90,7 @@ def test_the_options_of_the_pages_with_two_processes(
     ]
     logger = ("--trainer.logger=WandbLogger", "--trainer.logger.offline=true")
     model = ("--data.source=synthetic", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle")
-    more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null", "--malloc=keep")
+    more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null")
     line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
     code, _, err = command("fit", *line, "--trainer.max_epochs=1", "--run_dir=a")
     assert code == 0 and "Traceback" not in err, err
@@ -113,13 +113,6 @@ def test_where_wandb_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert where() == f"offline (no login); wandb sync {tmp_path}/wandb/offline-run-*"
     assert where("disabled") == "off (--wandb.mode=disabled)"
     wandb.teardown()
-    for name in ("WANDB_MODE", "WANDB_ENTITY", "WANDB_PROJECT"):  # `export WANDB_MODE=$UNSET`
-        monkeypatch.setenv(name, "")
-    assert where().startswith("offline (no login)")
-    wandb.teardown()
-    monkeypatch.setenv("WANDB_DISABLED", "true")
-    assert where() == "off (WANDB_DISABLED)"
-    monkeypatch.delenv("WANDB_DISABLED")
     monkeypatch.setenv("WANDB_MODE", "onlin")
     assert where() == "off (WANDB_MODE=onlin)"
     assert where("offline").startswith("off (ValidationError: ")

@@ -126,7 +126,6 @@ def test_the_newest_run(fit: Callable[..., int], tmp_path: Path, capfd: Any) -> 
         (other / "config.yaml").touch()
     (tmp_path / "runs" / "test" / "model.txt").touch()
     assert fit("--resume=last") == 0
-    assert "ckpt:     none: no epoch was over, training starts again" in capfd.readouterr().out
     ends = [read_run_json(path)["end"] for path in (tmp_path / "runs").iterdir()]
     assert sorted(end["epochs"] for end in ends if end) == [1, 2]
 
@@ -146,24 +145,17 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
 
 
-def test_where_no_directory_can_be_made(fit: Callable[..., int], capfd: Any) -> None:
-    assert fit("--run_dir=/proc/nope/a") == 2
-    err = capfd.readouterr().err
-    assert "/proc/nope" in err and "go on with" not in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "options",
     [
         "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
-        "--wandb.name=77950e8 --wandb.project=1e5",
-        "--model=own_run.Lambda --model.tag=1e5",
+        "--model=own_run.Lambda --model.tag=a",
     ],
 )
 def test_what_no_yaml_says_by_itself(
     options: str, fit: Callable[..., int], main: Callable[..., int], tmp_path: Path
 ) -> None:
-    """Defaults that cannot be written count again; a text stays a text."""
+    """Defaults that cannot be written count again."""
     assert fit(*options.split(), "--run_dir=a", "--trainer.max_epochs=2") == 0
     assert "Unable to serialize" not in (tmp_path / "a" / "config.yaml").read_text()
     assert fit(*options.split(), "--run_dir=b", "--trainer.max_epochs=2", stop="1,1") == 130
@@ -191,7 +183,7 @@ def test_lightnings_finders(fit: Callable[..., int], tmp_path: Path, capfd: Any)
     assert fit(*size, "--trainer.max_epochs=1", "--run_dir=size") == 0
     capfd.readouterr()
     assert fit("--resume=size") == 2
-    assert "BatchSizeFinder has found: start a new run" in capfd.readouterr().err
+    assert "no file has the batch size found" in capfd.readouterr().err
 
 
 def test_a_copied_run_has_no_best_epoch(fit: Callable[..., int], capfd: Any) -> None:
@@ -223,7 +215,7 @@ def test_mistakes_leave_the_run_as_it_is(
 
 
 def test_a_damaged_run_is_refused(run: Path, fit: Callable[..., int], capfd: Any) -> None:
-    """A flipped bit, half a file, code in a file, another version, a lock, a cut configuration."""
+    """A flipped bit, half a file, code in a file, another version, a lock."""
 
     def refused(*args: str) -> str:
         assert fit("--resume=run", "--trainer.max_epochs=3", *args) == 2
@@ -246,28 +238,11 @@ def test_a_damaged_run_is_refused(run: Path, fit: Callable[..., int], capfd: Any
     lock = lock_run_dir(run)
     assert "run is still running" in refused()
     os.close(lock)
-    text = (run / "config.yaml").read_text()
-    for broken in ("", text[:50], text[: text.index("model:")]):
-        (run / "config.yaml").write_text(broken)
-        assert "run/config.yaml" in refused()
 
 
 class Pwned:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("code of a checkpoint runs",)
-
-
-def test_a_scheduler_that_ends_is_told_before_training(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any
-) -> None:
-    assert fit("--model.schedule=cycle", "--trainer.max_epochs=2", "--run_dir=run") == 0
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    capfd.readouterr()
-    assert fit("--resume=run", "--trainer.max_epochs=3") == 2
-    err = capfd.readouterr().err
-    assert "--trainer.max_epochs=3: OneCycleLR ends after 14 of 21 steps" in err
-    assert (tmp_path / "run" / "config.yaml").read_text() == before
-    assert fit("--resume=run") == 0
 
 
 def test_a_run_without_a_last_checkpoint_is_not_trained_again(

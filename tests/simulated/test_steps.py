@@ -98,7 +98,7 @@ def test_data_of_this_package_wait_for_no_device(
     steps: Callable[..., Any], root: Path, resident: bool, engine: str
 ) -> None:
     """Batches from pinned memory, or made on the device; a fused optimizer, too."""
-    settings = {"device_resident": resident, "augment": True, "cutout": 8, "normalize": True}
+    settings = {"device_resident": resident, "augment": True, "normalize": True}
     data = FashionMNIST(root=str(root), batch_size=4, val_size=101, **settings)
     assert not steps(adamw(fused=True), engine, data, limit_train_batches=4)[0]
 
