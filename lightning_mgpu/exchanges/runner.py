@@ -86,6 +86,8 @@ def run_exchanges(
 
 def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
     """Once an exchange is over, it sends nothing in the rounds of the others."""
+    if not isinstance(generator, Generator):
+        raise TypeError("an exchange is a generator: it needs a `yield`")
     results.append((yield from generator))
     while True:
         yield ()
