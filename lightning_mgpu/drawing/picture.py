@@ -8,12 +8,13 @@ from lightning_mgpu.drawing.trace import Trace
 
 
 def draw(traces: dict[str, Trace]) -> Figure:
-    """A panel per trace: a line per device, and an arrow per message, as thick as its bytes."""
+    """A panel per trace: a line per device, an arrow per message, as thick as its bytes."""
     num_rounds = max(trace.num_rounds for trace in traces.values())
     heights = [trace.k + 2 for trace in traces.values()]
     size = (min(4 + 0.4 * num_rounds, 12), 0.6 + 0.25 * sum(heights))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(traces), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    largest = max((m.nbytes for trace in traces.values() for m in trace.messages), default=1)
     for axes, (name, trace) in zip(panels, traces.items()):
         title = f"{name}: {len(trace.messages)} messages, {trace.num_rounds} rounds"
         axes.set_title(title, fontsize=10, loc="left")
@@ -22,12 +23,12 @@ def draw(traces: dict[str, Trace]) -> Figure:
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)  # device 0 above the others
         axes.grid(axis="y")
-        largest = max((message.nbytes for message in trace.messages), default=1)
         for source, target, nbytes, number in trace.messages:
             look = {"arrowstyle": "-|>", "color": f"C{source}", "shrinkA": 0, "shrinkB": 0}
             look["linewidth"] = 3 * nbytes / largest
             axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
     panels[-1].set(xlabel="round", xlim=(0.4, num_rounds + 0.6))
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 

@@ -150,6 +150,16 @@ def test_what_needs_numbers_is_refused_with_its_line(function: Callable) -> None
     assert "\n" not in str(caught.value)
 
 
+def is_for_two(tensors: list[Tensor]) -> None:
+    textbook_allreduce(tensors[:2])
+    tensors[2]
+
+
+def is_silent(X: Tensor, state: Any) -> Iterator[Any]:
+    """The second replica sends nothing."""
+    return sum((yield X)) if state.replica != 1 else X
+
+
 def exchange(X: Tensor, state: Any, rank: int = 2) -> Iterator[Any]:
     """Sends `rank` rows, then as many columns and their number."""
     assert (state.name, state.num_replicas) == ("weight", 3) and not state
@@ -171,26 +181,38 @@ def test_picture() -> None:
     half, host = draw({"a": trace(chain, 4, NUMEL), "b": trace(by_the_host, 3, NUMEL)}).axes
     assert len(half.texts) == 6 and len(host.texts) == 6
     assert [label.get_text() for label in host.get_yticklabels()][-2:] == ["device 2", "host"]
+    figure = draw({name: trace(find_allreduce(name), 2, NUMEL) for name in ("textbook", "sharded")})
+    whole, slices = ({text.arrow_patch.get_linewidth() for text in a.texts} for a in figure.axes)
+    assert whole == {3} and slices == {1.5}  # as wide as its bytes, in all panels alike
+    assert all(x == int(x) for x in figure.axes[1].get_xticks())
 
 
 def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text(Path(__file__).read_text())
-    assert main("allreduce", "sharded", "mine.in_half_precision") == 0
+    assert main("allreduce", "sharded", "mine.two_level") == 0
     said = capsys.readouterr().out
-    assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said
-    assert "mine.in_half_precision left device 0" in said and "1.5 n" in said
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "sharded: 24 messages in 6 rounds, 15.03 ms" in said and "1.5 n" in said
+    root = Path(__file__).parents[2]
+    readme, page = ((root / name).read_text() for name in ("README.md", "docs/exchanges.md"))
     [code] = re.findall(r"```python\n# my_allreduce.py\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "my_allreduce.py").write_text(code)
     [line] = re.findall("python -m lightning_mgpu (allreduce .*) #", readme)
     assert main(*line.split()) == 0 and Path("allreduce.png").exists()
     assert "chain_allreduce: 6 messages in 6 rounds, 60.03 ms" in capsys.readouterr().out
-    assert main("allreduce", "mine.exchange", "--devices=3", "--latency=0", "--bandwidth=1e6") == 0
+    [code] = re.findall(r"```python\n# my_half.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_half.py").write_text(code)
+    [line] = re.findall("`python -m lightning_mgpu (allreduce .*?)`", page)
+    assert main(*line.split(), "--latency=0", "--bandwidth=1e6") == 0
+    said = capsys.readouterr().out
+    assert "an exchange, on at most 512 x 512 numbers" in said and "sends 1.5 n" in said
     assert main("allreduce", "tree", "--sweep", "--link=10gbe", "--picture=times.png") == 0
     assert Path("times.png").exists()
     for args, error in (
         (["mine.asks"], "cannot trace mine.py:"),
+        (["mine.in_half_precision"], "mine.in_half_precision left device 0"),
+        (["mine.is_for_two", "--devices=1"], "mine.is_for_two raised IndexError"),
+        (["mine.is_silent"], "replica 1 does not send what replica 0 sends"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
     ):
