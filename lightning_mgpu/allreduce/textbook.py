@@ -11,9 +11,9 @@ def textbook_allreduce(tensors: list[Tensor]) -> None:
     2(k-1) messages of n bytes, all to or from device 0: it receives (k-1) n bytes and sends (k-1)
     n, one message after the other, while the rest wait.
 
-    Source: d2l.ai, 'Training on Multiple GPUs', `allreduce`. With the book's
-    `data[i] = data[0].to(...)` the list got another tensor and device i's own gradient stayed as it
-    was; `copy_` writes into the gradient.
+    Source: d2l.ai, 'Training on Multiple GPUs', `allreduce`. In 2021 it had
+    `data[i] = data[0].to(...)`: the list got another tensor, and device i's own gradient stayed as
+    it was. `copy_` writes into the gradient.
     """
     total = tensors[0]
     for other in tensors[1:]:
