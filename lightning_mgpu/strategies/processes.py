@@ -113,7 +113,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             if self.local_rank > 0 and self.starts_processes:
                 end_with_main_process()
             with isolate_rng():  # it would seed the generators again
-                super().setup_environment()
+                try:
+                    super().setup_environment()
+                except dist.DistStoreError as error:
+                    seconds = self._timeout.total_seconds()
+                    what = f"not all processes have started within {seconds:.0f} s (`timeout`)"
+                    raise ProcessEnded(f"{what}: see any message above") from error
             self._host_group = host_group(dist.group.WORLD, self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
