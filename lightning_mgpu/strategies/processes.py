@@ -116,8 +116,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 try:
                     super().setup_environment()
                 except dist.DistStoreError as error:
-                    seconds = self._timeout.total_seconds()
-                    what = f"not all processes have started within {seconds:.0f} s (`timeout`)"
+                    what = f"not all processes have started within `timeout`, {self._timeout}"
                     raise ProcessEnded(f"{what}: see any message above") from error
             self._host_group = host_group(dist.group.WORLD, self._timeout)
 
