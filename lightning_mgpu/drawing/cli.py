@@ -19,7 +19,6 @@ from lightning_mgpu.tools import make_parser
 SOURCE = "d2l.ai, 'Parameter Servers' and 'Hardware'"  # NVLink with PCIe's latency
 LINKS = {  # seconds per message, and bytes per second in each direction
     "nvlink": (5e-6, 100e9),
-    "pcie4": (5e-6, 32e9),
     "pcie3": (5e-6, 16e9),
     "100gbe": (10e-6, 10e9),
     "10gbe": (10e-6, 1e9),
@@ -43,16 +42,13 @@ def allreduce_command(arguments: list[str]) -> None:
         parser.error("--sweep: not for an exchange, which runs on matrices of one size")
     latency, bandwidth = LINKS[args.link]
     link = (latency if args.latency is None else args.latency, args.bandwidth or bandwidth)
-    k, mb = args.devices, args.mb
+    k = args.devices
 
-    def run(name: str, k: int = k, mb: float = mb) -> Trace:
+    def run(name: str, k: int = k, mb: float = args.mb) -> Trace:
         return trace(functions[name], k, max(1, round(mb * 1e6 / 4)))
 
     for name, function in functions.items():
         if isgeneratorfunction(function):
-            from lightning_mgpu.exchanges import check_exchange  # can be deleted
-
-            check_exchange(function, k)
             print(f"{name}: an exchange, on at most 512 x 512 numbers")
         else:
             check_allreduce(function, [torch.device("cpu")] * k)
@@ -63,7 +59,6 @@ def allreduce_command(arguments: list[str]) -> None:
         print(f"{name}: {len(each.messages)} messages in {each.num_rounds} rounds, {ms:.4g} ms")
         print(f"  n = {n / 1e6:g} MB; the busiest device sends {max(each.sent) / n:.4g} n and gets")
         print(f"  {max(each.received) / n:.4g} n (an allreduce at least {2 * (k - 1) / k:.4g} n)")
-    print("every device gets the same bits, and from an allreduce the sum")
     figure = draw(traces)
     if args.sweep:
         sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)

@@ -83,21 +83,27 @@ def trace(function: Callable, k: int, numel: int, dtype: torch.dtype = torch.flo
 
 def trace_exchange(exchange: Callable, k: int, numel: int, dtype: torch.dtype) -> Trace:
     """Run a generator function on k small random matrices: a `yield` goes from each to all."""
-    side = math.isqrt(min(numel, 2**18))
-    steps = []
+
+    def endless(step: Any) -> Any:
+        yield from step
+        while True:
+            yield ()
+
+    side, steps = math.isqrt(min(numel, 2**18)), []
     for replica in range(k):
-        attributes = {"name": "weight", "replica": replica, "num_replicas": k}
-        state = type("State", (dict,), attributes)()
-        steps.append(exchange(torch.randn(side, side).to(dtype), state))
+        names = {"name": "weight", "replica": replica, "num_replicas": k}
+        state = type("State", (dict,), names)()
+        steps.append(endless(exchange(torch.randn(side, side).to(dtype), state)))
     result, sent = Trace(k, side * side * dtype.itemsize), None
     while True:
-        try:
-            sent = [step.send(sent) for step in steps]
-        except StopIteration:
+        sent = [step.send(sent) for step in steps]
+        sizes = [sum(t.nbytes for t in tree_leaves(each)) for each in sent]
+        if sizes != [sizes[0]] * k:
+            raise ValueError(f"{exchange.__name__}: replicas send {sizes} bytes, not equally many")
+        if not sizes[0]:
             return result
         for shift in range(1, k):  # in a round, all send and all receive
-            for i, tensors in enumerate(sent):
-                nbytes = sum(t.nbytes for t in tree_leaves(tensors))
+            for i, nbytes in enumerate(sizes):
                 result.send(i, (i + shift) % k, nbytes, ready=0)
 
 

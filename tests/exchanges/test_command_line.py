@@ -25,6 +25,7 @@ def last(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_killed_and_resumed(command: Any, tmp_path: Path) -> None:
     """With states of the exchange, of the outer step, and of the optimizers of each process."""
     diloco = ("=exchange_diloco", ".every=5", ".exchange=lightning_mgpu.exchanges.top_k")
