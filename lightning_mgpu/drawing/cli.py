@@ -42,20 +42,19 @@ def allreduce_command(arguments: list[str]) -> None:
         parser.error("--sweep: not for an exchange, which runs on matrices of one size")
     latency, bandwidth = LINKS[args.link]
     link = (latency if args.latency is None else args.latency, args.bandwidth or bandwidth)
-    k = args.devices
 
-    def run(name: str, k: int = k, mb: float = args.mb) -> Trace:
+    def run(name: str, k: int = args.devices, mb: float = args.mb) -> Trace:
         return trace(functions[name], k, max(1, round(mb * 1e6 / 4)))
 
     for name, function in functions.items():
         if isgeneratorfunction(function):
             print(f"{name}: an exchange, on at most 512 x 512 numbers")
         else:
-            check_allreduce(function, [torch.device("cpu")] * k)
+            check_allreduce(function, [torch.device("cpu")] * args.devices)
     print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link}: {SOURCE})")
     traces = {name: run(name) for name in functions}
     for name, each in traces.items():
-        n, ms = each.nbytes, each.milliseconds(*link)
+        n, k, ms = each.nbytes, each.k, each.milliseconds(*link)
         print(f"{name}: {len(each.messages)} messages in {each.num_rounds} rounds, {ms:.4g} ms")
         print(f"  n = {n / 1e6:g} MB; the busiest device sends {max(each.sent) / n:.4g} n and gets")
         print(f"  {max(each.received) / n:.4g} n (an allreduce at least {2 * (k - 1) / k:.4g} n)")
@@ -64,6 +63,6 @@ def allreduce_command(arguments: list[str]) -> None:
         sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)
         by_mb = {f: {mb: run(f, mb=mb).milliseconds(*link) for mb in sizes} for f in functions}
         by_k = {f: {k: run(f, k).milliseconds(*link) for k in ks} for f in functions}
-        figure = draw_times({f"devices, {mb:g} MB each": by_k, f"MB on {k} devices": by_mb})
+        figure = draw_times({f"devices, {mb:g} MB each": by_k, f"MB on {args.devices} devices": by_mb})
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")
