@@ -63,6 +63,6 @@ def allreduce_command(arguments: list[str]) -> None:
         sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)
         by_mb = {f: {mb: run(f, mb=mb).milliseconds(*link) for mb in sizes} for f in functions}
         by_k = {f: {k: run(f, k).milliseconds(*link) for k in ks} for f in functions}
-        figure = draw_times({f"devices, {mb:g} MB each": by_k, f"MB on {args.devices} devices": by_mb})
+        figure = draw_times({f"devices, {args.mb:g} MB": by_k, f"MB, k = {args.devices}": by_mb})
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")
