@@ -61,19 +61,17 @@ class ShardReader:
     def __getitems__(self, keys: ShardKeys) -> Shards:
         with isolate_rng(include_cuda=False):
             # read twice, if this is the first batch
-            samples = [self._read(keys, 0, keys.probe) for _ in keys.probe * 2]
-            seen = {checksum(self.collate_fn(each)) for each in samples}
-            shards = [
-                self.collate_fn(self._read(keys, replica, indices))
-                for replica, indices in zip(keys.replicas, keys.indices)
-            ]
+            seen = {checksum(self._read(keys, 0, keys.probe)) for _ in keys.probe * 2}
+            shards = [self._read(keys, *each) for each in zip(keys.replicas, keys.indices)]
         sample = seen.pop() if len(seen) == 1 else 0  # another one each time it is read
         return Shards(shards, keys.indices, keys.order, sample)
 
-    def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> list[Any]:
+    def _read(self, keys: ShardKeys, replica: int, indices: list[Any]) -> Any:
+        """The samples, collated."""
         seed_generators(keys.seed, "read", keys.number, replica, devices=False)
         read = getattr(self.read_from, "__getitems__", None)  # as torch's DataLoader does
-        return read(indices) if read else [self.read_from[index] for index in indices]
+        samples = read(indices) if read else [self.read_from[index] for index in indices]
+        return self.collate_fn(samples)
 
 
 def as_read(shards: Shards) -> Shards:

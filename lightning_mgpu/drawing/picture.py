@@ -28,7 +28,7 @@ def draw(traces: dict[str, Trace]) -> Figure:
             look["linewidth"] = 3 * nbytes / largest
             axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
     panels[-1].set(xlabel="round", xlim=(0.4, num_rounds + 0.6))
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    panels[-1].locator_params("x", integer=True)
     return figure
 
 

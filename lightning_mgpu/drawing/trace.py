@@ -60,12 +60,12 @@ class Trace:
         return 1000 * sum(latency + nbytes / bandwidth for nbytes in largest.values())
 
 
-def trace(function: Callable, k: int, numel: int, dtype: torch.dtype = torch.float32) -> Trace:
+def trace(function: Callable, k: int, numel: int) -> Trace:
     """Run an allreduce or an exchange as it is; a ValueError names the line that needs numbers."""
     if isgeneratorfunction(function):
-        return trace_exchange(function, k, numel, dtype)
-    recorder = Recorder(Trace(k, numel * dtype.itemsize))
-    meta = [torch.empty(numel, dtype=dtype, device="meta") for _ in range(k)]
+        return trace_exchange(function, k, numel)
+    recorder = Recorder(Trace(k, 4 * numel))
+    meta = [torch.empty(numel, device="meta") for _ in range(k)]
     tensors = [recorder.wrap(*pair) for pair in zip(meta, recorder.devices)]
     try:
         with torch.no_grad(), recorder:
@@ -81,7 +81,7 @@ def trace(function: Callable, k: int, numel: int, dtype: torch.dtype = torch.flo
     return recorder.trace
 
 
-def trace_exchange(exchange: Callable, k: int, numel: int, dtype: torch.dtype) -> Trace:
+def trace_exchange(exchange: Callable, k: int, numel: int) -> Trace:
     """Run a generator function on k small random matrices: a `yield` goes from each to all."""
 
     def endless(step: Any) -> Any:
@@ -93,8 +93,8 @@ def trace_exchange(exchange: Callable, k: int, numel: int, dtype: torch.dtype) -
     for replica in range(k):
         names = {"name": "weight", "replica": replica, "num_replicas": k}
         state = type("State", (dict,), names)()
-        steps.append(endless(exchange(torch.randn(side, side).to(dtype), state)))
-    result, sent = Trace(k, side * side * dtype.itemsize), None
+        steps.append(endless(exchange(torch.randn(side, side), state)))
+    result, sent = Trace(k, 4 * side * side), None
     while True:
         sent = [step.send(sent) for step in steps]
         sizes = [sum(t.nbytes for t in tree_leaves(each)) for each in sent]

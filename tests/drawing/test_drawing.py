@@ -171,10 +171,10 @@ def exchange(X: Tensor, state: Any, rank: int = 2) -> Iterator[Any]:
 
 
 def test_an_exchange_goes_from_each_to_all() -> None:
-    result = trace(exchange, 3, 100, torch.float64)
-    assert result.nbytes == 800 and result.num_rounds == 4
-    assert sorted(m.nbytes for m in result.messages) == [160] * 6 + [168] * 6
-    assert result.sent[:3] == result.received[:3] == [2 * 160 + 2 * 168] * 3
+    result = trace(exchange, 3, 100)
+    assert result.nbytes == 400 and result.num_rounds == 4
+    assert sorted(m.nbytes for m in result.messages) == [80] * 6 + [88] * 6
+    assert result.sent[:3] == result.received[:3] == [2 * 80 + 2 * 88] * 3
 
 
 def test_picture() -> None:

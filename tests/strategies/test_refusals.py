@@ -31,6 +31,7 @@ class LossBackward(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
+        assert batch_idx == 0  # it is found after the first update
         self.loss(batch).backward()
         optimizer.step()
 
