@@ -30,6 +30,7 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.metrics import NoLogger
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -193,7 +194,9 @@ class TrainingCLI(LightningCLI):
             "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
         }
         with constructor_errors(TypeError):
-            return Trainer(**{**options, **changes})
+            trainer = Trainer(**{**options, **changes})
+        trainer.loggers = [NoLogger(self.run_dir)] if is_dev_run else trainer.loggers
+        return trainer
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""

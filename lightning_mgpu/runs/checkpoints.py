@@ -74,7 +74,7 @@ class BestCheckpoint(ModelCheckpoint):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            dirpath=None,  # see setup
+            dirpath=None,  # `RunRecord` sets it
             monitor=monitor,
             mode=mode or ("min" if FALLS.search(monitor or "") else "max"),
             save_last=False,  # Lightning's own is the last *best* one
@@ -84,7 +84,6 @@ class BestCheckpoint(ModelCheckpoint):
         self.has_validated = self.has_told = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").absolute())
         if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
             self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)

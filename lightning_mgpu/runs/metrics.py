@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.tools import replacing
@@ -18,26 +18,38 @@ STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `tr
 Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
-class MetricsFile(Logger):
-    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+class NoExperiment(DummyExperiment):
+    """Takes every attribute, call and item, as W&B's run does. Lightning's takes no nested one."""
 
-    name = version = ""
+    def __getattr__(self, _: Any) -> Any:
+        return self
 
-    def __init__(self, run_dir: Path, num_steps: int | None) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class NoLogger(DummyLogger):
+    """A module's `self.logger` where there is no other."""
+
+    def __init__(self, run_dir: Path) -> None:
         super().__init__()
-        self.run_dir = run_dir
-        self.columns: list[str] = []
-        if num_steps is not None:
-            rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
-            self.columns = sorted({name for row in rows for name in row})
-            self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
+        self.run_dir, self._experiment = run_dir, NoExperiment()
 
     @property
     def save_dir(self) -> str:
         return str(self.run_dir)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `config.yaml` has them."""
+
+class MetricsFile(NoLogger):
+    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+
+    def __init__(self, run_dir: Path, num_steps: int | None) -> None:
+        super().__init__(run_dir)
+        self.columns: list[str] = []
+        if num_steps is not None:
+            rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
+            self.columns = sorted({name for row in rows for name in row})
+            self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

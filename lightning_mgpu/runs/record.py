@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -46,8 +47,13 @@ class RunRecord(Callback):
             return
         self.content["strategy"] = type(trainer.strategy).__name__
         self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
+                callback.dirpath = callback.dirpath or str(self.run_dir.absolute() / "checkpoints")
         if self.wandb_options is not None:
-            trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
+            loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
+            # only the first process has the experiment of another one
+            trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
         if self.lock is None:
             return
         before = read_run_json(self.run_dir)  # of a resumed run
@@ -67,7 +73,7 @@ class RunRecord(Callback):
             self.notes["wandb"] = where
             if logger is not None:
                 self.write(wandb_id=logger.experiment.id)
-                trainer.loggers = [*trainer.loggers, logger]
+                trainer.loggers.insert(-1, logger)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
