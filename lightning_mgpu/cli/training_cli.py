@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -30,7 +30,6 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
-from lightning_mgpu.runs.metrics import NoLogger
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -171,6 +170,7 @@ class TrainingCLI(LightningCLI):
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
+        loggers = as_list(options.logger) or [DummyLogger()] * is_dev_run
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
@@ -190,13 +190,11 @@ class TrainingCLI(LightningCLI):
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": draws_bar,
-            "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
+            "logger": [logger for logger in loggers if isinstance(logger, Logger)],
             "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
         }
         with constructor_errors(TypeError):
-            trainer = Trainer(**{**options, **changes})
-        trainer.loggers = [NoLogger(self.run_dir)] if is_dev_run else trainer.loggers
-        return trainer
+            return Trainer(**{**options, **changes})
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""

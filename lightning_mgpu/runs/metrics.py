@@ -28,28 +28,21 @@ class NoExperiment(DummyExperiment):
         return self
 
 
-class NoLogger(DummyLogger):
-    """A module's `self.logger` where there is no other."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self.run_dir, self._experiment = run_dir, NoExperiment()
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.run_dir)
-
-
-class MetricsFile(NoLogger):
+class MetricsFile(DummyLogger):
     """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:
-        super().__init__(run_dir)
+        super().__init__()
+        self.run_dir, self._experiment = run_dir, NoExperiment()
         self.columns: list[str] = []
         if num_steps is not None:
             rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
             self.columns = sorted({name for row in rows for name in row})
             self.rewrite(row for row in rows if int(row["step"] or num_steps) < num_steps)
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.run_dir)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
