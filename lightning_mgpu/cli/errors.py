@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+        # the exception of a DataLoader's worker comes behind its traceback, whose lines are indented
+        text = str(error).rpartition("Traceback (most recent call last):\n")[2]
+        lines = [*dropwhile(lambda line: line[:1] == " ", text.splitlines())]
+        lines = [line for line in lines if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(line[:300] for line in lines[:6])

@@ -30,6 +30,7 @@ from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -211,7 +212,7 @@ class TrainingCLI(LightningCLI):
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        results, seconds = self.record.results, self.output.seconds
+        results = self.record.results
         results["fingerprint"] = fingerprint(self.model.parameters())
         results["why"] = self.last.why_stopped or None
         results["best"] = self.best.best
@@ -220,7 +221,11 @@ class TrainingCLI(LightningCLI):
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
+        # the table of runs has the former, of all epochs and the mean over processes
+        seconds = summarize(self.run_dir).get("seconds_per_epoch") or mean(
+            self.output.seconds or [0]
+        )
+        time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch trained"
         print_once(f"fingerprint: {results['fingerprint']}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
@@ -263,7 +268,8 @@ class TrainingCLI(LightningCLI):
         if isinstance(error, ProcessEnded):
             return ProcessEnded(f"{error}; {way_on}")
         if isinstance(error, OSError):
-            return UsageError(f"{error}; once that is mended, {way_on}")
+            told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
+            return UsageError(f"{told}; once that is mended, {way_on}")
         return error
 
 

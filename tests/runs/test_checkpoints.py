@@ -73,7 +73,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
     ],
 )
 def test_which_checkpoint_is_the_best(
-    options: str, told: str, fit: Callable[..., int], capfd: Any
+    options: str, told: str, fit: Callable[..., int], own: Path, capfd: Any
 ) -> None:
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
@@ -84,7 +84,7 @@ def test_which_checkpoint_is_the_best(
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
     assert told in out
-    assert ", no epoch trained on [" in out
+    assert f" {read_run_json(own / 'a')['end']['metrics']['seconds_per_epoch']:.1f} sec/ep" in out
 
 
 def test_evaluation_takes_a_checkpoint_alone(
