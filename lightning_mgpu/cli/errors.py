@@ -57,7 +57,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise
-        # the exception of a DataLoader's worker comes behind its traceback, whose lines are indented
+        # a DataLoader's worker: the exception comes behind the indented lines of its traceback
         text = str(error).rpartition("Traceback (most recent call last):\n")[2]
         lines = [*dropwhile(lambda line: line[:1] == " ", text.splitlines())]
         lines = [line for line in lines if line.strip()] or ["no reason given"]

@@ -131,10 +131,9 @@ class TrainingCLI(LightningCLI):
         self.best, self.output = objects.checkpoint, objects.output
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        weights = None if self.ckpt_path else self.config.weights
-        self.output.notes = {"ckpt": self.ckpt_path or "", "weights": weights or ""}
+        self.output.notes = self.notes
         saves = objects.trainer.enable_checkpointing is not False
-        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, weights)
+        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, self.weights)
         self.record = RunRecord(
             self.run_dir,
             config=self.config_text,
@@ -145,7 +144,7 @@ class TrainingCLI(LightningCLI):
                 "seed": self.config.seed_everything,
                 "weights": self.config.weights,
             },
-            notes=self.output.notes,
+            notes=self.notes,
             num_steps=self.num_steps,
         )
         self.trainer = self.make_trainer(objects.trainer)
@@ -166,7 +165,13 @@ class TrainingCLI(LightningCLI):
         else:
             self.run_dir, base = self.options.run_dir, self.options.base
             self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
-        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+        weights = None if self.ckpt_path else self.config.weights
+        run = "" if trainer.fast_dev_run else str(self.run_dir)
+        self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": weights or ""}
+        # these are printed as they were given, and used when `setup` may have changed the directory
+        self.run_dir, self.weights = self.run_dir.absolute(), weights and os.path.abspath(weights)
+        self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
+        os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
@@ -200,13 +205,14 @@ class TrainingCLI(LightningCLI):
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
         arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
+        arguments["ckpt_path"] = self.ckpt_path
         if self.method == "fit":
-            self.trainer.fit(**arguments, ckpt_path=self.ckpt_path)
+            self.trainer.fit(**arguments)
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
             rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained")
-        arguments |= {name: self.config[name] for name in self.method_options}
+        arguments = {name: self.config[name] for name in self.method_options} | arguments
         seed_generators(self.config.seed_everything, "test")
         getattr(self.trainer, self.method)(**arguments)
 
@@ -258,7 +264,7 @@ class TrainingCLI(LightningCLI):
         """The error with which the program ends: it says what to do now."""
         is_fit, way_on = self.method == "fit" and self.record.lock is not None, "start again"
         if is_fit and self.last.saves and (self.run_dir / CONFIG).is_file():
-            way_on = f"go on with: {command()} fit --resume={shlex.quote(str(self.run_dir))}"
+            way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             if is_fit:
                 print(f"stopped; {way_on}", flush=True)

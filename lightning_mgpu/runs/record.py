@@ -33,11 +33,11 @@ from lightning_mgpu.tools import replacing
 class RunRecord(Callback):
     """Makes the run directory and the loggers when the data are there: no mistake leaves one."""
 
-    run_dir: Path
+    run_dir: Path  # absolute
     config: str  # the text of `config.yaml`
     wandb_options: WandbOptions | None  # `None` if nothing is logged
     content: dict[str, Any]  # what `run.json` gets when the run begins
-    notes: dict[str, str]  # lines of the run's header: this adds where W&B records
+    notes: dict[str, str]  # lines of the run's header, to which this adds where W&B records
     num_steps: int | None  # of a resumed run, so far
     results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
     lock: int | None = None  # once the directory is there, in the first process
@@ -49,7 +49,7 @@ class RunRecord(Callback):
         self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
-                callback.dirpath = callback.dirpath or str(self.run_dir.absolute() / "checkpoints")
+                callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
         if self.wandb_options is not None:
             loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
             # only the first process has the experiment of another one
@@ -70,7 +70,7 @@ class RunRecord(Callback):
         elif self.wandb_options is not None:
             config = flatten(yaml.safe_load(self.config))
             logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
-            self.notes["wandb"] = where
+            self.notes["wandb"] = where.replace(str(self.run_dir), self.notes["run"])
             if logger is not None:
                 self.write(wandb_id=logger.experiment.id)
                 trainer.loggers.insert(-1, logger)
@@ -108,7 +108,7 @@ class RunRecord(Callback):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
                 with replacing(self.run_dir / "error.log") as part:
                     part.write_text("".join(traceback.format_exception(error)))
-                error.add_note(f"{self.run_dir}/error.log shows where")
+                error.add_note(f"{self.notes['run']}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
             metrics = summarize(self.run_dir, end["best"].get("epoch"))

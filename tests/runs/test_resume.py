@@ -70,6 +70,40 @@ def test_a_run_stopped_in_its_test_is_tested_again(
     assert drawn[0] == drawn[1]
 
 
+MOVES = """
+import os
+from own_run import Net
+
+class Moves(Net):
+    def setup(self, stage):
+        super().setup(stage)
+        os.chdir("else")
+"""
+
+
+def test_setup_may_change_the_working_directory(
+    fit: Callable[..., int], main: Callable[..., int], own: Path, root: Path, capfd: Any
+) -> None:
+    """Paths that were given are those from where the program was started, and printed so."""
+    (own / "own_moves.py").write_text(MOVES)
+    (own / "else" / "else").mkdir(parents=True)
+    line = ("--model=own_moves.Moves", "--trainer.max_epochs=2", "--run_dir=a")
+    assert fit(*line, stop="1,1") == 130
+    out = capfd.readouterr().out
+    assert "\nrun:      a\n" in out and "fit --resume=a\n" in out
+    os.chdir(own)
+    assert fit("--resume=a") == 0
+    for word in (
+        "test --run_dir=b --ckpt_path",
+        "fit --run_dir=c --trainer.max_epochs=1 --weights",
+    ):
+        os.chdir(own)
+        assert main(*f"{word}=a/checkpoints/last.ckpt --data.root={root}".split()) == 0
+    files = {str(path.relative_to(own)) for path in own.rglob("*.*")}
+    assert {"a/predictions.png", "b/predictions.png", "c/metrics.csv"} < files
+    assert not [*(own / "else" / "else").iterdir()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one_device", "ddp"])
 def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
