@@ -94,6 +94,8 @@ class TrainingCLI(LightningCLI):
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
+        if self.config.trainer.barebones:
+            raise UsageError("--trainer.barebones: a run here has callbacks; make your own Trainer")
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
@@ -191,13 +193,17 @@ class TrainingCLI(LightningCLI):
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
+        plugins, whole_files = as_list(options.plugins), checkpoints.WholeFiles()
+        wrapping = [each for each in plugins if hasattr(each, "checkpoint_io")]
+        for plugin in wrapping:  # such as AsyncCheckpointIO
+            plugin.checkpoint_io = whole_files
         changes = {
             "callbacks": [*first, *users, *(each for each in ours if ours[each])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": draws_bar,
             "logger": [logger for logger in loggers if isinstance(logger, Logger)],
-            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+            "plugins": plugins if wrapping else [*plugins, whole_files],
         }
         with constructor_errors(TypeError):
             return Trainer(**{**options, **changes})

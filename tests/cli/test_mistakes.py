@@ -39,6 +39,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --resume=nowhere": ("--resume=nowhere",),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
+    "fit --trainer.barebones=true": ("--trainer.barebones: a run here has callbacks",),
     "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),

@@ -230,6 +230,11 @@ class Exports(Callback):
     [
         ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
+        (
+            "--trainer.callbacks+=own_more.Numpy --trainer.plugins=lightning.pytorch.plugins.io."
+            "AsyncCheckpointIO",
+            *(0, "could not be read again: it holds objects of"),
+        ),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(

@@ -184,6 +184,7 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     [
         "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
         "--model=own_run.Lambda --model.tag=a",
+        "--trainer.plugins=lightning.pytorch.plugins.io.AsyncCheckpointIO",
     ],
 )
 def test_what_no_yaml_says_by_itself(
