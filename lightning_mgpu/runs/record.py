@@ -56,15 +56,14 @@ class RunRecord(Callback):
             trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
         if self.lock is None:
             return
-        before = read_run_json(self.run_dir)  # of a resumed run
+        if not (before := read_run_json(self.run_dir)):  # of a resumed run
+            self.write_config()  # the first file, without which no command goes on
         run_id = before.get("wandb_id")
         self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
         self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
         self.write(end=None, wandb_id=run_id)
-        if not (self.run_dir / CONFIG).is_file():
-            self.write_config()
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.wandb_options is not None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from lightning_mgpu.runs.directory import lock_run_dir, read_run_json
+from lightning_mgpu.runs.record import RunRecord
+from lightning_mgpu.tools import replacing
 from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last, metrics
 
 
@@ -177,6 +179,28 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     assert fit("--resume=a") == 0
     assert_same(tmp_path / "whole", tmp_path / "a")
     assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
+
+
+def test_the_same_command_after_a_kill_at_the_very_start(
+    fit: Callable[..., int], own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file of a run is its configuration, and a directory with that only is accepted."""
+    written = []
+
+    def kill(path: Path) -> Any:
+        written.append(path.name)
+        if len(written) > 1:
+            raise KeyboardInterrupt
+        return replacing(path)
+
+    line = ("--trainer.max_epochs=1", "--run_dir=a")
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_mgpu.runs.record.replacing", kill)
+        patch.setattr(RunRecord, "close", lambda record, *_: os.close(record.lock))
+        assert fit(*line) == 130
+    (own / "a" / ".part.config.yaml").touch()
+    assert written[0] == "config.yaml" and len([*(own / "a").iterdir()]) == 2
+    assert fit(*line) == 0
 
 
 @pytest.mark.parametrize(
