@@ -3,12 +3,13 @@
 from collections import ChainMap
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -19,10 +20,9 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of
 from lightning_mgpu.exchanges.local_sgd import outer_step
-from lightning_mgpu.exchanges.runner import exact, run_exchanges
+from lightning_mgpu.exchanges.runner import exact, run_exchanges, to_bytes
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from lightning_mgpu.strategies.buffers import read_buffers
 from lightning_mgpu.strategies.window import Gradients
 
 KEY, LAST = "exchange", "last.ckpt"  # in a checkpoint; the only file with states, which are large
@@ -79,31 +79,45 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         first = self.global_rank * self.num_local
         self._states: dict[int, Any] = {first + i: {} for i in range(self.num_local)}
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
-        self._num_updates = 0
+        self._num_updates = self._facts = 0
 
     @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients]) -> None:
+    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
         """Leave what the exchange returns in the `grad` of every parameter."""
         if self.every:  # the mean over this replica's own shard
-            if not self._num_updates:
-                self._weights = {p: p.detach().clone() for p in self._find_trained()}
-            k, own = self.num_replicas, replicas[0]
-            sums = {p: torch.empty_like(p).copy_(g * k) for p, g in own.items()}
+            facts = [each.facts for each in self.passes()]
+            self._facts = crc32(repr(facts).encode(), self._facts)
+            sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         else:
+            self._meet(None, self._find_layout())
+            self.share_buffers()
             sums = self._run(self._function, replicas)
         self.set_sums(sums)
         self.num_bytes[1] += sum(p.nbytes for p in sums)
 
+    def find_shares(self) -> list[float]:
+        return [1.0] if self.every else super().find_shares()
+
+    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
+        return weights if self.every else super().gather_weights(weights)
+
     def _run(self, function: Any, replicas: list[Gradients]) -> Gradients:
         named = dict(self.module.named_parameters())
-        results, n = run_exchanges(function, named, replicas, self._states, self.gather_rows)
+        gather = partial(self.gather_rows, purpose="exchange")
+        results, n = run_exchanges(function, named, replicas, self._states, gather)
         self.num_bytes[0] += n
         return results
 
     def _find_trained(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def _find_still(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if not p.requires_grad]
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.every and not self._num_updates:  # a closure may move the weights, as SAM's do
+            self._weights = {p: p.detach().clone() for p in self._find_trained()}
+            self._still = {p: checksum(p) for p in self._find_still()}
         output = super().optimizer_step(*args, **kwargs)
         self._num_updates += 1
         if self._num_updates == self.every:
@@ -128,24 +142,42 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if not self.every or not self._num_updates:
             return
         self._num_updates = 0
-        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        differs = np.ptp(self.gather(np.array([checksum(lrs)]))) > 0
-        if differs or {*self._find_trained()} != {*self._weights}:
-            raise RuntimeError(
-                "`every` needs equal learning rates in all replicas, and the same parameters that "
-                "require a gradient from one exchange of weights to the next."
-            )
+        moved = [checksum(p) != value for p, value in self._still.items()]
+        moved = self._compare_since_last(moved)
         function = partial(outer_step, self._function, self.outer_lr, self.outer_momentum)
         differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
         for p, step in self._run(function, [differences]).items():
             p.copy_(self._weights[p].sub_(step))
-        buffers = read_buffers(self.module)
-        super().share_buffers(buffers[None])
-        self.num_bytes[0] += len(buffers)
+        for p in (p for p, has_moved in zip(self._still, moved) if has_moved):
+            rows = self.gather_rows(to_bytes(p)[None], "a parameter without gradient")
+            p.copy_(rows.view(p.dtype).mean(0).view(p.shape))
+        super().share_buffers()
 
-    def share_buffers(self, rows: Tensor) -> None:
+    def _compare_since_last(self, moved: list[bool]) -> list[bool]:
+        """Compare what has happened since the last exchange of weights.
+
+        Returns which parameters without a gradient have moved in any replica.
+        """
+        trained = self._find_trained()
+        if {*trained} != {*self._weights} or {*self._find_still()} != {*self._still}:
+            raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
+        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        facts = np.array([self._facts, checksum(lrs), len(trained)]).view(np.uint8)
+        rows = self.gather(np.append(facts, np.array(moved, np.uint8)), "weights to exchange")
+        numbers = np.ascontiguousarray(rows[:, : len(facts)]).view(np.int64)
+        names = "batches", "learning rates", "parameters that require a gradient"
+        for process, i in np.argwhere(numbers != numbers[0]).tolist():
+            raise RuntimeError(
+                f"Since the last exchange of weights, process {process} had other {names[i]} than "
+                "process 0: seed all alike, do not split a dataset by rank, and let schedulers "
+                "act on what is logged with sync_dist=True."
+            )
+        self._facts = 0
+        return [*map(bool, rows[:, len(facts) :].max(axis=0))]
+
+    def share_buffers(self, rows: Tensor | None = None) -> None:
         """With `every` they are shared when weights are, and not in every step."""
-        if not (self.every and self.module.trainer.training):
+        if not self.every or rows is not None:
             super().share_buffers(rows)
 
     def compare_weights(self) -> None:
@@ -167,15 +199,23 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             optimizers = [each.state_dict() for each in self.optimizers if self.every]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             own = move_data_to_device(own, "cpu")
-            parts = [own] * self.world_size
-            if not self.is_alone:
-                dist.all_gather_object(parts, own, self._host_group)
+            parts = self._gather_objects(own)
             checkpoint[KEY] = {
                 "settings": self._settings(),
                 "replicas": dict(ChainMap(*parts)),
                 "num_bytes": self.num_bytes.tolist(),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gather_objects(self, own: Any) -> list[Any]:
+        """Those of all processes. While it waits, it sees signals, unlike torch's collectives."""
+        torch.save(own, content := BytesIO())
+        sizes = self.gather(np.array([content.tell()]), "sizes of states").ravel()
+        row = np.zeros(sizes.max(), np.uint8)
+        row[: content.tell()] = np.frombuffer(content.getbuffer(), np.uint8)
+        rows = self.gather(row, "states")
+        files = (BytesIO(each[:size]) for each, size in zip(rows, sizes))
+        return [torch.load(file, weights_only=True) for file in files]
 
     def _settings(self) -> dict[str, Any]:
         """A resumed run must not change these. By the name of their flags."""
