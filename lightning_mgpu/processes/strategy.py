@@ -31,7 +31,7 @@ from lightning_mgpu.processes.ends import (
     host_group,
     num_cores,
 )
-from lightning_mgpu.processes.meeting import CELL, Cells, gather, share_memory
+from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
 from lightning_mgpu.shards import Pass, ShardLoader, checksum, num_samples
 from lightning_mgpu.shards.loader import knows_indices
 
@@ -190,6 +190,12 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_alone or self.module.trainer.interrupted:
             return np.tile(sent, (self.world_size, 1)).view(row.dtype)
         return gather(self, sent, purpose).view(row.dtype)
+
+    def send(self, row: np.ndarray) -> np.ndarray:
+        """As `gather`, where all processes are at the same place, and rows equally long."""
+        if self.is_alone or self.module.trainer.interrupted:
+            return np.tile(row, (self.world_size, 1))
+        return send_to_all(self, row.view(np.uint8)).view(row.dtype)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.gather(np.zeros(1, np.uint8), "barrier")

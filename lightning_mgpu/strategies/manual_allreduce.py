@@ -176,10 +176,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             write_buffers(self.module, rows)
         self._buffers = None
 
-    def gather_rows(self, rows: Tensor, purpose: str) -> Tensor:
-        """From the rows (r, n) of the replicas here to those of all, (k, n)."""
+    def gather_rows(self, rows: Tensor, purpose: str = "") -> Tensor:
+        """From the rows (r, n) of the replicas here to those of all, (k, n).
+
+        Without a purpose, processes must be at the same place: it is one message.
+        """
         if rows.is_cpu:
-            gathered = torch.from_numpy(self.gather(rows.numpy(), purpose))
+            row = rows.contiguous().view(-1).numpy()
+            found = self.gather(row, purpose) if purpose else self.send(row)
+            gathered = torch.from_numpy(found)
         else:
             gathered = rows.repeat(self.world_size, 1)
             if not self.is_alone:
