@@ -46,6 +46,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
+    _exchange: Exchange | None = None
+    _window: Window | None = None
+    _buffers: list[Tensor] | None = None  # of each replica here, until they are shared
+
     def __init__(
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
@@ -84,11 +88,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
         self._seed = self.broadcast(torch.initial_seed())
-        self._exchange: Exchange | None = None
-        self._window: Window | None = None
-        self._buffers: list[Tensor] | None = None  # of each replica here, until they are shared
-        self.is_in_step = False
-        self._is_blocked = False
+        self._exchange, self._window, self._buffers = None, None, None
+        self.is_in_step = self._is_blocked = False
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks that move a batch are called per shard, and draw the same in any process."""
