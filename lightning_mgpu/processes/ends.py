@@ -100,8 +100,7 @@ def describe_end(strategy: Any, process: int) -> str:
     code = started[process - 1].poll() if started else None
     if code is not None and code < 0:
         cause = " (is there enough memory?)" if code == -signal.SIGKILL else ""
-        way = "start again from the last checkpoint"
-        return f"process {process} was ended by {signal.Signals(-code).name}{cause}: {way}"
+        return f"process {process} was ended by {signal.Signals(-code).name}{cause}"
     return f"process {process} has ended: see any message above"
 
 

@@ -5,6 +5,7 @@ Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -187,7 +188,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         # one with an exception on its way does not wait, so that its exception is seen
-        if self.is_alone or self.module.trainer.interrupted:
+        if self.is_alone or self.host_group is None or self.module.trainer.interrupted:
             return np.tile(sent, (self.world_size, 1)).view(row.dtype)
         return gather(self, sent, purpose).view(row.dtype)
 
@@ -323,6 +324,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
+        if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
+            self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         end_with_main_process(False)
         self.cells, self.process_ids = None, ()  # memory that a garbage collector would keep
