@@ -263,7 +263,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         names = ("options", "every", "outer_lr", "outer_momentum")
         settings = {f"strategy.{name}": getattr(self, name) for name in names}
         k = {"devices" if self.every else "strategy.replicas": self.num_replicas}
-        return {"strategy.exchange": path_of(self.exchange), **settings, **k}
+        outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
+        return {"strategy.exchange": path_of(self.exchange), **outer, **settings, **k}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed."""
