@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.callbacks.pictures import label_names
-from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.tools import replacing
 
 Table = dict[str, list[Any]]  # a column for every name; `index` is that in the dataset
@@ -62,9 +61,8 @@ def make_table(
     try:
         loader: Any = trainer.predict_dataloaders
         sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
-        indices = batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
-        if isinstance(sampler, GlobalBatchSampler):
-            indices = [torch.cat(shards).tolist() for _, shards in sampler]
+        # the record of `batch_loader`, or Lightning's of a DataLoader's batch sampler
+        indices = getattr(sampler, "seen_batch_indices", None) or batch_indices[0]
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: Table = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         for key in batches[0]:

@@ -28,6 +28,7 @@ from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
+from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
 from lightning_mgpu.runs.metrics import summarize
@@ -35,7 +36,6 @@ from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.strategies.ends import ProcessEnded
 from lightning_mgpu.tools import UsageError, command
 
 

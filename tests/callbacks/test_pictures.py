@@ -30,7 +30,7 @@ def test_matrix_and_images_are_of_the_test_set(
 ) -> None:
     data, callback = make_data(batch_size=25), TestPictures()
     trainer = make_trainer(callbacks=[callback])
-    X, y = data.test_set[0, torch.arange(107)]
+    X, y = data.test_set.read(0, torch.arange(107))
     expected = torch.zeros(10, 10, dtype=torch.long)
     with torch.no_grad():
         for label, prediction in zip(y.tolist(), lively(X).argmax(1).tolist()):
@@ -123,7 +123,7 @@ def test_predictions_in_dataset_order(
     with (tmp_path / "predictions.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
     assert header[:4] == ["index", "label", "prediction", "p(T-shirt/top)"] and len(header) == 13
-    X, y = data.test_set[0, torch.arange(107)]
+    X, y = data.test_set.read(0, torch.arange(107))
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
     assert [int(row[0]) for row in rows] == list(range(107))

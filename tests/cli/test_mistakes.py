@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.cli.errors import one_line_errors
 from lightning_mgpu.cli.training_cli import TrainingCLI
-from lightning_mgpu.strategies.ends import ProcessEnded
+from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.tools import UsageError
 
 CPU = "--trainer.accelerator=cpu"

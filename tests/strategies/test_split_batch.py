@@ -15,13 +15,13 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from torchvision.tv_tensors import BoundingBoxes
 
-from lightning_mgpu.shards import checksum, excerpt
-from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.split_batch import (
+from lightning_mgpu.shards.checksum import checksum, excerpt
+from lightning_mgpu.shards.split_batch import (
     cut,
     num_samples,
     shard_sizes,
 )
+from lightning_mgpu.strategies.loss import split_loss
 
 X = torch.arange(20.0).reshape(10, 2)
 Pair = namedtuple("Pair", "X y")
