@@ -1,29 +1,33 @@
 """The book's `Animator` without a notebook: the learning curve, redrawn after every epoch."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, Points, read_points
 from lightning_mgpu.tools import errors_as_warnings, replacing
 
 
 def draw_curve(trainer: Trainer, upload: bool) -> None:
-    """Draw `curve.png` from `metrics.csv`, and show it in W&B at the end."""
+    """Draw `curve.png` from `metrics.csv`; at the end, mark the best epoch and show it in W&B."""
     if not trainer.is_global_zero:
         return
     with errors_as_warnings("curve.png"):
         points = read_points(Path(trainer.default_root_dir))
         on_test_set = getattr(trainer.datamodule, "validates_on_test_set", False)  # type: ignore[attr-defined]
         if points:
-            figure = plot_curve(points, "test" if on_test_set else "validation")
-            save_picture(trainer, figure, "curve.png", upload)
+            ours = (each for each in trainer.callbacks if isinstance(each, BestCheckpoint))  # type: ignore[attr-defined]
+            best = next((each.best for each in ours if upload and each.monitor), {})
+            label = "test" if on_test_set else "validation"
+            save_picture(trainer, plot_curve(points, label, best), "curve.png", upload)
 
 
-def plot_curve(points: Points, validation_label: str) -> Figure:
+def plot_curve(points: Points, validation_label: str, best: dict[str, Any]) -> Figure:
     """One panel per metric, losses first, with a line for training and one for validation."""
     names_by_metric: dict[str, list[str]] = {}
     for name in sorted(points):
@@ -39,6 +43,9 @@ def plot_curve(points: Points, validation_label: str) -> Figure:
             is_validation = name.startswith("val")
             label, style = (validation_label, "C1.-") if is_validation else ("training", "C0.-")
             axes.plot([*points[name]], [*points[name].values()], style, label=label)
+        if best:  # which `fit` tests
+            text = f"best: epoch {best['epoch']}"
+            axes.axvline(best["epoch"], color="gray", linestyle="--", label=text, zorder=1)
         axes.legend()
     return figure
 
@@ -49,7 +56,7 @@ def save_picture(trainer: Trainer, figure: Figure, filename: str, upload: bool =
         return
     path = Path(trainer.default_root_dir, filename)
     with replacing(path) as part:
-        figure.savefig(part, dpi=110)
+        figure.savefig(part, dpi=110, bbox_inches="tight")
     for logger in trainer.loggers if upload else []:
         if isinstance(logger, WandbLogger):
             logger.log_image(path.stem, [str(path)])
