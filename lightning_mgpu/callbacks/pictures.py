@@ -23,34 +23,28 @@ class TestPictures(Callback):
     a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Others get no picture.
     """
 
-    __test__ = False  # pytest takes a class named Test... for tests
     confusion: Matrix | None = None
-    images: list[Tensor] | None  # keys (n,), X (n, C, H, W), labels and predictions (n,)
-
-    def on_test_epoch_start(self, *args: Any) -> None:
-        self.confusion = self.images = None
-        self.generator = torch.Generator()
+    images: list[Tensor] | None = None  # keys (n,), X (n, C, H, W), labels and predictions (n,)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
-        is_first_loader = sum(at[1:]) == 0  # `at` is a batch, and a loader where there are several
-        match outputs, batch, is_first_loader:
-            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], True:
+        match outputs, batch, sum(at[1:]):  # at a batch, and a DataLoader if there are several
+            case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
                 pass
             case _:
                 return  # another kind of model
         self.names = names = label_names(trainer, logits.shape[1])
         with errors_as_warnings("confusion.png"):
-            if self.confusion is None and len(names) <= MAX_CLASSES:
-                matrix = Matrix(len(names), IGNORED_LABEL, validate_args=False)
-                self.confusion = matrix.to(logits.device)
+            if at[0] == 0 and len(names) <= MAX_CLASSES:
+                self.confusion = Matrix(len(names), IGNORED_LABEL, validate_args=False).to(y.device)
             if self.confusion is not None:
                 self.confusion.update(logits.detach(), y)
-        if X.ndim == 4 and X.shape[1] in (1, 3):
-            with errors_as_warnings("predictions.png"):
+        with errors_as_warnings("predictions.png"):
+            if X.ndim == 4 and X.shape[1] in (1, 3):
                 # a sample of the mistakes, then one of the rest, in whatever order the set is
-                found, keys = logits.argmax(1), torch.rand(len(X), generator=self.generator)
+                keys = torch.rand(len(X), generator=torch.Generator().manual_seed(at[0]))
+                found = logits.argmax(1)
                 keys = keys.to(X.device) + ((found == y) | (y == IGNORED_LABEL))
                 new = [tensor.cpu() for tensor in smallest_keys([keys, X, y, found])]
                 self.images = smallest_keys(self.images, new)
@@ -59,10 +53,10 @@ class TestPictures(Callback):
         images, title = [self.images] * trainer.world_size, ""
         if trainer.world_size > 1:
             dist.all_gather_object(images, self.images)
+        self.images = None  # of the next test
         if self.confusion is not None:
             with errors_as_warnings("confusion.png"):
-                # (C, C), rows are true classes, summed over all processes
-                counts = self.confusion.compute().cpu()
+                counts = self.confusion.compute().cpu()  # (C, C), rows are true classes
                 title = f"{counts.sum() - counts.trace()} mistakes in {counts.sum()} images"
                 size = 2.5 + 0.6 * len(counts)
                 figure = Figure(figsize=(size, size), layout="constrained")
@@ -70,8 +64,7 @@ class TestPictures(Callback):
                 self.confusion.plot(counts, ax=axes, labels=self.names, cmap="Blues")
                 axes.tick_params("x", rotation=90)
                 axes.tick_params("y", rotation=0)
-                if trainer.is_global_zero:
-                    save_picture(trainer, figure, "confusion.png")
+                save_picture(trainer, figure, "confusion.png")
         if any(images) and trainer.is_global_zero:
             with errors_as_warnings("predictions.png"):
                 _, X, y, found = smallest_keys(*images)

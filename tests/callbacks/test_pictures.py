@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.transforms.v2 import Normalize
 
 from lightning_mgpu.callbacks import PredictionWriter, TestPictures, pictures
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.models import Classifier, LeNet
 
 
@@ -134,7 +136,6 @@ def test_images_of_all_processes(
     """Each process sends its images; those of the other one have a label of 5, and are wrong."""
     callback, data, trainer = TestPictures(), make_data(), make_trainer()
     trainer.test(LeNet(), data, verbose=False)  # gives the Trainer its data
-    assert callback.on_test_epoch_start() is None
     X, y = torch.rand(30, 1, 4, 4), torch.zeros(30).long()
     outputs = {"logits": nn.functional.one_hot(y, 10).float()}
     callback.on_test_batch_end(trainer, LeNet(), outputs, (X, y), 0)
@@ -177,15 +178,61 @@ def test_predictions_in_dataset_order(
     assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
     with (tmp_path / "predictions.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header[:4] == ["index", "label", "prediction", "p(T-shirt/top)"] and len(header) == 13
+    names = data.classes
+    assert header == ["index", "label", "prediction", "class", *(f"p({name})" for name in names)]
     X, y = data.test_set[0, torch.arange(107)]
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
+    found = probabilities.argmax(1).tolist()
     assert [int(row[0]) for row in rows] == list(range(107))
     assert [int(row[1]) for row in rows] == y.tolist()
-    assert [int(row[2]) for row in rows] == probabilities.argmax(1).tolist()
-    found = torch.tensor([[float(p) for p in row[3:]] for row in rows])
-    assert torch.allclose(found, probabilities, atol=1e-5)
+    assert [int(row[2]) for row in rows] == found
+    assert [row[3] for row in rows] == [names[label] for label in found]
+    assert max(len(text) for row in rows for text in row[4:]) <= len("1.23456e-05")
+    shown = torch.tensor([[float(p) for p in row[4:]] for row in rows])
+    assert torch.allclose(shown, probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_files_of_the_samples(
+    has_labels: bool, is_plain: bool, make_trainer: Callable, tmp_path: Path
+) -> None:
+    """`samples` as of an `ImageFolder`, or paths; others, such as a number, get no column."""
+
+    class Vectors(Dataset):
+        def __init__(self, samples: Any) -> None:
+            self.samples = samples
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor]:
+            return (torch.full((4,), float(i)),)
+
+    class Data(LightningDataModule):
+        def __init__(self, samples: Any) -> None:
+            super().__init__()
+            self.dataset = Vectors(samples)
+
+        def predict_dataloader(self) -> DataLoader:
+            if is_plain:
+                return DataLoader(self.dataset, batch_size=2)
+            return batch_loader(self.dataset, 2, self.trainer)
+
+    model = VectorNet()
+    model.choose = lambda X: X[:, 0]
+    paths = [Path(f"{i}.png") for i in range(5)]
+    for samples, has_files in (
+        ([(str(path), 0) for path in paths] if has_labels else paths, True),
+        (5, False),
+        ([torch.zeros(2)] * 5, False),
+    ):
+        trainer = make_trainer(callbacks=[PredictionWriter()])
+        trainer.predict(model, datamodule=Data(samples), return_predictions=False)
+        lines = (tmp_path / "predictions.csv").read_text().splitlines()
+        assert lines[0] == ("index,file,prediction" if has_files else "index,prediction")
+        assert lines[4] == ("3,3.png,3.0" if has_files else "3,3.0")
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
@@ -199,7 +246,7 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     (tmp_path / "predictions.csv").unlink()
     model.choose = lambda X: {"label": X[::2]}
-    told = r"predictions\.csv is not written: .*, and a VectorNet\.predict_step that"
+    told = r"predictions\.csv is not written: .* and a VectorNet\.predict_step that"
     with pytest.warns(UserWarning, match=told):
         trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())
