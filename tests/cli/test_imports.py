@@ -20,7 +20,10 @@ KNOWN = {  # a part, and the others that it may import
     "strategies": {"allreduce"},
     "callbacks": {"data", "runs"},  # of data, the sampler of global batches
 }
-DROPPABLE = ("benchmark", "exchanges", "testing", "sweep", "book", "new_project", "drawing")
+DROPPABLE = (
+    *("benchmark", "exchanges", "network", "testing", "sweep", "book", "new_project"),
+    "drawing",
+)
 
 
 def imported(path: Path) -> Iterator[str]:
