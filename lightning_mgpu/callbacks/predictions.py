@@ -56,7 +56,6 @@ def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[s
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: dict[str, list] = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
-        data = data.dataset if isinstance(sampler, GlobalBatchSampler) else data
         match getattr(data, "samples", None):  # paths, or (path, label)
             case [str() | Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in table["index"]]
