@@ -272,7 +272,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             optimizers = self._restore(checkpoint[KEY])
             checkpoint = {"optimizer_states": optimizers or checkpoint["optimizer_states"]}
         elif self._is_stateful:
-            raise MisconfigurationException(f"Only {LAST} of a run has the exchange's state.")
+            raise MisconfigurationException(
+                "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "
+                "had another strategy."
+            )
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:
