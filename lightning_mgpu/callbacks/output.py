@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_mgpu.callbacks.curve import draw_curve
-from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.devices import describe_devices, devices, process_devices, synchronize
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_points
 from lightning_mgpu.runs.record import count_parameters
@@ -110,8 +109,9 @@ class RunOutput(Checkpoint):
 def global_batch_size(trainer: Trainer) -> int:
     """The size of a batch, summed over processes. Warns if they train and do not share a batch."""
     loader = trainer.train_dataloader
-    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
-        return sampler.batch_size
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "whole_batches"):  # of `batch_loader`
+        return int(sampler.batch_size)
     # a strategy with replicas cuts every batch
     processes = 1 if hasattr(trainer.strategy, "num_replicas") else trainer.world_size
     if trainer.training and processes > 1:
@@ -128,11 +128,9 @@ def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
     Lightning keeps values of earlier epochs; one that was logged again is another tensor.
     """
     values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
-    values.pop("epoch_seconds")
     # a value that is logged by step and by epoch is there under three names
     twins = {f"{name}_{when}" for name in values for when in ("step", "epoch")}
-    values = {k: v for k, v in values.items() if k not in twins}
-    numbers = {name: float(value) for name, value in values.items()}
+    numbers = {k: float(v) for k, v in values.items() if k not in {*twins, "epoch_seconds"}}
     # a value that is logged by step is that of the last step: the line has the curve's
     points = read_points(Path(trainer.default_root_dir)) if trainer.is_global_zero else {}
     for name in points.keys() & numbers:
