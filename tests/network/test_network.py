@@ -190,7 +190,7 @@ def namespaces() -> set[str]:
     ("args", "told"),
     [
         (("--delay_ms=-1", "fit"), "--delay_ms is 0 or more"),
-        (("--machines=1", "fit"), "--machines: invalid choice: 1"),
+        (("--machines=0", "fit"), "--machines: invalid choice: 0"),
         (("test",), "argument fit: invalid choice: 'test'"),
     ],
 )
