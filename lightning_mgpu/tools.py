@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 PACKAGE = __package__.partition(".")[0]
 
 
@@ -36,6 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def errors_as_warnings(filename: str) -> Iterator[None]:
     """A picture that fails is a warning and never ends a run."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # not for `--help`
+
     try:
         yield
     except Exception as error:

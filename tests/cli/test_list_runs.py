@@ -60,3 +60,28 @@ def test_the_table(
     (row,) = csv.DictReader(capfd.readouterr().out.splitlines())
     assert row["run"] == "trial_000"
     assert main("runs", "one", "two") == 2
+
+
+def test_chosen_columns_and_other_commands(
+    runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    """A row of `test` has the columns of `fit`, in which it has more options in common."""
+    end = {"state": "finished", "metrics": {"test_loss": 1.0, "val_acc": 0.5}}
+    content = {"command": "python -m lightning_mgpu test", "options": {"seed": 3}, "end": end}
+    (runs / "tested").mkdir()
+    (runs / "tested" / "run.json").write_text(json.dumps(content))
+
+    def table(*args: str) -> list[list[str]]:
+        assert main("runs", *args) == 0
+        return [line.split() for line in capfd.readouterr().out.splitlines()]
+
+    header, *rows = table()
+    assert not {"seed", "test_loss", "model"} & {*header} and rows[0][:2] == ["tested", "0.5"]
+    names = "--columns=val_acc,model"
+    assert table(names, "--sort=val_acc") == [
+        ["run", "val_acc", "model"],
+        *(["sweep/trial_000", "0.25", "Net"], ["tested", "0.5"], ["killed", "0.75", "Net"]),
+    ]
+    assert [row[0] for row in table(names, "--sort=model")][1] == "tested"
+    assert main("runs", "--sort=val_ac") == 2
+    assert "val_ac: no run has this column. did you mean val_acc?" in capfd.readouterr().err
