@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-METRICS = "epoch,epoch_seconds,train_loss,val_acc,val_loss\n0,,,0.5,2.0\n0,3.0,2.1,,\n1,,,0.75,\n"
+METRICS = """epoch,epoch_seconds,sent_mb,train_loss,val_acc,val_loss
+0,,,,0.5,2.0
+0,3.0,1.5,2.1,,
+1,,2.5,,0.75,
+"""
 
 
 def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
@@ -40,17 +44,17 @@ def test_the_table(
     monkeypatch.setenv("COLUMNS", "200")
     assert main("runs") == 0
     header, *rows = capfd.readouterr().out.splitlines()
-    metrics = ["val_acc", "val_loss", "seconds_per_epoch", "fingerprint", "state", "test_acc"]
-    assert header.split() == ["run", *metrics, "model.optimizer"]
+    metrics = ["val_acc", "val_loss", "sent_mb", "seconds_per_epoch", "fingerprint", "state"]
+    assert header.split() == ["run", *metrics, "test_acc", "model.optimizer"]
     assert [row.split() for row in rows] == [
         ["sweep/trial_000", "0.25", "2.5", "0955842d504b", "finished", "0.12346", "AdamW"],
-        ["killed", "0.75", "2", "3", "unfinished", "SGD"],
+        ["killed", "0.75", "2", "2.5", "3", "unfinished", "SGD"],
     ]
     assert rows[0].index("AdamW") == rows[1].index("SGD") == header.index("model.optimizer")
     monkeypatch.setenv("COLUMNS", "60")
     assert main("runs") == 0
     table = capfd.readouterr().out.splitlines()
-    assert table[0].split() == ["run", "val_acc", "val_loss", "seconds_per_epoch"]
+    assert table[0].split() == ["run", "val_acc", "val_loss", "sent_mb", "fingerprint"]
     assert max(map(len, table)) <= 60
     # with every digit and the whole class
     assert main("runs", "--csv") == 0
