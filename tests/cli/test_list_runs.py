@@ -88,4 +88,4 @@ def test_chosen_columns_and_other_commands(
     ]
     assert [row[0] for row in table(names, "--sort=model")][1] == "tested"
     assert main("runs", "--sort=val_ac") == 2
-    assert "val_ac: no run has this column. did you mean val_acc?" in capfd.readouterr().err
+    assert "no run has a column val_ac: see `runs --csv`" in capfd.readouterr().err
