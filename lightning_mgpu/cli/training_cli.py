@@ -267,8 +267,10 @@ class TrainingCLI(LightningCLI):
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if isinstance(error, ProcessEnded):
-            return ProcessEnded(f"{error}; {way_on}")
+        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+            return error  # only the first process names a way on
+        if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
+            return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):
             told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
             return UsageError(f"{told}; once that is mended, {way_on}")

@@ -22,12 +22,9 @@ from threading import Thread
 from typing import Any
 
 DEVICE, MTU, ADDRESSES = "link", 9000, [f"10.0.0.{i}" for i in range(1, 65)]
-NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000
 END_WITH_PARENT = ("prctl", 1, signal.SIGKILL)  # also after an `exec`
 SET_TUN, SET_FLAGS, SET_ADDRESS, SET_MASK, SET_MTU = 0x400454CA, 0x8914, 0x8916, 0x891C, 0x8922
-TUN, WITHOUT_HEADER, UP = 0x1, 0x1000, 0x1
-AHEAD = 0.002  # seconds that a packet is read before its turn, as a sleep takes longer than asked
-PATIENCE = 30.0  # seconds that processes have to end after another one; W&B takes as long
+NEW_USER, NEW_NETWORK, TUN, WITHOUT_HEADER, UP = 0x10000000, 0x40000000, 0x1, 0x1000, 0x1
 Inbox = SimpleQueue[tuple[float, bytes]]  # of a machine: when a packet arrives, and the packet
 
 
@@ -73,7 +70,7 @@ def send(tun: int, inboxes: dict[bytes, Inbox], bytes_per_second: float, delay: 
         leaves = max(leaves, now) + len(packet) / bytes_per_second
         if inbox := inboxes.get(packet[16:20]):  # that of the IPv4 destination
             inbox.put((leaves + delay, packet))
-        time.sleep(max(0.0, leaves - now - AHEAD))
+        time.sleep(max(0.0, leaves - now - 0.002))  # a sleep may take longer than asked
 
 
 def receive(tun: int, inbox: Inbox, bytes_per_second: float) -> None:
@@ -90,13 +87,13 @@ def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> 
     """Run a command on each machine, of which the first writes to the terminal."""
     if os.geteuid():
         make_user_namespace()
-    outputs = [None, *(TemporaryFile() for _ in range(1, num))]  # noqa: SIM115
+    outputs, tuns, workers = [TemporaryFile() for _ in range(num)], [], []  # noqa: SIM115
     options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
-    tuns, workers = [], []
     for machine, output in enumerate(outputs):
         tuns.append(enter_machine(machine))
         options["env"] = {**os.environ, **dict.fromkeys(("RANK", "GROUP_RANK"), str(machine))}
-        workers.append(subprocess.Popen(command, stdout=output, stderr=output, **options))
+        files: Any = {"stdout": output, "stderr": output} if machine else {}
+        workers.append(subprocess.Popen(command, **files, **options))
     signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))
     inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[:num]}
     for tun, inbox in zip(tuns, inboxes.values()):
@@ -104,12 +101,13 @@ def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> 
         Thread(target=receive, args=(tun, inbox, bytes_per_second), daemon=True).start()
     while workers[0].poll() is None and not any(each.poll() for each in workers):
         time.sleep(0.05)
-    end = time.monotonic() + (0.5 if workers[0].returncode else PATIENCE)
+    # the others fail with the first; without a failure, Weights & Biases may take half a minute
+    end = time.monotonic() + (0.5 if workers[0].returncode else 30)
     while None in (statuses := [each.poll() for each in workers]) and time.monotonic() < end:
         time.sleep(0.05)
     for machine, (status, output) in enumerate(zip(statuses, outputs)):
-        # one that goes on after the first has failed is ended, and not to blame
-        if output and (status or (status is None and not statuses[0])):
+        is_late = status is None and not statuses[0]
+        if is_late or (status and (machine or status < 0)):  # of the first, a signal says nothing
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()[-10:]
             print(f"machine {machine}, exit status {status}:", *lines, sep="\n  ")

@@ -159,6 +159,12 @@ class LastCheckpoint(Callback):
             if left_out and trainer.is_global_zero:
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
+        if stage == "fit" and trainer.world_size > 1:  # machines may have other directories
+            resumes = torch.tensor(bool(trainer.ckpt_path), device=trainer.strategy.root_device)
+            for rank, each in enumerate(trainer.strategy.all_gather(resumes).tolist()):
+                if each != bool(trainer.ckpt_path):
+                    here = rank if trainer.ckpt_path else trainer.global_rank
+                    raise UsageError(f"process {here} has no checkpoint to go on from, others have")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -210,6 +216,10 @@ class LastCheckpoint(Callback):
         is_whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         if KEY not in checkpoint or not is_whole:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
+        replicas = checkpoint.get("exchange", {}).get("replicas", {}).values()
+        has_state = any(optimizers or any(kept.values()) for kept, optimizers in replicas)
+        if has_state and not hasattr(trainer.strategy, "exchange"):
+            raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics = checkpoint[KEY]["metrics"]
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True

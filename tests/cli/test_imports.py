@@ -23,14 +23,8 @@ KNOWN = {  # a part, and the others that it may import
     "callbacks": {"runs"},
 }
 DROPPABLE = (
-    "benchmark",
-    "exchanges",
-    "testing",
-    "sweep",
-    "book",
-    "new_project",
+    *("benchmark", "exchanges", "network", "testing", "sweep", "book", "new_project"),
     "drawing",
-    "network",
 )
 
 
