@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.processes import ProcessEnded
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
@@ -107,14 +106,3 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         hint = did_you_mean(name, options)
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
-
-
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
-    by_end = {last_part(name).lower(): name for name in known}
-    near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
-    return f"did you mean {by_end[near[0]]}?" if near else ""
-
-
-def last_part(value: Any) -> str:
-    return str(value).rpartition(".")[2]

@@ -15,12 +15,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
 # not in `config.yaml`, which another command may be given

@@ -7,7 +7,6 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
-from statistics import mean
 from typing import Any
 
 import yaml
@@ -23,7 +22,7 @@ from torch.distributed import destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
+from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
@@ -36,7 +35,7 @@ from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.tools import UsageError, command
+from lightning_mgpu.tools import UsageError, command, last_part
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -133,19 +132,15 @@ class TrainingCLI(LightningCLI):
         self.best, self.output = objects.checkpoint, objects.output
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        self.output.notes = self.notes
+        self.output.notes, seed = self.notes, self.config.seed_everything
         saves = objects.trainer.enable_checkpointing is not False
-        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, self.weights)
+        self.last = checkpoints.LastCheckpoint(seed, saves, self.weights)
+        content = {"command": command_line, "options": self.options.given, "seed": seed}
         self.record = RunRecord(
             self.run_dir,
             config=self.config_text,
             wandb_options=None if objects.trainer.logger is False else self.config.wandb,
-            content={
-                "command": command_line,
-                "options": self.options.given,
-                "seed": self.config.seed_everything,
-                "weights": self.config.weights,
-            },
+            content={**content, "weights": self.config.weights},
             notes=self.notes,
             num_steps=self.num_steps,
         )
@@ -184,12 +179,11 @@ class TrainingCLI(LightningCLI):
         has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
         draws_bar = options.enable_progress_bar is not False and (has_bar or sys.stdout.isatty())
         logs = self.record.wandb_options is not None
-        saves = options.enable_checkpointing is not False
         ours = {
             callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
             PredictionWriter(): self.method == "predict",
-            self.best: saves,
+            self.best: self.last.saves,
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
@@ -210,17 +204,16 @@ class TrainingCLI(LightningCLI):
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
-        arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
-        arguments["ckpt_path"] = self.ckpt_path
+        common = {"datamodule": self.datamodule, "ckpt_path": self.ckpt_path, "weights_only": True}
         if self.method == "fit":
-            self.trainer.fit(**arguments)
+            self.trainer.fit(self.model, **common)
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
             rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained")
-        arguments = {name: self.config[name] for name in self.method_options} | arguments
+        options = {name: self.config[name] for name in self.method_options}
         seed_generators(self.config.seed_everything, "test")
-        getattr(self.trainer, self.method)(**arguments)
+        getattr(self.trainer, self.method)(self.model, **{**options, **common})
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
@@ -233,11 +226,8 @@ class TrainingCLI(LightningCLI):
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        # the table of runs has the former, of all epochs and the mean over processes
-        seconds = summarize(self.run_dir).get("seconds_per_epoch") or mean(
-            self.output.seconds or [0]
-        )
-        time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch trained"
+        seconds = summarize(self.run_dir).get("seconds_per_epoch")  # as in the table of runs
+        time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch logged"
         print_once(f"fingerprint: {results['fingerprint']}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 

@@ -86,12 +86,12 @@ def read_points(run_dir: Path) -> Points:
 
 
 def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
-    """The last metrics of validation (of `epoch`, from 1) and of test; mean seconds per epoch."""
+    """The last metrics of validation (of `epoch`, from 1), of test and in MB; seconds per epoch."""
     values: dict[str, float] = {}
     seconds: list[float] = []
     for at, name, value in read_values(run_dir):
         if name == "epoch_seconds":
             seconds.append(value)
-        elif name.startswith("test") or (name.startswith("val") and epoch in (None, at)):
+        elif re.match("test|.*_mb$", name) or (name.startswith("val") and epoch in (None, at)):
             values[name] = value
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}
