@@ -59,8 +59,8 @@ def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[s
         table: dict[str, list] = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
         data = data.dataset if isinstance(sampler, GlobalBatchSampler) else data
-        match getattr(data, "samples", None):  # paths, or (path, label)
-            case [str() | Path() | (str() | Path(), *_), *_] as samples:
+        match getattr(data, "samples", data):  # (path, label), as of an ImageFolder; or paths
+            case [Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in table["index"]]
                 table["file"] = [x[0] if isinstance(x, tuple) else x for x in chosen]
         classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))  # type: ignore[attr-defined]

@@ -235,6 +235,18 @@ def test_files_of_the_samples(
         assert lines[4] == ("3,3.png,3.0" if has_files else "3,3.0")
 
 
+def test_a_dataset_may_be_a_list_of_paths(make_trainer: Callable, tmp_path: Path) -> None:
+    """A list of texts has no files."""
+    model, trainer = VectorNet(), make_trainer(callbacks=[PredictionWriter()])
+    model.choose = lambda X: X[:, 0]
+    collate: Any = lambda samples: [torch.full((len(samples), 4), 2.0)]  # noqa: E731
+    paths = [Path(f"{i}.png") for i in range(3)]
+    for data, line in ((paths, "1,1.png,2.0"), ([*map(str, paths)], "1,2.0")):
+        dataset: Any = data
+        trainer.predict(model, DataLoader(dataset, 2, collate_fn=collate))
+        assert (tmp_path / "predictions.csv").read_text().splitlines()[2] == line
+
+
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
     samples = TensorDataset(torch.arange(92.0).reshape(23, 4), torch.arange(23))
     trainer, model = make_trainer(callbacks=[PredictionWriter()]), VectorNet()
