@@ -54,7 +54,8 @@ class NoisyImages(FashionMNIST):
     noise, collate_fn = 0.1, staticmethod(default_collate)
 
     def train_dataloader(self) -> DataLoader:
-        images = [self.train_set[0, torch.tensor([i])] for i in range(len(self.train_set.labels))]
+        indices = torch.arange(len(self.train_set)).split(1)
+        images = [self.train_set.read(0, index) for index in indices]
         samples = Noisy(images, self.noise)
         workers = {"num_workers": 1, "persistent_workers": True}
         return DataLoader(samples, self.batch_size, True, collate_fn=self.collate_fn, **workers)

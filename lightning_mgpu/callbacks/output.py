@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_mgpu.callbacks.curve import draw_curve
-from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.devices import describe_devices, devices, process_devices, synchronize
 from lightning_mgpu.runs.metrics import STAGE_AND_METRIC, read_points
 from lightning_mgpu.runs.record import count_parameters
@@ -110,8 +109,9 @@ class RunOutput(Checkpoint):
 def global_batch_size(trainer: Trainer) -> int:
     """The size of a batch, summed over processes. Warns if they train and do not share a batch."""
     loader = trainer.train_dataloader
-    if isinstance(sampler := getattr(loader, "sampler", None), GlobalBatchSampler):
-        return sampler.batch_size
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "whole_batches"):  # of `batch_loader`
+        return int(sampler.batch_size)
     # a strategy with replicas cuts every batch
     processes = 1 if hasattr(trainer.strategy, "num_replicas") else trainer.world_size
     if trainer.training and processes > 1:

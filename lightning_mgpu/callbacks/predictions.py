@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mgpu.callbacks.pictures import label_names
-from lightning_mgpu.data.batches import GlobalBatchSampler
 from lightning_mgpu.tools import replacing
 
 
@@ -52,13 +51,12 @@ def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[s
     try:
         loader: Any = trainer.predict_dataloaders
         sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
-        indices = batch_indices[0]  # Lightning's record of a DataLoader's batch sampler
-        if isinstance(sampler, GlobalBatchSampler):
-            indices = [torch.cat(shards).tolist() for _, shards in sampler]
+        # the record of `batch_loader`, or Lightning's of a DataLoader's batch sampler
+        indices = getattr(sampler, "seen_batch_indices", None) or batch_indices[0]
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: dict[str, list] = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
-        data = data.dataset if isinstance(sampler, GlobalBatchSampler) else data
+        data = getattr(data, "read_from", data)
         match getattr(data, "samples", data):  # (path, label), as of an ImageFolder; or paths
             case [Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in table["index"]]

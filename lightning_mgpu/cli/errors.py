@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
-from lightning_mgpu.strategies.ends import ProcessEnded
+from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.tools import UsageError
 
 TRACEBACK_FLAG = "--traceback"
@@ -56,7 +57,10 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+        # a DataLoader's worker: the exception comes behind the indented lines of its traceback
+        text = str(error).rpartition("Traceback (most recent call last):\n")[2]
+        lines = [*dropwhile(lambda line: line[:1] == " ", text.splitlines())]
+        lines = [line for line in lines if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(line[:300] for line in lines[:6])

@@ -100,7 +100,7 @@ def options_by_name(args: Sequence[str]) -> dict[str, Any]:
 
 def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Model, data and seed of the run that a checkpoint belongs to."""
-    read_checkpoint(ckpt_path)
+    read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
         told = "is in no run directory, whose config.yaml names the model: give --model or --config"

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -28,13 +28,14 @@ from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
 from lightning_mgpu.devices import devices
+from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.strategies.ends import ProcessEnded
 from lightning_mgpu.tools import UsageError, command
 
 
@@ -93,6 +94,8 @@ class TrainingCLI(LightningCLI):
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
+        if self.config.trainer.barebones:
+            raise UsageError("--trainer.barebones: a run here has callbacks; make your own Trainer")
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
@@ -130,10 +133,9 @@ class TrainingCLI(LightningCLI):
         self.best, self.output = objects.checkpoint, objects.output
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        weights = None if self.ckpt_path else self.config.weights
-        self.output.notes = {"ckpt": self.ckpt_path or "", "weights": weights or ""}
+        self.output.notes = self.notes
         saves = objects.trainer.enable_checkpointing is not False
-        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, weights)
+        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, self.weights)
         self.record = RunRecord(
             self.run_dir,
             config=self.config_text,
@@ -144,7 +146,7 @@ class TrainingCLI(LightningCLI):
                 "seed": self.config.seed_everything,
                 "weights": self.config.weights,
             },
-            notes=self.output.notes,
+            notes=self.notes,
             num_steps=self.num_steps,
         )
         self.trainer = self.make_trainer(objects.trainer)
@@ -165,11 +167,18 @@ class TrainingCLI(LightningCLI):
         else:
             self.run_dir, base = self.options.run_dir, self.options.base
             self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
-        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+        weights = None if self.ckpt_path else self.config.weights
+        run = "" if trainer.fast_dev_run else str(self.run_dir)
+        self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": weights or ""}
+        # these are printed as they were given, and used when `setup` may have changed the directory
+        self.run_dir, self.weights = self.run_dir.absolute(), weights and os.path.abspath(weights)
+        self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
+        os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
+        loggers = as_list(options.logger) or [DummyLogger()] * is_dev_run
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
@@ -184,13 +193,17 @@ class TrainingCLI(LightningCLI):
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
+        plugins, whole_files = as_list(options.plugins), checkpoints.WholeFiles()
+        wrapping = [each for each in plugins if hasattr(each, "checkpoint_io")]
+        for plugin in wrapping:  # such as AsyncCheckpointIO
+            plugin.checkpoint_io = whole_files
         changes = {
             "callbacks": [*first, *users, *(each for each in ours if ours[each])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": draws_bar,
-            "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
-            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+            "logger": [logger for logger in loggers if isinstance(logger, Logger)],
+            "plugins": plugins if wrapping else [*plugins, whole_files],
         }
         with constructor_errors(TypeError):
             return Trainer(**{**options, **changes})
@@ -198,19 +211,20 @@ class TrainingCLI(LightningCLI):
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
         arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
+        arguments["ckpt_path"] = self.ckpt_path
         if self.method == "fit":
-            self.trainer.fit(**arguments, ckpt_path=self.ckpt_path)
+            self.trainer.fit(**arguments)
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
             rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained")
-        arguments |= {name: self.config[name] for name in self.method_options}
+        arguments = {name: self.config[name] for name in self.method_options} | arguments
         seed_generators(self.config.seed_everything, "test")
         getattr(self.trainer, self.method)(**arguments)
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        results, seconds = self.record.results, self.output.seconds
+        results = self.record.results
         results["fingerprint"] = fingerprint(self.model.parameters())
         results["why"] = self.last.why_stopped or None
         results["best"] = self.best.best
@@ -219,7 +233,11 @@ class TrainingCLI(LightningCLI):
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
+        # the table of runs has the former, of all epochs and the mean over processes
+        seconds = summarize(self.run_dir).get("seconds_per_epoch") or mean(
+            self.output.seconds or [0]
+        )
+        time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch trained"
         print_once(f"fingerprint: {results['fingerprint']}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
@@ -252,17 +270,20 @@ class TrainingCLI(LightningCLI):
         """The error with which the program ends: it says what to do now."""
         is_fit, way_on = self.method == "fit" and self.record.lock is not None, "start again"
         if is_fit and self.last.saves and (self.run_dir / CONFIG).is_file():
-            way_on = f"go on with: {command()} fit --resume={shlex.quote(str(self.run_dir))}"
+            way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             if is_fit:
                 print(f"stopped; {way_on}", flush=True)
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if isinstance(error, ProcessEnded):
-            return ProcessEnded(f"{error}; {way_on}")
+        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+            return error  # only the first process names a way on
+        if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
+            return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):
-            return UsageError(f"{error}; once that is mended, {way_on}")
+            told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
+            return UsageError(f"{told}; once that is mended, {way_on}")
         return error
 
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchvision.datasets import FashionMNIST as FashionMNISTFiles
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from lightning_mgpu.data.batches import BatchLoader, batch_loader
+from lightning_mgpu.data.batches import batch_loader
 from lightning_mgpu.data.images import InMemoryImages
 from lightning_mgpu.data.sources import ensure_fashion_mnist
 
@@ -88,13 +89,13 @@ class FashionMNIST(LightningDataModule):
         sizes = (len(images) for images in (self.train_set, self.val_set, self.test_set))
         self.summary = "{:,} train, {:,} val, {:,} test; {}".format(*sizes, self.origin)
 
-    def train_dataloader(self) -> BatchLoader:
+    def train_dataloader(self) -> DataLoader:
         return batch_loader(self.train_set, self.batch_size, self.trainer, True, self.seed)
 
-    def val_dataloader(self) -> BatchLoader:
+    def val_dataloader(self) -> DataLoader:
         return batch_loader(self.val_set, self.batch_size, self.trainer)
 
-    def test_dataloader(self) -> BatchLoader:
+    def test_dataloader(self) -> DataLoader:
         return batch_loader(self.test_set, self.batch_size, self.trainer)
 
     predict_dataloader = test_dataloader

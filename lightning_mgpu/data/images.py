@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from lightning_mgpu.data.batches import BatchDataset, BatchIndex
 from lightning_mgpu.seeds import new_generator
+from lightning_mgpu.shards import BatchDataset
 
 
 @dataclass(eq=False)
-class InMemoryImages(BatchDataset, TensorDataset):
+class InMemoryImages(BatchDataset):
     """uint8 images (N, C, H, W) and labels (N,), from which it makes batches of float images.
 
     Batches are made on the images' device. Pixels are scaled to [0, 1], then normalised by `mean`
@@ -30,11 +29,16 @@ class InMemoryImages(BatchDataset, TensorDataset):
     seed: int = 0
     _uniforms: tuple[int, Tensor] = (-1, torch.empty(0))  # the last epoch and its numbers
 
-    def __post_init__(self) -> None:
-        super().__init__(self.images, self.labels)
+    def __len__(self) -> int:
+        return len(self.images)
 
-    def __getitem__(self, index: BatchIndex) -> tuple[Tensor, Tensor]:
-        epoch, indices = index
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    def read(self, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        if self.device.type != "cpu":  # only a copy from pinned memory waits for nothing
+            indices = indices.pin_memory().to(self.device, non_blocking=True)
         # (B, C, H, W) uint8; far faster than `images[indices]`
         X = self.images.index_select(0, indices)
         if self.crop_padding is not None:

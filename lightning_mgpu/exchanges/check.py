@@ -13,26 +13,31 @@ SHAPES = ((), (7,), (24, 30), (6, 4, 5, 5))
 
 
 def check_exchange(
-    exchange: Any, num_replicas: int, device: Any = "cpu", dtype: torch.dtype = torch.float32
+    function: Any, exchange: Any = None, device: Any = "cpu", dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Call an exchange as a strategy does; returns whether it keeps a state.
+    """Call an exchange as a strategy does, with 2, 3 and 4 replicas; returns if it keeps a state.
+
+    `exchange` is what a message names, if `function` is something around it.
 
     Raises:
         ValueError: One line, if replicas return other bits than each other, or send at other times
             or in other shapes; if a tensor like X is not returned; if equal inputs and states give
             other bits when it is called again; if a state holds objects of classes.
     """
-    where = f"exchange {path_of(exchange)} with {dtype}"
     like = {str(shape): torch.zeros(shape, device=device, dtype=dtype) for shape in SHAPES}
-    try:
-        first, again = (call_three_times(exchange, num_replicas, like) for _ in range(2))
-        if first != again:
-            raise RuntimeError("equal inputs and states give other bits in a second call")
-        _, states = torch.load(BytesIO(first), weights_only=True)
-        return any(data for each in states.values() for data in each.values())
-    except Exception as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{where}: {what}") from error
+    has_state = False
+    for k in (2, 3, 4):
+        try:
+            first, again = (call_three_times(function, k, like) for _ in range(2))
+            if first != again:
+                raise RuntimeError("equal inputs and states give other bits in a second call")
+            _, states = torch.load(BytesIO(first), weights_only=True)
+        except Exception as error:
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            where = f"exchange {path_of(exchange or function)} with {dtype}"
+            raise ValueError(f"{where}: {what}") from error
+        has_state |= any(data for each in states.values() for data in each.values())
+    return has_state
 
 
 def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
@@ -45,7 +50,7 @@ def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
             {p: torch.randn(p.shape, generator=generator).to(p) for p in like.values()}
             for _ in states
         ]
-        results, _ = run_exchanges(exchange, like, replicas, states, Tensor.detach)
+        results, _ = run_exchanges(exchange, like, replicas, states)
         returned += results.values()
     torch.save(move_data_to_device([returned, states], "cpu"), content := BytesIO())
     return content.getvalue()

@@ -1,12 +1,15 @@
 """Runs the exchanges of all parameters together.
 
 In a round, every exchange that is not over yields tensors. All of a replica's tensors travel in one
-row of bytes, and every process gets the rows of all replicas.
+row of bytes, and every process gets the rows of all replicas, by one message. What a round looks
+like is learned in the first step: the *plan*. A row goes in the planned length, beside a checksum
+of its layout, so that a round of another layout is noticed by all, and sent again.
 """
 
 from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,14 @@ from lightning_mgpu.shards import checksum
 
 Exchange = Generator[Any, Any, Any]
 MISSING, FINITE, NOT_FINITE = 0, 1, 2  # what a replica has of a parameter
+Gather = Callable[[Tensor], Tensor]  # from the rows (r, n) of the replicas here to (k, n)
+
+
+class Layout(NamedTuple):
+    """Of the tensors that one replica sends in a round: a checksum, and a number of bytes."""
+
+    checksum: int
+    num_bytes: int
 
 
 class State(UserDict):
@@ -34,54 +45,66 @@ def run_exchanges(
     parameters: dict[str, Tensor],
     replicas: list[dict[Tensor, Tensor]],  # the X of each replica here, by parameter
     states: Mapping[int, dict[Any, Any]],  # of the same replicas, by number; kept for the next step
-    gather: Callable[[Tensor], Tensor],  # from the rows (r, n) of the replicas here to (k, n)
+    looks: Tensor | None = None,  # (k, parameters): of all replicas, from `look_at_all`
+    meet: Gather = Tensor.detach,  # of short rows, where processes may be at different places
+    send: Gather = Tensor.detach,
+    plans: dict[Any, list[Layout]] | None = None,  # of every round, for the looks of a step
 ) -> tuple[dict[Tensor, Tensor], int]:
     """Returns the results, in memory laid out like the parameters, and a replica's bytes sent.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
     """
+    gathered = look_at_all(parameters, replicas) if looks is None else looks
+    look_of = dict(zip(parameters, gathered.amax(0).tolist()))
+    running, results = start(exchange, parameters, look_of, replicas, states, len(gathered))
+    plan = [] if plans is None else plans.setdefault(tuple(look_of.values()), [])
+    received: dict[str, Any] = dict.fromkeys(running)
+    num_bytes = 0
+    for number in count():
+        sent = {name: [each.send(received[name]) for each in running[name]] for name in running}
+        is_over = not any(tensors_of(x) for xs in sent.values() for x in xs)
+        if is_over and number == len(plan):
+            break  # a replica that goes on meets nobody: the others are at their next step's place
+        rows = trade(sent, running, plan, number, meet, send)
+        if rows is None:
+            break
+        received = unpack(sent, rows)
+        num_bytes += rows.shape[1]
+    return take_results(parameters, results), num_bytes
+
+
+def look_at_all(parameters: dict[str, Tensor], replicas: list[dict[Tensor, Tensor]]) -> Tensor:
+    """What each replica here has of each parameter, (r, parameters)."""
     looks = [[look_at(each.get(p)) for p in parameters.values()] for each in replicas]
-    gathered = gather(torch.tensor(looks))
+    return torch.tensor(looks, dtype=torch.uint8)
+
+
+def start(
+    exchange: Any,
+    parameters: dict[str, Tensor],
+    look_of: dict[str, int],
+    replicas: list[dict[Tensor, Tensor]],
+    states: Mapping[int, dict[Any, Any]],
+    num_replicas: int,
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """The generators of the replicas here, by parameter, and lists that will have their results."""
     running: dict[str, list[Any]] = {}
     results: dict[str, list[Any]] = {}
-    for (name, p), look in zip(parameters.items(), gathered.amax(0).tolist()):
-        if look == MISSING:
+    for name, p in parameters.items():
+        if look_of[name] == MISSING:
             continue
         running[name], results[name] = [], []
         for (replica, kept), tensors in zip(states.items(), replicas):
             X = tensors[p] if p in tensors else torch.zeros_like(p)
             X = X.clone(memory_format=torch.contiguous_format)
-            if look == NOT_FINITE or not p.numel():  # all see it, and no state keeps it
+            if look_of[name] == NOT_FINITE or not p.numel():  # all see it, and no state keeps it
                 generator = exact(X, {})
             else:
                 data = kept.setdefault((name, tuple(p.shape), str(p.dtype)), {})
-                generator = exchange(X, State(name, replica, len(gathered), data))
+                generator = exchange(X, State(name, replica, num_replicas, data))
             running[name].append(endless(generator, results[name]))
-    received: dict[str, Any] = dict.fromkeys(running)
-    num_bytes = 0
-    while running:
-        sent = {name: [each.send(received[name]) for each in running[name]] for name in running}
-        layouts = [[checksum(describe(x)) for x in xs] for xs in zip(*sent.values())]
-        checksums = gather(torch.tensor(layouts))
-        for replica, i in (checksums != checksums[0]).nonzero().tolist():
-            name, waiting = [*running.items()][i]
-            lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
-            where = f"{name}, waiting in line {lines}"
-            raise RuntimeError(f"{where}: replica {replica} does not send what replica 0 sends")
-        if not any(tensors_of(first) for first, *_ in sent.values()):
-            break
-        received, length = send(sent, gather)
-        num_bytes += length
-    found = {}
-    for name, (first, *others) in results.items():
-        p = parameters[name]
-        if describe(first) != describe(p):
-            raise RuntimeError(f"{name}: {describe(first)} is returned, not {describe(p)}, like X")
-        if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
-            raise RuntimeError(f"{name}: what is returned differs between replicas")
-        found[p] = torch.empty_like(p).copy_(first)
-    return found, num_bytes
+    return running, results
 
 
 def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]:
@@ -93,22 +116,79 @@ def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]
         yield ()
 
 
+def trade(
+    sent: dict[str, list[Any]],
+    running: dict[str, list[Any]],
+    plan: list[Layout],
+    number: int,
+    meet: Gather,
+    send: Gather,
+) -> Tensor | None:
+    """The rows of all replicas in a round (k, bytes), or None if all exchanges are over."""
+    by_replica = [*zip(*sent.values())]
+    rows = [
+        torch.cat([to_bytes(X) for x in xs for X in tensors_of(x)] or [torch.empty(0).byte()])
+        for xs in by_replica
+    ]
+    layouts = [
+        Layout(checksum([*map(describe, xs)]), len(row)) for xs, row in zip(by_replica, rows)
+    ]
+    planned = plan[number] if number < len(plan) else None
+    heads = torch.tensor([layout.checksum for layout in layouts])[:, None].to(rows[0].device)
+    if planned is None:
+        heads = meet(heads)
+    else:
+        fits = all(layout == planned for layout in layouts)
+        body = torch.stack(rows) if fits else heads.new_zeros(len(rows), planned.num_bytes).byte()
+        gathered = send(torch.cat([heads.view(torch.uint8), body], dim=1))
+        heads, body = gathered[:, :8].contiguous().view(torch.int64), gathered[:, 8:]
+        if (heads == planned.checksum).all():
+            return body
+    if (heads != layouts[0].checksum).any():
+        refuse_unequal(by_replica, running, meet)
+    plan[number : number + 1] = [layouts[0]] if layouts[0].num_bytes else []
+    if not layouts[0].num_bytes:
+        del plan[number:]
+        return None
+    return send(torch.stack(rows))
+
+
+def refuse_unequal(by_replica: list[Any], running: dict[str, list[Any]], meet: Gather) -> None:
+    """Find out which parameter is sent in different layouts, and where its exchange waits."""
+    layouts = [[checksum(describe(x)) for x in xs] for xs in by_replica]
+    checksums = meet(torch.tensor(layouts))
+    for replica, i in (checksums != checksums[0]).nonzero().tolist():
+        name, waiting = [*running.items()][i]
+        lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]
+        where = f"{name}, waiting in line {lines}"
+        raise RuntimeError(f"{where}: replica {replica} does not send what replica 0 sends")
+
+
 # in this mode, torch refuses to change new tensors in place: they belong to all replicas here
 @torch.inference_mode()
-def send(
-    sent: dict[str, list[Any]], gather: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, list[Any]], int]:
-    """What all replicas have yielded, by name, and the number of bytes of each."""
-    parts = [[to_bytes(X) for x in xs for X in tensors_of(x)] for xs in zip(*sent.values())]
-    rows = gather(torch.stack([*map(torch.cat, parts)]))
+def unpack(sent: dict[str, list[Any]], rows: Tensor) -> dict[str, list[Any]]:
+    """What all replicas have yielded, by name, from their rows (k, bytes)."""
+    sizes = [X.nbytes for mine, *_ in sent.values() for X in tensors_of(mine)]
     received: dict[str, list[Any]] = {name: [] for name in sent}
     for row in rows:
-        rest = iter(row.split([*map(len, parts[0])]))
+        rest = iter(row.split(sizes))
         for name, (mine, *_) in sent.items():
             # a clone begins where its dtype may begin
             found = [next(rest).clone().view(X.dtype).view(X.shape) for X in tensors_of(mine)]
             received[name].append(found[0] if isinstance(mine, Tensor) else found)
-    return received, rows.shape[1]
+    return received
+
+
+def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> dict[Tensor, Tensor]:
+    found = {}
+    for name, (first, *others) in results.items():
+        p = parameters[name]
+        if describe(first) != describe(p):
+            raise RuntimeError(f"{name}: {describe(first)} is returned, not {describe(p)}, like X")
+        if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
+            raise RuntimeError(f"{name}: what is returned differs between replicas")
+        found[p] = torch.empty_like(p).copy_(first)
+    return found
 
 
 def look_at(X: Tensor | None) -> int:

@@ -3,12 +3,13 @@
 from collections import ChainMap
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -18,8 +19,8 @@ from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of
-from lightning_mgpu.exchanges.local_sgd import outer_step
-from lightning_mgpu.exchanges.runner import exact, run_exchanges
+from lightning_mgpu.exchanges.local_sgd import exchange_and_step, nesterov
+from lightning_mgpu.exchanges.runner import exact, look_at_all, run_exchanges, to_bytes
 from lightning_mgpu.shards import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.buffers import read_buffers
@@ -36,7 +37,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         options: Arguments of the exchange, by name.
         every: H. Each replica updates itself by its own shard's gradient, and after H updates the
             exchange gets the differences of the weights. Left out: it gets all gradients.
-        outer_lr, outer_momentum: Of the step that follows, for `every`.
+        outer: For `every`: a function of the mean difference of the weights and of a state, which
+            returns what is subtracted from the last common weights; or its dotted path.
+        outer_lr, outer_momentum: Of the step of SGD with Nesterov momentum that is the default.
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
 
@@ -45,6 +48,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         exchange: Callable[..., Any] = exact,
         options: dict[str, Any] | None = None,
         every: int | None = None,
+        outer: Callable[[Tensor, Any], Tensor] | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         **kwargs: Any,
@@ -52,20 +56,33 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         super().__init__(**kwargs)
         if self.allreduce is not textbook_allreduce or (every is not None and every < 1):
             raise ValueError(f"{every=}: it is 1 or more; and an exchange takes no `allreduce`")
-        if not every and (outer_lr, outer_momentum) != (1, 0):
-            raise ValueError("`outer_lr` and `outer_momentum` need `every`")
+        if (outer or not every) and (outer_lr, outer_momentum) != (1, 0):
+            raise ValueError("`outer_lr` and `outer_momentum` need `every`, and no `outer`")
+        if outer and not every:
+            raise ValueError("`outer` needs `every`")
         self.exchange, self.options, self.every = exchange, options or {}, every
-        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.outer, self.outer_lr, self.outer_momentum = outer, outer_lr, outer_momentum
         self._num_updates = 0  # since the last exchange of weights
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._function: Any = partial(self.exchange, **self.options)
+        if self.every:
+            default = partial(nesterov, lr=self.outer_lr, momentum=self.outer_momentum)
+            outer = self.outer or default
+            self._function = partial(exchange_and_step, self._function, outer)
+        with self.precision_plugin.module_init_context():
+            dtype = torch.get_default_dtype()
+        # before a callback makes a run directory
+        has_state = check_exchange(self._function, self.exchange, self.root_device, dtype)
+        self._is_stateful = bool(self.every) or has_state
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._function = partial(self.exchange, **self.options)
-        k, dtypes = self.num_replicas, {p.dtype for p in self._find_trained()}
-        found = [check_exchange(self._function, k, self.root_device, dtype) for dtype in dtypes]
-        self._is_stateful = bool(self.every) or any(found)
         has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
         has_lbfgs = any(isinstance(each, LBFGS) for each in self.optimizers)
         is_wrong = has_scaler or has_lbfgs or not self.module.automatic_optimization
@@ -78,32 +95,69 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             )
         first = self.global_rank * self.num_local
         self._states: dict[int, Any] = {first + i: {} for i in range(self.num_local)}
+        self._plans: dict[Any, Any] = {}
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
-        self._num_updates = 0
+        self._num_updates = self._facts = 0
 
     @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients]) -> None:
+    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
         """Leave what the exchange returns in the `grad` of every parameter."""
         if self.every:  # the mean over this replica's own shard
-            if not self._num_updates:
-                self._weights = {p: p.detach().clone() for p in self._find_trained()}
-            k, own = self.num_replicas, replicas[0]
-            sums = {p: torch.empty_like(p).copy_(g * k) for p, g in own.items()}
+            facts = [each.facts for each in self.passes()]
+            self._facts = crc32(repr(facts).encode(), self._facts)
+            sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         else:
-            sums = self._run(self._function, replicas)
+            looks = look_at_all(self._named(), replicas)
+            layout = crc32(repr((*self._find_layout().values(),)).encode())
+            row = self.compare_facts("gradients", looks.numpy().ravel(), parameters=layout)
+            sums = self._run(replicas, row)
         self.set_sums(sums)
         self.num_bytes[1] += sum(p.nbytes for p in sums)
 
-    def _run(self, function: Any, replicas: list[Gradients]) -> Gradients:
-        named = dict(self.module.named_parameters())
-        results, n = run_exchanges(function, named, replicas, self._states, self.gather_rows)
+    def _named(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+    def _run(self, replicas: list[Gradients], looks: np.ndarray) -> Gradients:
+        """The exchange of all parameters. The replicas' buffers travel in its first round."""
+        all_looks = torch.from_numpy(looks.reshape(self.num_replicas, -1))
+        meet = partial(self.gather_rows, purpose="an exchange")
+        results, n = run_exchanges(
+            self._function,
+            self._named(),
+            replicas,
+            self._states,
+            all_looks,
+            meet,
+            self._send,
+            self._plans,
+        )
+        self.share_buffers()  # if there was no round
         self.num_bytes[0] += n
         return results
+
+    def _send(self, rows: Tensor) -> Tensor:
+        if not self._buffers:
+            return self.gather_rows(rows)
+        sent = self.gather_rows(torch.cat([rows, torch.stack(self._buffers)], dim=1))
+        super().share_buffers(sent[:, rows.shape[1] :].contiguous())
+        return sent[:, : rows.shape[1]]
+
+    def find_shares(self) -> list[float]:
+        return [1.0] if self.every else super().find_shares()
+
+    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
+        return weights if self.every else super().gather_weights(weights)
 
     def _find_trained(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def _find_still(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if not p.requires_grad]
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.every and not self._num_updates:  # a closure may move the weights, as SAM's do
+            self._weights = {p: p.detach().clone() for p in self._find_trained()}
+            self._still = {p: checksum(p) for p in self._find_still()}
         output = super().optimizer_step(*args, **kwargs)
         self._num_updates += 1
         if self._num_updates == self.every:
@@ -128,24 +182,43 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         if not self.every or not self._num_updates:
             return
         self._num_updates = 0
-        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        differs = np.ptp(self.gather(np.array([checksum(lrs)]))) > 0
-        if differs or {*self._find_trained()} != {*self._weights}:
-            raise RuntimeError(
-                "`every` needs equal learning rates in all replicas, and the same parameters that "
-                "require a gradient from one exchange of weights to the next."
-            )
-        function = partial(outer_step, self._function, self.outer_lr, self.outer_momentum)
         differences = {p: (X - p) / self.num_replicas for p, X in self._weights.items()}
-        for p, step in self._run(function, [differences]).items():
+        looks, moved = self._compare_since_last(differences)
+        self._buffers = [each for each in [read_buffers(self.module)] if len(each)]
+        for p, step in self._run([differences], looks).items():
             p.copy_(self._weights[p].sub_(step))
-        buffers = read_buffers(self.module)
-        super().share_buffers(buffers[None])
-        self.num_bytes[0] += len(buffers)
+        for p in (p for p, has_moved in zip(self._still, moved) if has_moved):
+            rows = self.gather_rows(to_bytes(p)[None])
+            p.copy_(rows.view(p.dtype).mean(0).view(p.shape))
 
-    def share_buffers(self, rows: Tensor) -> None:
+    def _compare_since_last(self, differences: Gradients) -> tuple[np.ndarray, np.ndarray]:
+        """The meeting of an exchange of weights, about what has happened since the last one.
+
+        Returns all looks (k, parameters), and which parameters without a gradient have moved.
+        """
+        trained = self._find_trained()
+        if {*trained} != {*self._weights} or {*self._find_still()} != {*self._still}:
+            raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
+        lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
+        facts = np.array([self._facts, checksum(lrs), len(trained)]).view(np.uint8)
+        looks = look_at_all(self._named(), [differences]).numpy().ravel()
+        moved = np.array([checksum(p) != value for p, value in self._still.items()], np.uint8)
+        rows = self.gather(np.concatenate([facts, looks, moved]), "weights to exchange")
+        numbers = np.ascontiguousarray(rows[:, : len(facts)]).view(np.int64)
+        names = "batches", "learning rates", "parameters that require a gradient"
+        for process, i in np.argwhere(numbers != numbers[0]).tolist():
+            raise RuntimeError(
+                f"Since the last exchange of weights, process {process} had other {names[i]} than "
+                "process 0: seed all alike, do not split a dataset by rank, and let schedulers "
+                "act on what is logged with sync_dist=True."
+            )
+        self._facts = 0
+        all_looks, all_moved = np.split(rows[:, len(facts) :], [len(looks)], axis=1)
+        return np.ascontiguousarray(all_looks), all_moved.max(axis=0, initial=0)
+
+    def share_buffers(self, rows: Tensor | None = None) -> None:
         """With `every` they are shared when weights are, and not in every step."""
-        if not (self.every and self.module.trainer.training):
+        if not (self.every and self._num_updates):
             super().share_buffers(rows)
 
     def compare_weights(self) -> None:
@@ -167,9 +240,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             optimizers = [each.state_dict() for each in self.optimizers if self.every]
             own = {replica: [kept, optimizers] for replica, kept in self._states.items()}
             own = move_data_to_device(own, "cpu")
-            parts = [own] * self.world_size
-            if not self.is_alone:
-                dist.all_gather_object(parts, own, self._host_group)
+            parts = self._gather_objects(own)
             checkpoint[KEY] = {
                 "settings": self._settings(),
                 "replicas": dict(ChainMap(*parts)),
@@ -177,12 +248,23 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _gather_objects(self, own: Any) -> list[Any]:
+        """Those of all processes. While it waits, it sees signals, unlike torch's collectives."""
+        torch.save(own, content := BytesIO())
+        sizes = self.gather(np.array([content.tell()]), "sizes of states").ravel()
+        row = np.zeros(sizes.max(), np.uint8)
+        row[: content.tell()] = np.frombuffer(content.getbuffer(), np.uint8)
+        rows = self.gather(row, "states")
+        files = (BytesIO(each[:size]) for each, size in zip(rows, sizes))
+        return [torch.load(file, weights_only=True) for file in files]
+
     def _settings(self) -> dict[str, Any]:
         """A resumed run must not change these. By the name of their flags."""
         names = ("options", "every", "outer_lr", "outer_momentum")
         settings = {f"strategy.{name}": getattr(self, name) for name in names}
         k = {"devices" if self.every else "strategy.replicas": self.num_replicas}
-        return {"strategy.exchange": path_of(self.exchange), **settings, **k}
+        outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
+        return {"strategy.exchange": path_of(self.exchange), **outer, **settings, **k}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed."""
@@ -190,7 +272,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             optimizers = self._restore(checkpoint[KEY])
             checkpoint = {"optimizer_states": optimizers or checkpoint["optimizer_states"]}
         elif self._is_stateful:
-            raise MisconfigurationException(f"Only {LAST} of a run has the exchange's state.")
+            raise MisconfigurationException(
+                "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "
+                "had another strategy."
+            )
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:

@@ -34,10 +34,6 @@ def write_buffers(module: nn.Module, rows: Tensor) -> None:
             buffer.copy_(value)  # autograd raises if it needs the buffer as it was
 
 
-def statistics(module: nn.Module) -> list[Tensor]:
-    return [buffer for name, buffer in module.named_buffers() if name.endswith(STATISTICS)]
-
-
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     # the largest dtype first, so that all views are aligned
     return sorted(module.named_buffers(), key=lambda item: -item[1].element_size())

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
+from lightning_mgpu.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.shards import Shards, checksum
-from lightning_mgpu.strategies.buffers import read_buffers, statistics, write_buffers
+from lightning_mgpu.shards import Shards, checksum, num_samples, shards_of, shares_of_batch
+from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
-from lightning_mgpu.strategies.processes import ProcessPerDeviceStrategy
-from lightning_mgpu.strategies.split_batch import num_samples
+from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.window import Gradients, Window, get_gradients, set_gradients
 
 
@@ -45,6 +45,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     Raises:
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
+
+    _exchange: Exchange | None = None
+    _window: Window | None = None
+    _buffers: list[Tensor] | None = None  # of each replica here, until they are shared
 
     def __init__(
         self,
@@ -68,7 +72,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
-        check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
+        for k in {self.num_replicas, 3, 4}:  # with two, sums in any order are equal
+            check_allreduce(self.allreduce, [self.root_device] * k)
         is_own = not self.module.automatic_optimization or is_overridden("backward", self.module)
         hook = "on_before_batch_transfer"
         hooks: Any = trainer._data_connector._datahook_selector
@@ -78,13 +83,14 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 "sync_batchnorm, manual optimization, `on_before_batch_transfer` and a module's "
                 "own `backward` need one replica per process: leave out `replicas`."
             )
+        if self._layer_sync and not self.is_alone:
+            if self.root_device.type == "cpu":
+                self._layer_sync = CPUSyncBatchNorm()
+            self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
         self._seed = self.broadcast(torch.initial_seed())
-        self._exchange: Exchange | None = None
-        self._layout: dict[Tensor, Any] = {}  # of the parameters of the exchange
-        self._window: Window | None = None
-        self.is_in_step = False
-        self._is_blocked = False
+        self._exchange, self._window, self._buffers = None, None, None
+        self.is_in_step = self._is_blocked = False
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks that move a batch are called per shard, and draw the same in any process."""
@@ -103,33 +109,50 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.compare_weights()  # after the first update, and later before each checkpoint
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._shards, outputs = shards_of(batch), []
-        if len(self._shards) != self.num_local:
+        self._batch, outputs = batch, []
+        shards = shards_of(batch)
+        if len(shards) != self.num_local:
             raise MisconfigurationException("Several training loaders: leave out `replicas`.")
         if self.num_replicas == 1:
             return self._weigh([super().training_step(batch, *args, **kwargs)])
         before = self._look_at_weights()
-        start, buffers = read_buffers(self.module), []
-        for i, shard in enumerate(self._shards):
+        buffers = self._buffers or [read_buffers(self.module)] * self.num_local
+        is_edited = self._buffers and not torch.equal(buffers[0], read_buffers(self.module))
+        if self.num_local > 1 and is_edited:
+            raise MisconfigurationException(
+                "A hook has edited buffers between the batches of an update, of one of several "
+                "replicas here: edit them after the update, or leave out `replicas`."
+            )
+        self._buffers = []
+        for i, shard in enumerate(shards):
             if i > 0:
-                write_buffers(self.module, start[None])
+                write_buffers(self.module, buffers[i][None])
             with self._log_as(shard), self._random_numbers_of(i, "step"):
                 outputs.append(super().training_step(shard, *args, **kwargs))
-            buffers.append(read_buffers(self.module, len(start)))
+            # now: in the backward pass, activation checkpointing may run layers a second time
+            self._buffers.append(read_buffers(self.module, len(buffers[i])))
             if i == 0 and self._look_at_weights() != before:
                 raise MisconfigurationException(
                     "`training_step` edits weights, which several replicas of one process have in "
                     "common: leave out `replicas`, or edit in `on_train_batch_end`."
                 )
-        self.share_buffers(torch.stack(buffers))
-        self._statistics = [each.clone() for each in statistics(self.module)]
+        if not len(self._buffers[0]):
+            self._buffers = None
+        if not self.module.automatic_optimization:  # there may be no backward pass after them
+            self.share_buffers()
         return self._weigh(outputs)
 
     def _look_at_weights(self) -> Any:
-        """Another value after an edit. A checksum waits for the device, but sees `.data`, too."""
+        """Another value after an edit. A checksum waits for the device, but sees `.data`, too.
+
+        So it is of all weights in two steps, and else of the beginning of those that are edited
+        by hand, because they require no gradient.
+        """
         weights = [*self.module.parameters()] if self.num_local > 1 else []
-        is_checked = self.module.trainer.fit_loop.total_batch_idx in (0, 3)
-        return [p._version for p in weights], checksum(weights) if is_checked else 0
+        looked_at = [p.detach().flatten()[:256] for p in weights if not p.requires_grad]
+        if self.module.trainer.fit_loop.total_batch_idx in (0, 3):
+            looked_at = weights
+        return [(p._version, p.data_ptr()) for p in weights], checksum(looked_at)
 
     @contextmanager
     def _random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
@@ -153,25 +176,49 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             with suppress(ValueError):
                 results.batch_size = sum(map(num_samples, batch.shards))
 
-    def share_buffers(self, rows: Tensor) -> None:
-        """Set the buffers by those of all replicas, given (r, bytes) of the replicas here."""
-        if rows.numel():
-            write_buffers(self.module, self.gather_rows(rows))
+    def share_buffers(self, rows: Tensor | None = None) -> None:
+        """Set the buffers by those of all replicas, given (k, bytes), if they differ."""
+        if rows is None and self._buffers and len(self._buffers[0]):
+            rows = self.gather_rows(torch.stack(self._buffers), "buffers")
+        if rows is not None:
+            write_buffers(self.module, rows)
+        self._buffers = None
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """From the rows (r, n) of the replicas here to those of all, (k, n)."""
+    def gather_rows(self, rows: Tensor, purpose: str = "") -> Tensor:
+        """From the rows (r, n) of the replicas here to those of all, (k, n).
+
+        Without a purpose, processes must be at the same place: it is one message.
+        """
         if rows.is_cpu:
-            gathered = torch.from_numpy(self.gather(rows.numpy()))
+            row = rows.contiguous().view(-1).numpy()
+            found = self.gather(row, purpose) if purpose else self.send(row)
+            gathered = torch.from_numpy(found)
         else:
             gathered = rows.repeat(self.world_size, 1)
             if not self.is_alone:
                 dist.all_gather_into_tensor(gathered, rows)
         return gathered.view(-1, rows.shape[1])
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.share_buffers()
+
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if self.module.trainer.state.fn == TrainerFn.FITTING and not self.is_alone:
-            self.share_buffers(read_buffers(self.module)[None])
+            self._buffers = [read_buffers(self.module)]
+            self.share_buffers()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of a checkpoint: all processes ask for them, before anything else."""
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.share_buffers()
+        return super().lightning_module_state_dict()
+
+    def compare_weights(self) -> None:
+        self.share_buffers()
+        super().compare_weights()
 
     def _weigh(self, outputs: list[Any]) -> Any:
         """One loss for Lightning, in whose backward pass each shard counts by its share."""
@@ -179,6 +226,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             return outputs[0]
         losses, weights = zip(*map(split_loss, outputs))
         if self.num_replicas == 1 and weights[0] is None:
+            self.share_out(weights)
             return outputs[0]
         if any(loss is None for loss in losses):
             raise MisconfigurationException(
@@ -198,28 +246,32 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return {**outputs[-1], "loss": loss} if isinstance(outputs[-1], Mapping) else loss
 
     def share_out(self, weights: Sequence[float | None]) -> list[float]:
-        """The shares of the shards here, by their weights, or by their numbers of samples."""
+        """The factors of the losses here: by their weights, or by the samples of their shards."""
         window, has_weights = self._open_window(), weights[0] is not None
-        window.kinds |= {weight is not None for weight in weights}
-        mine = [weight or 0.0 for weight in weights] if has_weights else self._count_samples()
-        kind = has_weights if len(window.kinds) == 1 else np.inf
-        numbers = self.compare_facts([kind, *mine], parameters=self._find_parameters())
-        kinds, all_weights = numbers[:, 0], numbers[:, 1:].ravel().tolist()
-        total, lacks_one = sum(all_weights), 0 in all_weights and self._layer_sync
-        if not np.isfinite([total, *kinds]).all() or len({*kinds}) > 1 or lacks_one:
-            what = "all of an update need one, or none; with sync_batchnorm each > 0"
-            raise ValueError(f"The losses of a batch have weights {all_weights}: {what}.")
-        factor = window.add_weight(total) if has_weights else 1.0
-        self._my_share = sum(mine) / total if total else 0.0
-        return [weight / total * factor if total else 0.0 for weight in mine]
+        if len({weight is None for weight in weights}) > 1:
+            what = "all of an update need one, or none"
+            raise ValueError(f"The losses of a batch have the weights {weights}: {what}.")
+        if not has_weights:
+            shares, total = self.find_shares(), None
+        else:  # their sum is known nowhere else
+            all_weights = self.gather_weights(np.array(weights, np.float64))
+            total = float(all_weights.sum())
+            if not np.isfinite(total) or (0 in all_weights and self._layer_sync):
+                what = "their sum must be finite, and with sync_batchnorm each > 0"
+                raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {what}.")
+            shares = [weight / total if total else 0.0 for weight in weights]  # type: ignore[operator]
+        self._my_share = sum(shares)
+        return window.add(shares, total)
 
-    def _count_samples(self) -> list[float]:
-        if not all(getattr(each, "is_counted", True) for each in self.passes()):
-            raise ValueError(
-                "The shape of a batch does not tell how many samples are in it, so that its loss "
-                'needs a weight: return {"loss": loss, "weight": n}.'
-            )
-        return [*map(num_samples, self._shards)]
+    def find_shares(self) -> list[float]:
+        """The share of each replica here in the samples of the global batch."""
+        if self.num_replicas == 1:
+            return [1.0]
+        return shares_of_batch(self.module.trainer, self._batch)
+
+    def gather_weights(self, weights: np.ndarray) -> np.ndarray:
+        """The weights of all replicas' losses."""
+        return self.gather(weights, "weights of losses")
 
     def _open_window(self) -> Window:
         trainer = self.module.trainer
@@ -231,8 +283,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, parameters = self.module, list(self.module.parameters())
         weight = kwargs.pop("weight", None)  # of `manual_backward`
-        if not module.automatic_optimization and (self.num_replicas > 1 or weight is not None):
-            closure_loss = scale_gradient(closure_loss, *self.share_out([weight]))
+        if not module.automatic_optimization:
+            [factor] = self.share_out([weight])
+            if factor != 1:
+                closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         window = self._open_window()
         window.open(parameters)
@@ -241,12 +295,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             window.keep([get_gradients(parameters)])
         else:
             window.keep(self._run_local_passes(window.gradients, parameters))
-        if self.num_replicas > 1 and module.automatic_optimization:
-            # activation checkpointing has run the layers a second time
-            for buffer, value in zip(statistics(module), self._statistics):
-                buffer.copy_(value)
+        if self._buffers:  # as after the forward pass, until they are shared
+            write_buffers(module, self._buffers[0][None])
         if not self._is_blocked:
-            self.exchange_gradients(window.gradients)
+            self.exchange_gradients(window.gradients, window.mean_shares)
             self._window = None
         return self.precision_plugin.post_backward(closure_loss, module)
 
@@ -270,23 +322,55 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         self._is_blocked = False
 
     @torch.no_grad()
-    def exchange_gradients(self, replicas: list[Gradients]) -> None:
-        """Leave the sum over all replicas in the `grad` of every parameter.
+    def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
+        """Leave the sum over all replicas in the `grad` of every parameter. To be overridden.
 
         Args:
-            replicas: The gradients of each replica here, times the share of its shard.
+            replicas: The gradients of each replica here: those of the window's batches, summed,
+                times the share of its shard, and GradScaler's scale.
+            shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
+                own mean gradient.
         """
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
-        if self._exchange is None:
-            self._exchange = Exchange(self, [*self._layout])
-        parameters = self._exchange.parameters
+        layout, exchange = self._find_layout(), self._exchange
+        if exchange is not None:
+            self._write(exchange, replicas)
+        is_present = self._meet(exchange, layout)
+        if exchange is None or exchange.layout != layout:  # in all processes
+            if exchange is not None:
+                exchange.finish()
+            num_bytes = len(self._buffers[0]) if self._buffers else 0
+            self._exchange = exchange = Exchange(self, layout, num_bytes)
+            self._write(exchange, replicas)
+            is_present = self._meet(exchange, layout)
+        sums, buffers = exchange.sum(is_present)
+        if self._buffers:
+            self.share_buffers(buffers)
+        pairs = zip(exchange.parameters, sums)
+        self.set_sums({p: row.clone() for p, row in pairs if row is not None})
+
+    def _write(self, exchange: Exchange, replicas: list[Gradients]) -> None:
         for i, gradients in enumerate(replicas):
             if any(gradient.layout != torch.strided for gradient in gradients.values()):
                 raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-            self._exchange.write(i, [gradients.get(p) for p in parameters])
-        sums = zip(parameters, self._exchange.sum())
-        self.set_sums({p: row.clone() for p, row in sums if row is not None})
+            buffers = self._buffers[i] if self._buffers else None
+            exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
+        if self.root_device.type == "cpu":  # a process that fails must leave no GPU in a kernel
+            exchange.start()
+
+    def _meet(self, exchange: Exchange | None, layout: dict[Tensor, Any]) -> Sequence[bool]:
+        """The meeting after a backward pass; which parameters have a gradient in any replica."""
+        mine = exchange.has_gradient if exchange else np.zeros((self.num_local, 0), np.uint8)
+        is_known = exchange is not None and exchange.layout == layout
+        layout_sum = crc32(repr((layout.values(), is_known)).encode())
+        bits = self.compare_facts("gradients", np.packbits(mine), parameters=layout_sum)
+        has = np.unpackbits(bits, axis=1, count=mine.size).reshape(self.num_replicas, -1)
+        return [*map(bool, has.max(axis=0, initial=0))]
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._exchange = None  # rows that a garbage collector would keep
 
     def set_sums(self, sums: Gradients) -> None:
         """Make sums the gradients of parameters, beside those of earlier backward passes."""
@@ -295,16 +379,15 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             before, total = (earlier or {}).get(p), sums.get(p)
             p.grad = total if before is None else before if total is None else before + total
 
-    def _find_parameters(self) -> int:
-        """Find what is exchanged: parameters that require a gradient, or did once. Its checksum."""
-        layout = {
-            p: (name, p.dtype, p.shape, p.stride())
+    def _find_layout(self) -> dict[Tensor, Any]:
+        """What is exchanged: parameters that require a gradient, or did once; and buffers."""
+        known = self._exchange.layout if self._exchange else ()
+        num_bytes = len(self._buffers[0]) if self._buffers else 0
+        return {
+            p: (name, p.dtype, p.shape, p.stride(), num_bytes)
             for name, p in self.module.named_parameters()
-            if p.requires_grad or p.grad is not None or p in self._layout
+            if p.requires_grad or p.grad is not None or p in known
         }
-        if layout != self._layout:
-            self._layout, self._exchange = layout, None
-        return crc32(repr((layout.values(), self._exchange is None)).encode())
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         loss_of_batch = closure
@@ -314,7 +397,3 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 return self.reduce(closure() * self._my_share, reduce_op="sum")
 
         return super().optimizer_step(optimizer, loss_of_batch, *args, **kwargs)
-
-
-def shards_of(batch: Any) -> Sequence[Any]:
-    return batch.shards if isinstance(batch, Shards) else [batch]

@@ -24,16 +24,33 @@ class Window:
     def __init__(self, num_local: int, num_batches: int, epoch: int) -> None:
         self.gradients: list[Gradients] = [{} for _ in range(num_local)]
         self.num_batches, self.epoch = num_batches, epoch
-        self.kinds: set[bool] = set()  # whether losses have weights: all of a window, or none
+        self.has_weights: bool | None = None  # all losses of a window, or none
         self.weight = 0.0  # of all batches so far
         self.part = 1.0  # by which their gradients count from the next batch on
+        self.shares, self.total = [0.0] * num_local, 0.0  # of the replicas here, and of all
         self.earlier: Gradients | None = None  # what parameters had before its first batch
 
-    def add_weight(self, weight: float) -> float:
-        """The factor of the gradients of the next batch, whose weight is given."""
-        before, self.weight = self.weight, self.weight + weight
-        self.part = before / self.weight if self.weight else 1.0
-        return self.num_batches * (1 - self.part)
+    def add(self, shares: list[float], weight: float | None) -> list[float]:
+        """Count a batch, by its shards' shares and its weight; returns the factors of its losses.
+
+        Raises:
+            ValueError: If a loss of the window has a weight, and another one has none.
+        """
+        if self.has_weights not in (None, weight is not None):
+            raise ValueError("Only some losses have a weight: all of an update need one, or none.")
+        self.has_weights, part, factor = weight is not None, 1.0, 1.0
+        if weight is not None:
+            before, self.weight = self.weight, self.weight + weight
+            part = before / self.weight if self.weight else 1.0
+            factor = self.num_batches * (1 - part)
+        self.part, factors = part, [share * factor for share in shares]
+        self.shares = [old * part + new for old, new in zip(self.shares, factors)]
+        self.total = self.total * part + factor
+        return factors
+
+    @property
+    def mean_shares(self) -> list[float]:
+        return [share / self.total if self.total else 0.0 for share in self.shares]
 
     def open(self, parameters: list[Tensor]) -> None:
         """Before a backward pass: the first replica's gradients so far are those of parameters.

@@ -33,7 +33,7 @@ def test_matrix_and_images_are_of_the_test_set(
 ) -> None:
     data, callback = make_data(batch_size=25), TestPictures()
     trainer = make_trainer(callbacks=[callback])
-    X, y = data.test_set[0, torch.arange(107)]
+    X, y = data.test_set.read(0, torch.arange(107))
     expected = torch.zeros(10, 10, dtype=torch.long)
     with torch.no_grad():
         for label, prediction in zip(y.tolist(), lively(X).argmax(1).tolist()):
@@ -180,7 +180,7 @@ def test_predictions_in_dataset_order(
         header, *rows = csv.reader(file)
     names = data.classes
     assert header == ["index", "label", "prediction", "class", *(f"p({name})" for name in names)]
-    X, y = data.test_set[0, torch.arange(107)]
+    X, y = data.test_set.read(0, torch.arange(107))
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
     found = probabilities.argmax(1).tolist()

@@ -14,13 +14,10 @@ from lightning_mgpu.data import batch_loader
 
 
 def loader(dataset: Any, size: int, processes: int = 1, rank: int = 0, **options: Any) -> Any:
-    """A loader as a process of a Trainer has it; `k` is the strategy's `num_replicas`."""
+    """A loader as a process of a Trainer has it that does not cut batches: under `ddp`."""
     epoch, device = options.pop("epoch", 0), torch.device(options.pop("device", "cpu"))
-    strategy = SimpleNamespace(root_device=device)
-    if "k" in options:
-        strategy.num_replicas = options.pop("k")
     share = {"world_size": processes, "global_rank": rank, "overfit_batches": 0}
-    trainer: Any = SimpleNamespace(**share, strategy=strategy)
+    trainer: Any = SimpleNamespace(**share, strategy=SimpleNamespace(root_device=device))
     found: Any = batch_loader(dataset, size, trainer, **options)
     found.sampler.set_epoch(epoch)
     return found
@@ -31,7 +28,8 @@ def slices(processes: int, size: int = 64, num: int = 503, **options: Any) -> li
     numbers = TensorDataset(torch.arange(num))
     loaders = [loader(numbers, size, processes, rank, **options) for rank in range(processes)]
     parts = [[X.tolist() for (X,) in each] for each in loaders]
-    assert len({each.facts["batches"] for each in loaders}) == 1, "the same in all processes"
+    for each, mine in zip(loaders, parts):
+        assert each.sampler.seen_batch_indices == mine, "the indices are the samples here"
     return [list(batch) for batch in zip(*parts, strict=True)]
 
 
@@ -49,44 +47,36 @@ def test_processes_share_the_batches_of_one() -> None:
         assert joined(processes, size, shuffle=True, drop_last=True) == full
 
 
-def test_a_process_gets_the_shards_of_its_replicas() -> None:
-    """3,3,2,2 samples. Cut among processes first, and then again, they would be 3,2,3,2."""
-    for processes, sizes in ((1, [10]), (2, [6, 4]), (4, [3, 3, 2, 2])):
-        found = slices(processes, 10, 20, k=4, shuffle=True)
-        assert [[len(part) for part in batch] for batch in found] == [sizes] * 2
-    assert slices(2, 2, 2, k=4) == [[[0], [1]]]  # a tiny batch of an evaluation is shared, too
-
-
-def test_order_and_checksum_depend_only_on_seed_and_epoch() -> None:
-    orders, checksums = set(), set()
+def test_order_and_seed_depend_only_on_seed_and_epoch() -> None:
+    """A `ShardLoader` goes by `whole_batches` and `pass_seed`: they are what a loop gets."""
+    orders, seeds = set(), set()
     for seed, epoch in [*product(range(3), range(3))] * 2:
         torch.manual_seed(len(orders))
         each = loader(TensorDataset(torch.arange(99)), 64, shuffle=True, seed=seed, epoch=epoch)
         orders.add(tuple(chain(*(X.tolist() for (X,) in each))))
-        checksums.add(each.facts["batches"])
-    assert len(orders) == len(checksums) == 9  # with seed + epoch they would be 5
+        orders.add(tuple(chain(*each.sampler.whole_batches())))
+        seeds.add(each.sampler.pass_seed)
+    assert len(orders) == len(seeds) == 9  # with seed + epoch they would be 5
 
 
 def test_evaluation_sees_every_sample_once_in_order() -> None:
     for processes, num in product((1, 2, 3), (10_007, 3, 257)):
-        batches = joined(processes, 256, num, k=2 * processes)
+        batches = joined(processes, 256, num)
         assert list(chain(*batches)) == list(range(num))
-        assert max(map(len, batches)) <= 256 and len(batches) == -(-num // 256)
+        sizes = {*map(len, batches)}
+        assert max(sizes) <= 256 and max(sizes) - min(sizes) <= 1
+        assert len(batches) == -(-num // 256)
 
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:
-    for args, options, said in (
-        (
-            (2, 4, 5),
-            {"shuffle": True},
-            "batch_size=4 leaves a global batch of 1 of 5 .* 2 replicas",
-        ),
-        ((1, 4, 7), {"shuffle": True, "k": 4}, "a global batch of 3 of 7 .* 4 replicas"),
-        ((3, 64, 2), {}, "a global batch of 2 of 2 .* 3 processes"),
-        ((1, 504, 503), {"drop_last": True}, "a global batch of 0 of 503"),
-        ((1, 0, 503), {}, "batch_size=0"),
+    few = "data.batch_size={} leaves a global batch of {} of {} samples, too few for {} processes"
+    for args, options, numbers in (
+        ((2, 4, 5), {"shuffle": True}, (4, 1, 5, 2)),
+        ((3, 64, 2), {}, (64, 2, 2, 3)),
+        ((1, 504, 503), {"drop_last": True}, (504, 0, 503, 1)),
+        ((1, 0, 503), {}, (0, 0, 503, 1)),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=few.format(*numbers)):
             slices(*args, **options)  # type: ignore[arg-type]
 
 
@@ -101,10 +91,10 @@ class Noise(Dataset):
 
 
 def test_samples_draw_the_same_in_any_worker_and_process() -> None:
-    """By seed, epoch and sample; other random numbers do not notice."""
+    """By seed, epoch and place in the batch; other random numbers do not notice."""
 
     def drawn(seed: int = 1, epoch: int = 2, processes: int = 1, **options: Any) -> list[Any]:
-        options |= {"k": 4, "shuffle": True, "seed": seed, "epoch": epoch}
+        options |= {"shuffle": True, "seed": seed, "epoch": epoch}
         loaders = (loader(Noise(), 5, processes, rank, **options) for rank in range(processes))
         batches = (torch.stack(batch, 1) for each in loaders for batch in each)
         return sorted(torch.cat(list(batches)).tolist())

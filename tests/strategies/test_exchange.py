@@ -23,15 +23,15 @@ def exchange(
 ) -> Exchange:
     strategy = SimpleNamespace(
         allreduce=allreduce,
-        gather=lambda flags: flags,
+        gather=lambda row, purpose: row,
         num_local=replicas,
         world_size=processes,
         global_rank=rank,
         is_alone=processes == 1,
-        shares_memory=False,
+        is_one_machine=False,
         root_device=CPU,
     )
-    return Exchange(strategy, parameters)
+    return Exchange(strategy, dict.fromkeys(parameters), 0)
 
 
 PARAMETERS = [
@@ -56,7 +56,8 @@ def test_sums_of_every_kind_of_parameter(allreduce: Callable[..., Any]) -> None:
         ]
         for replica, each in enumerate(gradients):
             rows.write(replica, each)
-        for p, total, parts in zip(PARAMETERS, rows.sum(), zip(*gradients), strict=True):
+        sums, _ = rows.sum([True] * len(PARAMETERS))
+        for p, total, parts in zip(PARAMETERS, sums, zip(*gradients), strict=True):
             assert total is not None and total.stride() == p.stride() and total.dtype == p.dtype
             assert torch.equal(total, sum(parts[1:], parts[0]))
 
@@ -72,10 +73,10 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     rows = exchange([torch.zeros(2), torch.zeros(2)], counting, replicas=2)
     for replica in range(2):
         rows.write(replica, [torch.ones(2), torch.ones(2)])
-    assert all(total is not None for total in rows.sum())
+    assert all(total is not None for total in rows.sum([True, True])[0])
     rows.write(0, [None, None])
     rows.write(1, [torch.full((2,), 3.0), None])
-    first, second = rows.sum()
+    first, second = rows.sum([True, False])[0]
     assert first is not None and first.tolist() == [3, 3] and second is None
     assert calls == [2, 2, 2]
 
@@ -94,7 +95,7 @@ def test_many_gets_all_rows_in_one_call() -> None:
     rows = exchange([torch.zeros(2), torch.zeros(3), torch.zeros(1)], single, replicas=2)
     for replica in range(2):
         rows.write(replica, [torch.ones(2), None, torch.ones(1)])
-    first, second, _ = rows.sum()
+    first, second, _ = rows.sum([True, False, True])[0]
     assert calls == [2] and second is None and first is not None and first.tolist() == [2, 2]
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mgpu.strategies.loss import split_loss
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
 
 
@@ -86,3 +88,17 @@ def test_things_count_alike(name: str, in_two_processes: list[Any]) -> None:
     for result in found:
         assert not isinstance(result, str), result
         assert_close(result[0], expected)
+
+
+def test_losses() -> None:
+    loss = torch.ones(1)
+    assert split_loss(None) == (None, None)
+    found, weight = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
+    assert found is not None and found.ndim == 0 and weight == 3.0
+    assert split_loss(loss)[1] is None
+    for wrong in (torch.ones(2), {"loss": 3.0}, 3.0, [loss]):
+        with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
+            split_loss(wrong)
+    for number in (-1, float("nan"), float("inf")):
+        with pytest.raises(MisconfigurationException, match="must be 0 or more"):
+            split_loss({"loss": loss, "weight": number})

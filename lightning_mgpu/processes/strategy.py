@@ -4,7 +4,10 @@ Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from zlib import crc32
 
@@ -21,17 +24,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lightning_mgpu.shards import checksum
-from lightning_mgpu.strategies.ends import (
+from lightning_mgpu.processes.ends import (
     MAIN_PROCESS,
     ProcessEnded,
     end_with_main_process,
+    handle_sigterm,
     host_group,
-    wait,
+    num_cores,
 )
-from lightning_mgpu.strategies.loaders import Pass, ShardLoader
-from lightning_mgpu.strategies.shared_memory import CELL, Meeting, share_memory
-from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
+from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
+from lightning_mgpu.shards import Pass, ShardLoader, checksum, num_samples
+from lightning_mgpu.shards.loader import knows_indices
 
 DIFFER = "the processes do not run the same program"
 FACTS = {
@@ -48,11 +51,13 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     """Processes with equal weights, of which each gets its part of every global batch."""
 
     replicas: int | None = None
-    _host_group: Any = None
+    host_group: Any = None  # for meetings
+    cells: Cells | None = None  # for meetings in shared memory
     process_ids: Sequence[int] = ()  # of all, where they share memory
+    num_passes = 0  # over loaders
+    _kept: dict[str, Any] | None = None  # the states of generators, during an evaluation within fit
     is_in_step = False  # of one of several replicas
     has_cores = False  # one for each process
-    _meeting: Meeting | None = None
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
 
     @property
@@ -82,10 +87,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return isinstance(self.cluster_environment, LightningEnvironment)
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether all processes may have memory in common."""
-        is_one_machine = self.root_device.type == "cpu" and self.num_nodes == 1
-        return is_one_machine and not self.is_alone
+    def is_one_machine(self) -> bool:
+        """Whether several processes may have memory in common."""
+        return self.num_nodes == 1 and not self.is_alone
 
     def _configure_launcher(self) -> None:
         if self.is_alone:  # one process needs no launcher and no process group
@@ -118,31 +122,29 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 except dist.DistStoreError as error:
                     what = f"not all processes have started within `timeout`, {self._timeout}"
                     raise ProcessEnded(f"{what}: see any message above") from error
-            self._host_group = host_group(dist.group.WORLD, self._timeout)
+            self.host_group = host_group(dist.group.WORLD, self._timeout)
 
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self.shares_memory and self._meeting is None:
-            self.has_cores = len(os.sched_getaffinity(0)) >= self.world_size
-            ids = self.gather(np.array([os.getpid()]))[:, 0].tolist()
-            cells = share_memory(self, 2 * self.world_size * CELL)
-            if cells is not None:
-                self._meeting = Meeting(cells, self.global_rank, self.world_size)
-                self.process_ids = ids
-        if is_fitting and self._layer_sync and not self.is_alone:
-            if self.root_device.type == "cpu":
-                self._layer_sync = CPUSyncBatchNorm()
-            self.model = self._layer_sync.apply(self.module)
+        handle_sigterm(trainer)
+        if self.is_one_machine:
+            self.has_cores = num_cores() >= self.world_size
+            ids = self.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
+            memory = share_memory(self, 2 * self.world_size * CELL)
+            if memory is not None:
+                self.cells, self.process_ids = Cells(self, memory), ids
         Strategy.setup(self, trainer)
         known = set(map(id, self.module.parameters()))
         used = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self.num_replicas > 1 and not known.issuperset(map(id, used)):
             raise MisconfigurationException(
                 "An optimizer has a parameter that the module does not have: assign its layer to "
                 "an attribute, or put it into a ModuleList."
             )
+        if self._start_method == "fork":  # Python seeds `random` again in a child
+            random.seed(torch.initial_seed())
         self.share_generators()
 
     def share_generators(self) -> None:
@@ -153,8 +155,28 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         self.share_generators()
 
+    def on_validation_start(self) -> None:
+        """Keep the generators: processes draw as many numbers as they have samples to evaluate."""
+        on_gpu = self.root_device.type == "cuda"
+        is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
+        self._kept = _collect_rng_states(include_cuda=on_gpu) if is_fitting else None
+
     def on_validation_end(self) -> None:
-        self.share_generators()
+        if self._kept is not None:
+            _set_rng_states(self._kept)
+            self._kept = None
+
+    @contextmanager
+    def kept_generators(self) -> Iterator[None]:
+        """For what the loaders of an evaluation draw: as on one device, they move these."""
+        if self._kept is None:
+            yield
+        else:
+            current = _collect_rng_states(include_cuda=False)
+            _set_rng_states(self._kept)
+            yield
+            self._kept |= _collect_rng_states(include_cuda=False)
+            _set_rng_states(current)
 
     def _setup_model(self, model: nn.Module) -> Any:
         """The first process's weights and buffers become those of all."""
@@ -162,42 +184,33 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             tensor.data.copy_(self.broadcast(tensor.data.cpu()))
         return model
 
-    def gather(self, row: np.ndarray) -> np.ndarray:
-        """Rows (n,) of all processes, on the host: (P, n)."""
+    def gather(self, row: np.ndarray, purpose: str) -> np.ndarray:
+        """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        rows = np.tile(sent, (self.world_size, 1))
         # one with an exception on its way does not wait, so that its exception is seen
+        if self.is_alone or self.host_group is None or self.module.trainer.interrupted:
+            return np.tile(sent, (self.world_size, 1)).view(row.dtype)
+        return gather(self, sent, purpose).view(row.dtype)
+
+    def send(self, row: np.ndarray) -> np.ndarray:
+        """As `gather`, where all processes are at the same place, and rows equally long."""
         if self.is_alone or self.module.trainer.interrupted:
-            return rows.view(row.dtype)
-        if self._meeting is not None and len(sent) <= CELL - 16:
-            late, read = self._meeting.start(sent)
-        else:
-            late, read = self._start_messages(rows)
-        wait(self, late)
-        return read().view(row.dtype)
-
-    def _start_messages(self, rows: np.ndarray) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """As `Meeting.start`, for rows that are all this process's own yet."""
-        others = [each for each in range(self.world_size) if each != self.global_rank]
-        sent, received = torch.from_numpy(rows[self.global_rank].copy()), torch.from_numpy(rows)
-        work: Any = dist.all_gather([*received], sent, self._host_group, async_op=True)
-
-        def read() -> np.ndarray:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise ProcessEnded("another process has ended: see any message above") from error
-            return rows
-
-        return lambda: () if work.is_completed() else others, read
+            return np.tile(row, (self.world_size, 1))
+        return send_to_all(self, row.view(np.uint8)).view(row.dtype)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.gather(np.zeros(1, np.uint8))
+        self.gather(np.zeros(1, np.uint8), "barrier")
 
     def compare_facts(
-        self, numbers: Sequence[float] = (), names: Sequence[str] = (), parameters: int = 0
+        self,
+        purpose: str,
+        beside: Sequence[int] | np.ndarray = (),
+        names: Sequence[str] = (),
+        parameters: int = 0,
     ) -> np.ndarray:
-        """Numbers of all processes, (P, n).
+        """A meeting that compares what processes must have alike.
+
+        Returns the bytes `beside` the facts, of all processes: (P, n).
 
         Raises:
             RuntimeError: If processes differ in their batches, the names, or the parameters.
@@ -207,28 +220,30 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         for each in self.passes():
             for name, value in each.facts.items():
                 facts[name] += value
-        mine = [*facts.values()]
-        rows = self.gather(np.array([*mine, *numbers], np.float64))
-        for process, i in np.argwhere(rows[:, : len(mine)] != mine).tolist():
+        mine = np.array([*facts.values()])
+        row = np.concatenate([mine.view(np.uint8), np.asarray(beside, np.uint8)])
+        rows = self.gather(row, purpose)
+        numbers = np.ascontiguousarray(rows[:, : mine.nbytes]).view(mine.dtype)
+        for process, i in np.argwhere(numbers != mine).tolist():
             reason = [*FACTS.values()][i].format(names=names)
             raise RuntimeError(f"{DIFFER}: process {process}, not {self.global_rank}, {reason}.")
-        return rows[:, len(mine) :]
+        return rows[:, mine.nbytes :]
 
-    def passes(self) -> list[Any]:
+    def passes(self) -> list[Pass]:
         """The passes over loaders that the running loop makes."""
         combined = self.module.trainer._active_loop._combined_loader
         running = [] if combined._iterator is None else combined._iterator.iterators
-        return [each for each in (*combined.flattened, *running) if hasattr(each, "facts")]
+        return [each for each in running if isinstance(each, Pass)]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
         trains = self.module.trainer.training
-        if hasattr(dataloader, "in_shards"):  # batch_loader's
-            return dataloader.in_shards(self.num_local if trains else 1)
-        if self.is_alone and not (trains and self.num_local > 1):
+        num_shards = self.num_replicas if trains else self.world_size
+        if num_shards == 1 and not knows_indices(dataloader):
             return dataloader
-        _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
+        if not self.is_alone:
+            _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
         return ShardLoader(dataloader, self, trains)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,19 +262,27 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         for value in self._averaged:  # as it was logged: Lightning compares
             value.meta.sync.should = False
         results: Any = self.module.trainer._results or {}
-        running = [each for each in self.passes() if isinstance(each, Pass)]
+        running = self.passes()
         if results and len(running) == 1:  # not what Lightning takes a batch's shape for
-            fetcher: Any = self.module.trainer._active_loop._data_fetcher
-            ahead, sizes = len(getattr(fetcher, "batches", ())), running[0].sizes
-            results.batch_size = sizes[-1 - ahead] if len(sizes) > ahead else None
+            results.batch_size = self._count_samples_here(running[0], args[0])
         output = step(*args, **kwargs)
         logged = {n: v for n, v in results.items() if v.is_tensor and "_step" in v.meta.fx}
         synced = {n: v.meta.sync for n, v in logged.items() if not v.meta.sync.rank_zero_only}
         self._averaged = [logged[name] for name, sync in synced.items() if not sync.should]
         for value in self._averaged:
             value.meta.sync.should = True
-        self.compare_facts(names=[*synced])
+        self.compare_facts("an evaluation's step", names=[*synced])
         return output
+
+    def _count_samples_here(self, running: Pass, batch: Any) -> int | None:
+        """The rows of an evaluation's batch; its indices, if its shape does not tell."""
+        if running.has_rows:
+            with suppress(ValueError):
+                return num_samples(batch)
+        fetcher: Any = self.module.trainer._active_loop._data_fetcher
+        ahead = len(getattr(fetcher, "batches", ()))
+        read = running.read[-1 - ahead] if len(running.read) > ahead else None
+        return sum(read.sizes) if read else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -273,7 +296,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_in_step:
             raise MisconfigurationException("all_gather in a step: leave out `replicas`.")
         shape = crc32(repr((tensor.dtype, tensor.shape)).encode())
-        if np.ptp(self.gather(np.array([shape]))):
+        if np.ptp(self.gather(np.array([shape]), "all_gather")):
             raise RuntimeError(
                 f"all_gather of tensors of different shapes, here {tuple(tensor.shape)}: parts of "
                 "a data set differ in size. Take a torchmetrics object, for example CatMetric."
@@ -292,7 +315,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if self.is_alone:
             return
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        digests = self.gather(np.array([*map(checksum, tensors.values())]))
+        digests = self.gather(np.array([*map(checksum, tensors.values())]), "weights")
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
                 f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "
@@ -301,6 +324,9 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
+        if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
+            self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         end_with_main_process(False)
+        self.cells, self.process_ids = None, ()  # memory that a garbage collector would keep
         super().teardown()

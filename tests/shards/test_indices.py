@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_mgpu.data import batch_loader
-from lightning_mgpu.shards import ShardKeys, ShardReader
+from lightning_mgpu.shards import ShardReader, cut_indices
 from tests.strategies.conftest import (
     Net,
     assert_close,
@@ -217,8 +217,8 @@ def test_each_shard_draws_numbers_of_its_own() -> None:
     for _ in range(2):
         shards: list[Any] = []
         for seed, number in itertools.product((1, 2), (0, 1)):
-            keys = ShardKeys([[0], [0]], range(2), number, order=0, seed=seed, probe=[])
-            shards += reader.__getitems__(keys).shards
+            keys = cut_indices([0, 0], 2, range(2), number, seed)
+            shards += reader[keys].shards
         drawn_twice.append([float(X[0, 0]) for X, _ in shards])
     assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 8
 

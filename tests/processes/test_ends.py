@@ -18,7 +18,7 @@ from tests.strategies.conftest import Net, attempt, fit, make_strategy, rank, ru
 SECONDS = 3.0
 ENDED = " has ended: see any message above"
 LATE = "waited 3 s (`timeout`) for process 1. Commonest causes"
-ELSEWHERE = "the processes are at different places. Commonest causes"
+ELSEWHERE = "different places (process 0: gradients, process 1: weights). Commonest causes"
 
 
 class Fails(Net):

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts th
 SET_DEATH_SIGNAL = 1  # of prctl
 CAUSES = (
     "Commonest causes: it needs longer, for example for a download; or only one process saves a "
-    "checkpoint, sets `should_stop` or logs with sync_dist=True"
+    "checkpoint, sets `should_stop` or logs with sync_dist=True; or only "
+    "some losses have a weight: all of an update need one, or none"
 )
 
 
@@ -37,12 +39,15 @@ def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
     Raises:
         ProcessEnded: After the strategy's timeout, or when another process has ended.
     """
-    timeout = strategy._timeout.total_seconds()
+    timeout, waited = strategy._timeout.total_seconds(), 0.0
     start = looked = time.monotonic()
     while late():
-        os.sched_yield() if strategy.has_cores else time.sleep(5e-5)
-        if (now := time.monotonic()) < looked + 0.5:
+        now = time.monotonic()
+        is_brief = now < start + 0.05  # later another program may use the core
+        os.sched_yield() if strategy.has_cores and is_brief else time.sleep(5e-5)
+        if now < looked + 0.5:
             continue
+        waited += min(now - looked, 1.0)  # a job may have been suspended meanwhile
         looked = now
         if strategy.module.trainer.received_sigterm:  # Lightning would end after this step
             raise SIGTERMException
@@ -50,9 +55,35 @@ def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
         for process in missing if strategy.process_ids else ():
             if not is_alive(strategy.process_ids[process]):
                 raise ProcessEnded(describe_end(strategy, process))
-        if missing and now > start + timeout:
+        if missing and waited > timeout:
             who = " or ".join(map(str, missing))
             raise ProcessEnded(f"waited {timeout:.0f} s (`timeout`) for process {who}. {CAUSES}.")
+
+
+def num_cores() -> float:
+    """The cores of this process: those that it may run on, or its container's quota of time."""
+    cores: float = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # `max` is no number: there is no quota
+        group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+        quota, period = Path("/sys/fs/cgroup", group, "cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def handle_sigterm(trainer: Any) -> None:
+    """Replace Lightning's handler and its look before every batch: both broadcast.
+
+    The first process passes the signal on to those that it has started. Each ends after its batch.
+    """
+    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+
+    def note(number: int, frame: Any) -> None:
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def is_alive(process_id: int) -> bool:
@@ -69,8 +100,7 @@ def describe_end(strategy: Any, process: int) -> str:
     code = started[process - 1].poll() if started else None
     if code is not None and code < 0:
         cause = " (is there enough memory?)" if code == -signal.SIGKILL else ""
-        way = "start again from the last checkpoint"
-        return f"process {process} was ended by {signal.Signals(-code).name}{cause}: {way}"
+        return f"process {process} was ended by {signal.Signals(-code).name}{cause}"
     return f"process {process} has ended: see any message above"
 
 

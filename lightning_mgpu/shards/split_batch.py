@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_mgpu.shards import is_dense
+from lightning_mgpu.shards.checksum import is_dense
 
 ARRAYS = (Tensor, np.ndarray)
 PLAIN = (np.ndarray, np.generic, str, bytes, int, float, complex, list, tuple, type(None))

@@ -1,4 +1,4 @@
-"""Batches are cut as `tensor_split` cuts tensors; what `training_step` returns is checked."""
+"""Batches are cut as `tensor_split` cuts tensors."""
 
 import re
 from collections import UserDict, defaultdict, namedtuple
@@ -9,19 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from torchvision.tv_tensors import BoundingBoxes
 
-from lightning_mgpu.shards import checksum, excerpt
-from lightning_mgpu.strategies.loss import split_loss
-from lightning_mgpu.strategies.split_batch import (
-    cut,
-    num_samples,
-    shard_sizes,
-)
+from lightning_mgpu.shards.checksum import checksum, excerpt
+from lightning_mgpu.shards.split_batch import cut, num_samples, shard_sizes
 
 X = torch.arange(20.0).reshape(10, 2)
 Pair = namedtuple("Pair", "X y")
@@ -164,17 +158,3 @@ def test_a_checksum_does_not_depend_on_addresses() -> None:
     one, other = (np.array(["a" * n, Opaque()], dtype=object) for n in (3, 3))
     assert checksum(one) == checksum(other) != checksum(other[:1])
     assert checksum([X.to_sparse(), X]) == checksum([X.to_sparse(), X]) != checksum([X, X])
-
-
-def test_losses() -> None:
-    loss = torch.ones(1)
-    assert split_loss(None) == (None, None)
-    found, weight = split_loss({"loss": loss, "weight": torch.tensor(3), "a": 1})
-    assert found is not None and found.ndim == 0 and weight == 3.0
-    assert split_loss(loss)[1] is None
-    for wrong in (X, {"loss": 3.0}, 3.0, [loss]):
-        with pytest.raises(MisconfigurationException, match="must be a tensor of one number"):
-            split_loss(wrong)
-    for number in (-1, float("nan"), float("inf")):
-        with pytest.raises(MisconfigurationException, match="must be 0 or more"):
-            split_loss({"loss": loss, "weight": number})

@@ -1,0 +1,12 @@
+"""What several processes need to train as one: `strategies/` builds on it.
+
+`ProcessPerDeviceStrategy` (strategy.py) starts processes as `ddp` does, gives each its part of
+every batch, makes evaluations exact, and compares what has to be equal. Processes *meet*: each
+brings a short row, and all get the rows of all (meeting.py), in shared memory within a machine,
+and by one message between machines. A process that waits for one that has ended says so (ends.py).
+"""
+
+from lightning_mgpu.processes.ends import ProcessEnded
+from lightning_mgpu.processes.strategy import ProcessPerDeviceStrategy
+
+__all__ = ["ProcessEnded", "ProcessPerDeviceStrategy"]

@@ -1,0 +1,37 @@
+"""Whose a sample is, and how a shard is read. `data/`, `processes/` and `strategies/` stand on it.
+
+A *global batch* is one step's samples under any strategy. It is cut into k *shards*, one for each
+replica, by the indices of its samples, before anything is read (`cut_indices`, in reader.py).
+`ShardSampler` goes through the order that the user's sampler draws and yields a process's part of
+every batch as `ShardKeys` (loader.py). `ShardReader` stands in the dataset's place, reads the
+shards of such keys and collates each by itself (reader.py). `ShardLoader` stands in the loader's
+place; its `Pass` hands batches to Lightning, knows the shares of their shards, and keeps checksums
+that processes compare (loader.py, checksum.py). A loader that does not tell its indices is read
+whole by every process, and its batches are cut (split_batch.py).
+"""
+
+from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.shards.loader import Pass, ShardLoader, shares_of_batch
+from lightning_mgpu.shards.reader import (
+    BatchDataset,
+    ShardKeys,
+    ShardReader,
+    Shards,
+    cut_indices,
+    shards_of,
+)
+from lightning_mgpu.shards.split_batch import num_samples
+
+__all__ = [
+    "BatchDataset",
+    "Pass",
+    "ShardKeys",
+    "ShardLoader",
+    "ShardReader",
+    "Shards",
+    "checksum",
+    "cut_indices",
+    "num_samples",
+    "shards_of",
+    "shares_of_batch",
+]

@@ -1,0 +1,326 @@
+"""Each process gets the shards of its replicas, of every global batch, from any loader.
+
+Where a loader is torch's own and knows the indices of its batches, the indices are cut, and a
+process reads only its shards. Any other loader is read whole by every process.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_mgpu.shards.checksum import excerpt
+from lightning_mgpu.shards.reader import ShardKeys, ShardReader, Shards, as_read, cut_indices
+from lightning_mgpu.shards.split_batch import cut, leaves, num_samples, shard_sizes
+
+NUMBERS = (Tensor, np.generic, int, float)
+
+
+class ShardLoader:
+    """A loader of this process's shards. Other attributes are those of the user's loader.
+
+    In training, a process with several replicas gets `Shards`. In evaluation it gets one shard,
+    and small batches are joined until every process has a sample.
+    """
+
+    def __init__(self, loader: Any, strategy: Any, trains: bool) -> None:
+        k = strategy.num_replicas if trains else strategy.world_size
+        r = k // strategy.world_size
+        replicas = range(strategy.global_rank * r, (strategy.global_rank + 1) * r)
+        own = {"strategy": strategy, "trains": trains, "num_shards": k, "replicas": replicas}
+        if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
+            own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}
+        if makes_whole_batches(loader):  # from here, writers of predictions get indices
+            own["batch_sampler"] = _IndexBatchSamplerWrapper(loader.sampler)
+        vars(self).update(own, loader=loader, reading=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet while a copy is made
+            raise AttributeError(name)
+        return getattr(self.reading if name == "_iterator" else self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning shuts down the workers of an `_iterator`: that of the copy which reads
+        setattr(self.reading if name == "_iterator" else self.loader, name, value)
+
+    def __len__(self) -> int:
+        sampler = getattr(self.loader, "batch_sampler", None)
+        if self.trains or type(sampler) is not BatchSampler or not knows_indices(self.loader):
+            return len(self.loader)
+        num, size = len(sampler.sampler), sampler.batch_size  # type: ignore[arg-type]
+        num -= num % size if sampler.drop_last else 0
+        joined = -(-self.num_shards // size) * size
+        return max(min(num, 1), num // joined + (num % joined >= self.num_shards))
+
+    def __iter__(self) -> "Pass":
+        module = self.strategy.module
+        trainer = module.trainer
+        loop = trainer.fit_loop if self.trains else trainer._active_loop
+        combined: Any = getattr(loop, "_combined_loader", None)
+        loaders = combined.flattened if combined is not None else []
+        number = next((i for i, each in enumerate(loaders) if each is self), None)
+        # a hook may look at some batches, in one process only: no generator moves
+        is_look = number is None or module._current_fx_name is not None
+        self.strategy.num_passes += not is_look
+        # two loaders over one dataset, and all passes over one loader, draw other numbers
+        where = [trainer.fit_loop.total_batch_idx, number]
+        where += [] if trainer.state.fn == "fit" else [self.strategy.num_passes]
+        seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
+        if not knows_indices(self.loader):
+            with self.strategy.kept_generators():
+                return Pass(self, seed, self._read_whole(iter(self.loader)))
+        if is_look:
+            return Pass(self, seed, unmoved(self.loader, lambda: iter(self._copy(seed))))
+        if self.reading is self.loader or self.reading._iterator is None:
+            vars(self).update(reading=self._copy(seed))
+        sampler = shard_sampler_of(self.reading)
+        sampler.seed, sampler.limit = seed, combined.limits[number]
+        sampler.joins = combined._mode == "sequential"
+        with self.strategy.kept_generators():
+            return Pass(self, seed, iter(self.reading))
+
+    def _copy(self, seed: int) -> Any:
+        """A copy of the user's loader, as it is now, that reads shards."""
+        loader, reader = copy.copy(self.loader), self.loader.dataset
+        if not isinstance(reader, ShardReader):
+            reader = ShardReader(reader, loader.collate_fn)
+        name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
+        own = {"dataset": reader, "collate_fn": as_read, name: ShardSampler(self, seed)}
+        vars(loader).update(own, _iterator=None)  # DataLoader does not let one set these
+        return loader
+
+    def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
+        sampler = getattr(self.loader, "batch_sampler", None)
+        for number, batch in enumerate(batches):
+            refuse_single_sample(self.loader, batch)
+            num, most = num_samples(batch), getattr(self.loader, "batch_size", None)
+            if num > (most or num):
+                raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
+            sizes = shard_sizes(num, [1] * self.num_shards)
+            seen = getattr(sampler, "seen_batch_indices", None)
+            indices = [*(seen[number] if seen else range(num))]
+            keys = cut_indices(indices, self.num_shards, self.replicas, number)
+            shards = cut(batch, sizes)[self.replicas.start : self.replicas.stop]
+            yield Shards(shards, keys._replace(order=crc32(excerpt(batch))), has_rows=True)
+
+
+class Read(NamedTuple):
+    """A batch as it was read: the numbers of samples of the shards here, and of all."""
+
+    sizes: list[int]
+    num_samples: int
+
+
+class Pass:
+    """One pass over a loader, and what all processes have to find alike in it.
+
+    `read` has the last two batches, as Lightning may be one ahead, and `None` after the last.
+    `has_rows` tells whether a batch has one row per sample.
+    """
+
+    def __init__(self, loader: ShardLoader, seed: int, batches: Iterator[Shards]) -> None:
+        self.loader, self.batches, self.numbers = loader, batches, count()
+        length = sized_len(getattr(loader.loader, "dataset", None)) or 0
+        is_drawn = loader.trains and not makes_whole_batches(loader.loader)
+        self.facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
+        self.read, self.has_rows = deque[Read | None](maxlen=2), False
+
+    def __iter__(self) -> "Pass":
+        return self
+
+    def __next__(self) -> Any:
+        with self.loader.strategy.kept_generators():
+            batch = next(self.batches, None)
+        if batch is None:
+            self.read.append(None)
+            raise StopIteration
+        keys = batch.keys
+        self.facts["batches"] = crc32(b"%d" % keys.order, self.facts["batches"])
+        self.facts["dataset"] += batch.sample
+        self.has_rows |= batch.has_rows
+        self.read.append(Read([*map(len, keys.indices)], keys.num_samples))
+        # the indices of each batch that Lightning notes for `predict`
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
+        if hasattr(sampler, "seen_batch_indices"):
+            number, indices = next(self.numbers), [i for each in keys.indices for i in each]
+            sampler.seen_batch_indices[number:] = [indices]
+        return batch if len(batch.shards) > 1 else batch.shards[0]
+
+
+class ShardSampler:
+    """Yields the keys of this process's shards of each batch, in the place of a batch sampler.
+
+    It goes through the user's sampler as the DataLoader asks for batches, so that the sampler
+    draws when, and what, it would draw on one device.
+    """
+
+    limit = float("inf")  # the batches that a pass takes at most
+    joins = False  # small batches of an evaluation
+
+    def __init__(self, loader: ShardLoader, seed: int) -> None:
+        self.loader, self.seed = loader, seed
+        user = loader.loader
+        self.sampler = user.sampler if makes_whole_batches(user) else user.batch_sampler
+
+    def __iter__(self) -> Iterator[ShardKeys]:
+        if hasattr(self.sampler, "whole_batches"):
+            return self._cut(self.sampler.whole_batches(), self.seed)
+        return self._cut(map(to_list, iter(self.sampler)), self.seed)
+
+    def _cut(self, batches: Iterator[list[Any]], seed: int) -> Iterator[ShardKeys]:
+        k, replicas = self.loader.num_shards, self.loader.replicas
+        # the limit of an evaluation counts joined batches
+        limit = self.limit if self.loader.trains else float("inf")
+        smallest = smallest_batch(self.sampler, limit)
+        if self.loader.trains:
+            shard_sizes(smallest or k, [1] * k)  # raises if one is empty
+        elif self.joins and 1 < k > (smallest or 0):
+            batches = join(batches, k, self.limit if smallest is None else limit)
+        epoch = None
+        if hasattr(self.sampler, "whole_batches"):  # of which the epoch is known by now
+            seed, epoch = self.sampler.pass_seed, self.sampler.epoch
+        for number, batch in enumerate(batches):
+            if number == 0 and any(type(i).__repr__ is object.__repr__ for i in batch):
+                raise TypeError(f"{type(batch[0])}, which a sampler yields, needs a `__repr__`.")
+            has_probe = number == 0 and k > 1
+            yield cut_indices(batch, k, replicas, number, seed, epoch, has_probe)
+
+
+def shares_of_batch(trainer: Any, batch: Any) -> list[float]:
+    """The share of each shard here in the global batch that a training step has got.
+
+    Raises:
+        ValueError: If the loaders do not tell.
+    """
+    combined = trainer.fit_loop._combined_loader
+    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    passes = combined._iterator.iterators
+    if all(each.read and each.read[-1] is None for each in passes):
+        ahead += 1  # Lightning has looked for one more batch, and found none
+    several = len(passes) > 1
+    parts = combined._spec.flatten_up_to(batch) if several else [batch]
+    shares = set()
+    for each, part in zip(passes, parts):
+        if not each.has_rows or len(each.read) <= ahead:
+            raise ValueError(
+                "The shape of a batch does not tell how many samples are in it, so that its loss "
+                'needs a weight: return {"loss": loss, "weight": n}.'
+            )
+        if (read := each.read[-1 - ahead]) is not None:  # else this loader has ended
+            shards = part.shards if isinstance(part, Shards) else [part]
+            if (rows := [*map(num_samples, shards)]) != read.sizes:
+                raise ValueError(
+                    f"Samples of a batch were left out: {rows} rows of {read.sizes}. So its loss "
+                    'needs a weight: return {"loss": loss, "weight": n}.'
+                )
+            shares.add(tuple(size / read.num_samples for size in read.sizes))
+    if len(shares) != 1:
+        raise ValueError(
+            f"Several training loaders whose shards have the shares {sorted(shares)} of their "
+            'batches: the loss needs a weight, {"loss": loss, "weight": n}.'
+        )
+    return [*shares.pop()]
+
+
+@contextmanager
+def kept(generator: torch.Generator | None) -> Iterator[None]:
+    """Put back the global generators, and a loader's own."""
+    state = generator.get_state() if generator is not None else None
+    with isolate_rng(include_cuda=False):
+        yield
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
+def unmoved(loader: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Batches that are read without moving a generator."""
+    with kept(loader.generator):
+        batches = start()
+    while True:
+        with kept(loader.generator):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def makes_whole_batches(loader: Any) -> bool:
+    """Whether its sampler yields whole batches by `whole_batches`, as that of `batch_loader`."""
+    return hasattr(getattr(loader, "sampler", None), "whole_batches")
+
+
+def shard_sampler_of(loader: Any) -> ShardSampler:
+    found: ShardSampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return found
+
+
+def knows_indices(loader: Any) -> bool:
+    """Whether a loader is a DataLoader that reads what its batch sampler says, in order."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    kind: Any = type(loader)
+    is_plain = kind.__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
+    is_plain = is_plain and kind._get_iterator is DataLoader._get_iterator
+    return (is_plain or makes_whole_batches(loader)) and loader.in_order
+
+
+def smallest_batch(sampler: Any, limit: float) -> int | None:
+    """The fewest samples among the first `limit` batches, if torch's or our sampler tells."""
+    if hasattr(sampler, "whole_batches"):
+        return int(sampler.smallest_batch)
+    num = sized_len(sampler.sampler) if type(sampler) is BatchSampler else None
+    if num is None:
+        return None
+    whole, rest = divmod(num, sampler.batch_size)
+    return rest if rest and whole < limit and not sampler.drop_last else sampler.batch_size
+
+
+def refuse_single_sample(loader: Any, batch: Any) -> None:
+    """Items of a map-style dataset without batches: (X, label), where X has time along dim 0."""
+    parts = leaves(batch)
+    arrays = [each for each in parts if getattr(each, "ndim", 0)]
+    numbers = [each for each in parts if isinstance(each, NUMBERS) and not getattr(each, "ndim", 0)]
+    is_map = not isinstance(getattr(loader, "dataset", None), (IterableDataset, type(None)))
+    if is_map and getattr(loader, "batch_size", 1) is None and len(arrays) == 1 and numbers:
+        raise ValueError(
+            "DataLoader(batch_size=None) yields an array beside a number, which looks like one "
+            "sample and not a batch: give it a batch_size, or the label one row per sample."
+        )
+
+
+def to_list(batch: Any) -> list[Any]:
+    return batch.tolist() if isinstance(batch, Tensor) else list(batch)
+
+
+def join(batches: Iterator[list[Any]], least: int, limit: float) -> Iterator[list[Any]]:
+    """Join consecutive batches, until each of the first `limit` has `least` samples.
+
+    It reads a batch ahead, except for the last one: a small last batch joins the one before it.
+    """
+    complete: list[Any] = []
+    rest: list[Any] = []
+    number = 1  # of the batch that may be complete
+    for batch in batches:
+        rest = rest + batch
+        if len(rest) < least:
+            continue
+        if complete:
+            yield complete
+            number += 1
+        complete, rest = rest, []
+        if number >= limit:
+            yield complete
+            complete, number = [], number + 1
+    if complete or rest:
+        yield complete + rest
