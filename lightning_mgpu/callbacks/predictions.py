@@ -59,7 +59,7 @@ def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[s
         [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
         data, at = getattr(data, "read_from", data), table["index"]
         if isinstance(data, Subset):
-            data, at = data.dataset, torch.as_tensor(data.indices)[at].tolist()
+            at, data = torch.as_tensor(data.indices)[at].tolist(), data.dataset
         match getattr(data, "samples", data):  # (path, label), as of an ImageFolder; or paths
             case [Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in at]
