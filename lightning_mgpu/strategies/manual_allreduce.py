@@ -333,40 +333,41 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
-        layout, exchange = self._find_layout(), self._exchange
-        if exchange is not None:
-            self._write(exchange, replicas)
-        is_present = self._meet(exchange, layout)
+        layout = self._find_layout()
+        exchange, is_present = self._exchange, self._meet(self._exchange, replicas, layout)
         if exchange is None or exchange.layout != layout:  # in all processes
             if exchange is not None:
                 exchange.finish()
             num_bytes = len(self._buffers[0]) if self._buffers else 0
             self._exchange = exchange = Exchange(self, layout, num_bytes)
-            self._write(exchange, replicas)
-            is_present = self._meet(exchange, layout)
+            is_present = self._meet(exchange, replicas, layout)
         sums, buffers = exchange.sum(is_present)
         if self._buffers:
             self.share_buffers(buffers)
         pairs = zip(exchange.parameters, sums)
         self.set_sums({p: row.clone() for p, row in pairs if row is not None})
 
-    def _write(self, exchange: Exchange, replicas: list[Gradients]) -> None:
-        for i, gradients in enumerate(replicas):
-            if any(gradient.layout != torch.strided for gradient in gradients.values()):
-                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-            buffers = self._buffers[i] if self._buffers else None
-            exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
-        if self.root_device.type == "cpu":  # a process that fails must leave no GPU in a kernel
-            exchange.start()
-
-    def _meet(self, exchange: Exchange | None, layout: dict[Tensor, Any]) -> Sequence[bool]:
+    def _meet(
+        self, exchange: Exchange | None, replicas: list[Gradients], layout: dict[Tensor, Any]
+    ) -> Sequence[bool]:
         """The meeting after a backward pass; which parameters have a gradient in any replica."""
-        mine = exchange.has_gradient if exchange else np.zeros((self.num_local, 0), np.uint8)
+        has_gradient = np.zeros((self.num_local, 0), np.uint8)
+        if exchange is not None:
+            for i, gradients in enumerate(replicas):
+                if any(each.layout != torch.strided for each in gradients.values()):
+                    what = "Sparse gradients: use nn.Embedding(sparse=False)."
+                    raise MisconfigurationException(what)
+                buffers = self._buffers[i] if self._buffers else None
+                exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
+            if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
+                exchange.start()
+            has_gradient = exchange.has_gradient
         is_known = exchange is not None and exchange.layout == layout
         layout_sum = crc32(repr((layout.values(), is_known)).encode())
-        bits = self.compare_facts("gradients", np.packbits(mine), parameters=layout_sum)
-        has = np.unpackbits(bits, axis=1, count=mine.size).reshape(self.num_replicas, -1)
-        return [*map(bool, has.max(axis=0, initial=0))]
+        bits = np.packbits(has_gradient)
+        found = self.compare_facts("gradients", bits, parameters=layout_sum)
+        has = np.unpackbits(found, axis=1, count=has_gradient.size)
+        return [*map(bool, has.reshape(self.num_replicas, -1).max(axis=0, initial=0))]
 
     def teardown(self) -> None:
         super().teardown()
