@@ -203,9 +203,9 @@ class Means(Net):
 
 def evaluate_twice() -> list[Any]:
     torch.manual_seed(0)
-    trainer = new_trainer(1 if world_size() == 1 else None)
+    trainer, module = new_trainer(1 if world_size() == 1 else None), Means()
     data = DataLoader(Draws(), 10, generator=torch.Generator())
-    return [trainer.test(Means(), data, verbose=False) for _ in range(2)]
+    return [trainer.test(module, data, verbose=False) for _ in range(2)]
 
 
 def run_all() -> dict[str, Any]:
