@@ -79,7 +79,7 @@ def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Ca
         logged.append(dict(trainer.callback_metrics))
         weights.append(model.net[0].weight)
     torch.testing.assert_close(*weights)
-    X, y = data.val_set[0, torch.arange(len(data.val_set))]
+    X, y = data.val_set.read(0, torch.arange(len(data.val_set)))
     expected = F.cross_entropy(model.eval()(X), y, OwnLoss.class_weights)
     assert float(logged[0]["val_loss"]) == pytest.approx(expected.item(), rel=1e-5)
     assert logged[0]["train_acc"] > 0 and not {"train_acc", "train_loss"} & logged[1].keys()
