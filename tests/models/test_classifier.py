@@ -32,7 +32,7 @@ def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: 
     predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
     for stage in ("train", "val", "test"):
         images = getattr(data, f"{stage}_set")
-        X, y = images[0, torch.arange(len(images))]
+        X, y = images.read(0, torch.arange(len(images)))
         logits = net(X) if stage == "train" else (net(X) + net(X.flip(-1))) / 2
         loss = F.cross_entropy(logits, y, label_smoothing=0.3 if stage == "train" else 0.0)
         assert float(logged[f"{stage}_loss"]) == pytest.approx(loss.item(), rel=1e-5)
