@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     ),
     "of other shares": (
         lambda: (several(60, 30, 5), None, Several),
-        "Several training loaders whose shards have the shares [(0.",
+        "loaders have other shares of their batches, [(0.",
     ),
     "an iterator": (
         lambda: (DataLoader(samples(), 10), None, Unweighted),
