@@ -106,8 +106,6 @@ def test_a_batch_that_does_not_tell_its_samples_needs_a_weight() -> None:
     found = attempt(fit, Counted, data, replicas=2)
     said = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape'
     assert said in found, found
-        found
-    )
 
 
 def fit_collated(name: str, replicas: int | None = None) -> Any:
