@@ -70,7 +70,7 @@ def send(tun: int, inboxes: dict[bytes, Inbox], bytes_per_second: float, delay: 
         leaves = max(leaves, now) + len(packet) / bytes_per_second
         if inbox := inboxes.get(packet[16:20]):  # that of the IPv4 destination
             inbox.put((leaves + delay, packet))
-        time.sleep(max(0.0, leaves - now - 0.002))  # a sleep may take longer than asked
+        time.sleep(max(0.0, leaves - now - 0.02))  # early, as a sleep may take longer than asked
 
 
 def receive(tun: int, inbox: Inbox, bytes_per_second: float) -> None:
