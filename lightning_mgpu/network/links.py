@@ -107,7 +107,7 @@ def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> 
         time.sleep(0.05)
     for machine, (status, output) in enumerate(zip(statuses, outputs)):
         is_late = status is None and not statuses[0]
-        if is_late or (status and (machine or status < 0)):  # of the first, a signal says nothing
+        if is_late or (status and (machine or status < 0)):  # else the first has said it itself
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()[-10:]
             print(f"machine {machine}, exit status {status}:", *lines, sep="\n  ")
