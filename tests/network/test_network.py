@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from lightning_mgpu.network import cli
 from lightning_mgpu.network.clock import WARM_UP, read_steps
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,12 +161,18 @@ def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
     assert fingerprint("fit", "--resume=killed", *ON_ONE)[0] == whole
 
 
-@pytest.mark.slow
-def test_the_command_of_the_page(command: Any, machines: None) -> None:
+def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
+    """The command takes it, and `fit` takes what the command adds."""
     page = (REPOSITORY / "docs" / "exchanges.md").read_text()
     (line,) = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
-    code, out, err = command(*line.split(), "--print_config")
-    assert code == 0 and "network.clock.StepClock" in out and "MB sent" not in out, err
+    monkeypatch.setattr(cli, "Popen", started := mock.MagicMock())
+    started.return_value.__enter__.return_value.returncode = 3
+    assert main(*line.split()) == 3
+    (command,) = started.call_args.args
+    assert command[5:8] == ["2", "20.0", "100.0"]
+    assert main(*command[command.index("fit") :], "--print_config") == 0
+    printed = capsys.readouterr().out
+    assert "num_nodes: 2" in printed and "lightning_mgpu.network.clock.StepClock" in printed
 
 
 @pytest.mark.slow
