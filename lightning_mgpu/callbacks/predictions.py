@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import Subset
 
 from lightning_mgpu.callbacks.pictures import label_names
 from lightning_mgpu.tools import replacing
@@ -56,9 +57,12 @@ def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[s
         batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
         table: dict[str, list] = {"index": [i for batch in indices[: len(batches)] for i in batch]}
         [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
-        match getattr(data, "samples", None):  # paths, or (path, label)
-            case [str() | Path() | (str() | Path(), *_), *_] as samples:
-                chosen = [samples[i] for i in table["index"]]
+        data, at = getattr(data, "read_from", data), table["index"]
+        if isinstance(data, Subset):
+            at, data = torch.as_tensor(data.indices)[at].tolist(), data.dataset
+        match getattr(data, "samples", data):  # (path, label), as of an ImageFolder; or paths
+            case [Path() | (str() | Path(), *_), *_] as samples:
+                chosen = [samples[i] for i in at]
                 table["file"] = [x[0] if isinstance(x, tuple) else x for x in chosen]
         classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))  # type: ignore[attr-defined]
         for key in batches[0]:

@@ -20,7 +20,7 @@ from lightning_mgpu.tools import make_parser, program
 def network_command(arguments: list[str]) -> None:
     parser = make_parser("network", __doc__)
     add = parser.add_argument
-    add("--machines", type=int, choices=range(2, 65), metavar="N", default=2)
+    add("--machines", type=int, choices=range(1, 65), metavar="N", default=2)
     add("--delay_ms", type=float, default=20, help="from one machine to another")
     add("--mbit", type=float, default=100, help="per second that each can send, and receive")
     add("fit", choices=["fit"], help="and its options")

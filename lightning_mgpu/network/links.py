@@ -123,4 +123,4 @@ if __name__ == "__main__":
     try:
         sys.exit(run(int(num), float(delay_ms) / 1e3, float(mbit) * 1e6 / 8, command))
     except OSError as error:
-        sys.exit(f"error: {error}: it needs /dev/net/tun, and root or user namespaces")
+        sys.exit(f"error: {error} (machines need /dev/net/tun, and root or user namespaces)")

@@ -127,7 +127,7 @@ def test_ticks_after_one_epoch() -> None:
 def test_the_best_epoch_is_marked_at_the_end(
     make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the one that `fit` tests. The last one saved, without a metric, is no best one."""
+    """It is the one that `fit` tests. The last one saved, without a metric, is not the best."""
 
     class BestInTheSecond(LeNet):
         def on_validation_epoch_end(self) -> None:

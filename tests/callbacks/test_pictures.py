@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms.v2 import Normalize
 
 from lightning_mgpu.callbacks import PredictionWriter, TestPictures, pictures
@@ -193,12 +193,9 @@ def test_predictions_in_dataset_order(
     assert torch.allclose(shown, probabilities, atol=1e-5)
 
 
-@pytest.mark.parametrize("has_labels", [True, False])
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_files_of_the_samples(
-    has_labels: bool, is_plain: bool, make_trainer: Callable, tmp_path: Path
-) -> None:
-    """`samples` as of an `ImageFolder`, or paths; others, such as a number, get no column."""
+def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: Path) -> None:
+    """A dataset's `samples`, as of an `ImageFolder`; its own, if it is a list of paths."""
 
     class Vectors(Dataset):
         def __init__(self, samples: Any) -> None:
@@ -207,32 +204,35 @@ def test_files_of_the_samples(
         def __len__(self) -> int:
             return 5
 
-        def __getitem__(self, i: int) -> tuple[torch.Tensor]:
-            return (torch.full((4,), float(i)),)
+        def __getitem__(self, i: int) -> int:
+            return i
 
     class Data(LightningDataModule):
-        def __init__(self, samples: Any) -> None:
+        def __init__(self, dataset: Any) -> None:
             super().__init__()
-            self.dataset = Vectors(samples)
+            self.dataset = dataset
 
         def predict_dataloader(self) -> DataLoader:
             if is_plain:
-                return DataLoader(self.dataset, batch_size=2)
-            return batch_loader(self.dataset, 2, self.trainer)
+                return DataLoader(self.dataset, batch_size=2, collate_fn=collate)
+            return batch_loader(self.dataset, 2, self.trainer, collate_fn=collate)
 
+    collate: Any = lambda samples: [torch.full((len(samples), 4), 3.0)]  # noqa: E731
     model = VectorNet()
     model.choose = lambda X: X[:, 0]
     paths = [Path(f"{i}.png") for i in range(5)]
-    for samples, has_files in (
-        ([(str(path), 0) for path in paths] if has_labels else paths, True),
-        (5, False),
-        ([torch.zeros(2)] * 5, False),
+    folder, texts = Vectors([(str(path), 0) for path in paths]), [*map(str, paths)]
+    for dataset, line in (
+        (folder, "3,3.png,3.0"),
+        (Subset(folder, [4, 2, 0, 1]), "3,1.png,3.0"),
+        (Vectors(paths), "3,3.png,3.0"),
+        (paths, "3,3.png,3.0"),
+        *((each, "3,3.0") for each in (Vectors(5), Vectors([torch.zeros(2)] * 5), texts)),
     ):
         trainer = make_trainer(callbacks=[PredictionWriter()])
-        trainer.predict(model, datamodule=Data(samples), return_predictions=False)
-        lines = (tmp_path / "predictions.csv").read_text().splitlines()
-        assert lines[0] == ("index,file,prediction" if has_files else "index,prediction")
-        assert lines[4] == ("3,3.png,3.0" if has_files else "3,3.0")
+        trainer.predict(model, datamodule=Data(dataset), return_predictions=False)
+        header, *rows = (tmp_path / "predictions.csv").read_text().splitlines()
+        assert rows[3] == line and ("file" in header) == (".png" in line)
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:

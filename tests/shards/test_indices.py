@@ -2,7 +2,7 @@
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler, random_split
 
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.shards import ShardReader, cut_indices
@@ -19,8 +19,10 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     fit,
+    new_trainer,
     run_in_processes,
     samples,
+    world_size,
 )
 
 Sample = tuple[Tensor, Tensor]
@@ -102,7 +104,8 @@ COLLATED: dict[str, tuple[type[Net], Any]] = {
 def test_a_batch_that_does_not_tell_its_samples_needs_a_weight() -> None:
     data = DataLoader(samples(), 10, collate_fn=flattened)
     found = attempt(fit, Counted, data, replicas=2)
-    assert 'so that its loss needs a weight: return {"loss": loss, "weight": n}' in found, found
+    said = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: the shape'
+    assert said in found, found
 
 
 def fit_collated(name: str, replicas: int | None = None) -> Any:
@@ -148,34 +151,68 @@ class Looks(Any8):
         self.on_train_epoch_start()
 
 
-def drawn(num_workers: int = 0, replicas: int | None = None) -> Any:
+class Distinct(Net):
+    """In all epochs, samples that are read again have been given other noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen += batch[0]
+        return super().loss(batch)
+
+    def on_train_end(self) -> None:
+        assert len(torch.stack(self.seen).unique(dim=0)) == len(self.seen)
+
+
+def split(num_workers: int = 0) -> DataLoader:
     # these processes are daemons, which may not have children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    has_workers = num_workers > 0
-    loader: Any = DataLoader(
-        Draws(),
-        10,
-        num_workers=num_workers,
-        persistent_workers=has_workers,
-        multiprocessing_context="fork" if has_workers else None,
-    )
-    return attempt(fit, Net, loader, replicas=replicas)
+    part, _ = random_split(Draws(), [46, 11], torch.Generator().manual_seed(0))
+    kept: Any = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    kept = kept if num_workers else {}
+    return DataLoader(part, 10, shuffle=True, num_workers=num_workers, **kept)
 
 
-def drawn_by_batch_loader(replicas: int | None = None) -> Any:
-    return attempt(
-        fit,
-        Counted,
-        lambda trainer: batch_loader(Draws(), 10, trainer, shuffle=True, collate_fn=padded),
-        replicas=replicas,
-    )
+def weighted() -> DataLoader:
+    """Each sample is drawn several times."""
+    return DataLoader(Draws(), 10, sampler=WeightedRandomSampler(torch.arange(57) < 9, 57))
+
+
+def padded_by_batch_loader(trainer: Any) -> DataLoader:
+    return batch_loader(Draws(), 10, trainer, shuffle=True, collate_fn=padded)
+
+
+DRAWN: dict[str, tuple[type[Net], Callable[[], Any]]] = {
+    "split": (Distinct, split),
+    "2 workers": (Distinct, lambda: split(2)),
+    "weighted": (Distinct, weighted),
+    "batch_loader": (Counted, lambda: padded_by_batch_loader),
+}
+
+
+def fit_drawn(name: str, replicas: int | None = None) -> Any:
+    make, data = DRAWN[name]
+    return attempt(fit, make, data(), replicas=replicas)
+
+
+class Means(Net):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch[0].mean())
+
+
+def evaluate_twice() -> list[Any]:
+    torch.manual_seed(0)
+    trainer, module = new_trainer(1 if world_size() == 1 else None), Means()
+    data = DataLoader(Draws(), 10, generator=torch.Generator())
+    return [trainer.test(module, data, verbose=False) for _ in range(2)]
 
 
 def run_all() -> dict[str, Any]:
     found = {name: fit_collated(name) for name in COLLATED}
-    found["drawn"] = drawn()
-    found["drawn by 2 workers"] = drawn(2)
-    found["drawn by batch_loader"] = drawn_by_batch_loader()
+    found |= {name: fit_drawn(name) for name in DRAWN}
+    found["evaluated twice"] = attempt(evaluate_twice)
     views = {name: DataLoader(Draws(), 10) for name in "ab"}
     found["views"] = attempt(fit, Views, views)
     infinite = DataLoader(samples(), 10, sampler=Infinite())
@@ -201,26 +238,34 @@ def test_any_batch_is_that_of_one_device(name: str, in_two_processes: list[Any])
         assert_close(found, expected)
 
 
-def test_what_is_drawn_is_the_same_in_any_process(in_two_processes: list[Any]) -> None:
-    for name, expected in (
-        ("drawn", drawn(replicas=2)),
-        ("drawn by 2 workers", drawn(replicas=2)),
-        ("drawn by batch_loader", drawn_by_batch_loader(2)),
-    ):
-        for found in in_two_processes:
-            assert_close(found[name], expected, rtol=1e-15)
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_is_that_of_one_device(name: str, in_two_processes: list[Any]) -> None:
+    expected = fit_drawn(name, 1)
+    others = [fit_drawn(name, 3)]
+    others += [fit_drawn(name)] if name == "batch_loader" else []  # by Lightning's own strategy
+    for found in (*others, *(each[name] for each in in_two_processes)):
+        assert_close(found, expected)
 
 
-def test_each_shard_draws_numbers_of_its_own() -> None:
-    """By pass, batch and replica, although all of them read the same sample here."""
+def test_an_evaluation_draws_other_numbers_each_time(in_two_processes: list[Any]) -> None:
+    expected = evaluate_twice()
+    assert expected[0] != expected[1]
+    for found in in_two_processes:
+        assert_close(found["evaluated twice"], expected, 1e-6)
+
+
+def test_each_sample_draws_numbers_of_its_own() -> None:
+    """By pass, batch and place, although all of them read the same sample here."""
     reader, drawn_twice = ShardReader(Draws(), stack), []
-    for _ in range(2):
-        shards: list[Any] = []
+    for replicas in ([range(4)], [range(2), range(2, 4)]):
+        drawn = []
         for seed, number in itertools.product((1, 2), (0, 1)):
-            keys = cut_indices([0, 0], 2, range(2), number, seed)
-            shards += reader[keys].shards
-        drawn_twice.append([float(X[0, 0]) for X, _ in shards])
-    assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 8
+            keys = [cut_indices([0] * 10, 4, part, number, seed) for part in replicas]
+            shards: list[Any] = [shard for each in keys for shard in reader[each].shards]
+            assert [len(X) for X, _ in shards] == [3, 3, 2, 2]  # and not 3, 2, 3, 2
+            drawn += [float(noise) for X, _ in shards for noise in X[:, 0]]
+        drawn_twice.append(drawn)
+    assert drawn_twice[0] == drawn_twice[1] and len(set(drawn_twice[0])) == 40
 
 
 def test_loaders_of_all_kinds(in_two_processes: list[Any]) -> None:

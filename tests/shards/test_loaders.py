@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 
 from lightning_mgpu.data import batch_loader
 from tests.strategies.conftest import (
@@ -44,8 +45,25 @@ class Draws(Net):
 
 
 class Several(Net):
+    """Batches of two loaders, of which one may have ended."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
+        second = self.loss(batch["b"]) if batch["b"] is not None else 0.0
+        return self.loss(batch["a"]) + 2 * second
+
+
+class Iterates(Net):
+    """Gets an iterator, from which it takes two batches in a step."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        parts = [next(dataloader_iter)[0] for _ in range(2)]
+        batch = [torch.cat(part) for part in zip(*parts)]
+        return {"loss": self.loss(batch), "weight": len(batch[0])}
+
+
+class Unweighted(Iterates):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return super().training_step(dataloader_iter)["loss"]
 
 
 def workers(num: int) -> DataLoader:
@@ -58,8 +76,9 @@ def weighted() -> DataLoader:
     return DataLoader(samples(), 10, sampler=WeightedRandomSampler(torch.arange(57.0) + 1, 57))
 
 
-def several() -> Any:
-    return {"a": DataLoader(samples(), 10, shuffle=True), "b": DataLoader(samples(57, 2), 10)}
+def several(num: int = 57, second: int = 57, size: int = 10) -> Any:
+    first = DataLoader(samples(num), 10, shuffle=True)
+    return CombinedLoader({"a": first, "b": DataLoader(samples(second, 2), size)}, "max_size")
 
 
 LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
@@ -68,6 +87,10 @@ LOADERS: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "a stream": (Net, lambda: DataLoader(Stream(), 10)),
     "workers": (Net, lambda: workers(1)),
     "several": (Several, several),
+    "several, of other sizes": (Several, lambda: several(60, 120, 20)),
+    "several, one ends earlier": (Several, lambda: several(second=30)),
+    "an iterator": (Iterates, lambda: DataLoader(samples(), 10)),
+    "an iterator, shuffled": (Iterates, lambda: DataLoader(samples(), 10, shuffle=True)),
     "batch_loader": (
         Net,
         lambda: lambda trainer: batch_loader(samples(), 10, trainer, shuffle=True),
@@ -80,8 +103,9 @@ def fit_loader(name: str, replicas: int | None = None) -> Any:
     return attempt(fit, make, data(), replicas=replicas)
 
 
-def fit_all() -> dict[str, Any]:
-    return {name: fit_loader(name) for name in LOADERS}
+def fit_all() -> list[dict[str, Any]]:
+    found = {name: fit_loader(name) for name in LOADERS}
+    return [found, {name: refuse(name) for name in REFUSED}]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +113,21 @@ def in_two_processes() -> Any:
     return run_in_processes(2, fit_all)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+FAULTY: dict[str, str] = {}
+
+
+def with_faults(names: Any) -> list[Any]:
+    """Parameters of a test, of which the faulty ones are expected to fail."""
+    marks = {name: [pytest.mark.xfail(strict=True, reason=why)] for name, why in FAULTY.items()}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
+@pytest.mark.parametrize("name", with_faults(LOADERS))
 def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any]) -> None:
     expected = fit_loader(name)
-    for found in (each[name] for each in in_two_processes):
+    for found in (each[0][name] for each in in_two_processes):
         assert_close(found, expected)
-    if name != "several":  # several need a process per replica
+    if LOADERS[name][0] in (Net, Draws):  # the others need a process per replica
         assert_close(fit_loader(name, 3), expected)
 
 
@@ -135,7 +168,25 @@ def stack(items: list[Any]) -> Any:
     return X + torch.rand(1), torch.zeros(len(items), dtype=torch.long)
 
 
-REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+class Key:
+    """Its `repr` is an address."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class ByKey(Dataset):
+    def __getitem__(self, key: Key) -> Any:
+        return samples()[key.index]
+
+
+def of_two_sizes() -> CombinedLoader:
+    """Batches of 9 samples, and a last one with a single sample."""
+    data = {name: DataLoader(samples(19, i), 9) for i, name in enumerate("ab")}
+    return CombinedLoader(data, "max_size")
+
+
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "split by rank": (
         lambda: (DataLoader(Stream(rank(), world_size()), 10), None),
         " has other batches",
@@ -162,6 +213,30 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         lambda: (DataLoader([torch.ones(50)] * 16, 8, collate_fn=list, in_order=False), None),
         "50 samples in a batch of 8",
     ),
+    "one sample": (
+        lambda: (DataLoader([(torch.ones(8, 8), 1)] * 20, batch_size=None), None),
+        "DataLoader(batch_size=None) yields an array beside a number",
+    ),
+    "one sample, 0-d": (
+        lambda: (DataLoader([[torch.ones(8, 8), torch.tensor(1)]] * 20, batch_size=None), None),
+        "DataLoader(batch_size=None) yields an array beside a number",
+    ),
+    "keys": (
+        lambda: (DataLoader(ByKey(), 10, sampler=[*map(Key, range(57))]), None),
+        "Key'>, which a sampler yields, needs a `__repr__`",
+    ),
+    "of other shares": (
+        lambda: (several(60, 30, 5), None, Several),
+        "loaders have other shares of their batches, [(0.",
+    ),
+    "an iterator": (
+        lambda: (DataLoader(samples(), 10), None, Unweighted),
+        'return {"loss": loss, "weight": n}',
+    ),
+    "together": (
+        lambda: (None, of_two_sizes(), ValidatesSeveral),
+        "A batch of 1 samples cannot be shared out to 2",
+    ),
     "no rows": (
         lambda: (DataLoader(["a"] * 4, 4, in_order=False), None),
         "A batch of list with lengths []",
@@ -174,11 +249,17 @@ class Validated(Net):
         self.log("val_loss", self.loss(batch))
 
 
-def refuse_all() -> dict[str, Any]:
-    return {name: attempt(fit, Validated, *make()) for name, (make, _) in REFUSED.items()}
+class ValidatesSeveral(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch["a"]) + self.loss(batch["b"]))
 
 
-def test_refused_in_one_line() -> None:
-    for found in run_in_processes(2, refuse_all):
-        for name, (_, said) in REFUSED.items():
-            assert said in found[name] and "\n" not in found[name], found[name]
+def refuse(name: str) -> Any:
+    data, val, *make = REFUSED[name][0]()
+    return attempt(fit, make[0] if make else Validated, data, val)
+
+
+@pytest.mark.parametrize("name", with_faults(REFUSED))
+def test_refused_in_one_line(name: str, in_two_processes: list[Any]) -> None:
+    for found in (each[1][name] for each in in_two_processes):
+        assert REFUSED[name][1] in found and "\n" not in found, found
