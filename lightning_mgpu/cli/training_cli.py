@@ -180,7 +180,7 @@ class TrainingCLI(LightningCLI):
         ours = {
             callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
-            PredictionWriter(): self.method == "predict",
+            PredictionWriter(self.notes["run"]): self.method == "predict",
             self.best: self.last.saves,
             self.output: True,
         }
