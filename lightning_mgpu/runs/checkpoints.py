@@ -34,7 +34,7 @@ def read_checkpoint(path: str | Path, way_on: str = "", bare: bool = False) -> d
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
     try:
-        # torch writes checksums, but does not read them; before 1.6 its files were no zip files
+        # torch writes checksums, but does not read them; its files before 1.6 are not zip files
         damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
         checkpoint = {} if damaged else dict(torch.load(path, "cpu", weights_only=True))
     except Exception:  # whatever the zip reader and the unpickler make of noise
