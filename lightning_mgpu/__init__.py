@@ -9,8 +9,7 @@ import re
 import sys
 
 # our own `--help` needs no torch, which takes seconds
-started = re.search(__name__.replace("_", "[-_]") + " ", " ".join(sys.orig_argv))
-if not (started and {"-h", "--help", "--version"} & {*sys.argv}):
+if not re.search("lightning.mgpu.* (-h|--help|--version)$", " ".join(sys.orig_argv)):
     import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
 
     if importlib.util.find_spec(f"{__name__}.exchanges"):  # this directory can be deleted

@@ -69,12 +69,9 @@ def command() -> str:
 
 def make_parser(name: str, description: str) -> ArgumentParser:
     """A parser for the subcommand `name`; the examples in the description get our own name."""
-    return ArgumentParser(
-        f"{command()} {name}",
-        description=description.replace(f"python -m {PACKAGE}", command()),
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    text = description.replace(f"python -m {PACKAGE}", command())
+    options: Any = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+    return ArgumentParser(f"{command()} {name}", description=text, **options)
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

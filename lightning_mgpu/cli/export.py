@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning_mgpu.cli.yaml_files import read_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import config_beside
-from lightning_mgpu.tools import UsageError, make_parser, replacing
+from lightning_mgpu.tools import make_parser, replacing
 
 
 def export_command(args: list[str]) -> None:
@@ -31,17 +31,13 @@ def export_command(args: list[str]) -> None:
         parser.error("give a checkpoint in its run directory, and --output=*.onnx or *.pt2")
     model_parser = ArgumentParser(exit_on_error=False)
     model_parser.add_subclass_arguments(LightningModule, "model")
-    try:
-        model_config = model_parser.parse_object({"model": read_config(str(config))["model"]})
-        model: LightningModule = model_parser.instantiate(model_config).model
-        model.configure_model()
-        model.load_state_dict(state_dict)
-        content = export(model.float().eval(), output.suffix)
-        with replacing(output) as part:
-            part.write_bytes(content)
-    except Exception as error:  # of the model's code, of the exporters, of the disk
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} cannot be exported to {output}: {reason}") from error
+    model_config = model_parser.parse_object({"model": read_config(str(config))["model"]})
+    model: LightningModule = model_parser.instantiate(model_config).model
+    model.configure_model()
+    model.load_state_dict(state_dict)
+    content = export(model.float().eval(), output.suffix)
+    with replacing(output) as part:
+        part.write_bytes(content)
     print(f"{output}: {type(model).__name__}, batches of any size")
 
 

@@ -76,7 +76,7 @@ def default_columns(runs: dict[Path, dict[str, Any]]) -> list[str]:
 
 
 def number(cell: Any) -> float:
-    """What a cell is sorted by: texts come first, and so does NaN."""
+    """The number by which a cell is sorted: texts and NaN come first."""
     is_number = re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", str(cell))
     return float(cell) if is_number else -inf
 

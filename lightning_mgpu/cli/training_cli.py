@@ -107,8 +107,7 @@ class TrainingCLI(LightningCLI):
             refuse_changes(run_dir, self.dump(self.parse([])), self.config_dump)
 
     def dump(self, config: Namespace) -> dict[str, Any]:
-        text = self.parser.dump(config, skip_unset=False, format="yaml")
-        return dict(yaml.safe_load(text))
+        return dict(yaml.safe_load(self.parser.dump(config, skip_unset=False, format="yaml")))
 
     def parse(self, args: list[str]) -> Namespace:
         """Parse options over the base configuration."""
@@ -176,13 +175,12 @@ class TrainingCLI(LightningCLI):
         loggers = as_list(options.logger) or [DummyLogger()] * is_dev_run
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
-        has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
-        draws_bar = options.enable_progress_bar is not False and (has_bar or sys.stdout.isatty())
+        bars = [sys.stdout.isatty(), *(isinstance(each, callbacks.ProgressBar) for each in users)]
         logs = self.record.wandb_options is not None
         ours = {
             callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
-            PredictionWriter(): self.method == "predict",
+            PredictionWriter(self.notes["run"]): self.method == "predict",
             self.best: self.last.saves,
             self.output: True,
         }
@@ -195,7 +193,7 @@ class TrainingCLI(LightningCLI):
             "callbacks": [*first, *users, *(each for each in ours if ours[each])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
-            "enable_progress_bar": draws_bar,
+            "enable_progress_bar": options.enable_progress_bar is not False and any(bars),
             "logger": [logger for logger in loggers if isinstance(logger, Logger)],
             "plugins": plugins if wrapping else [*plugins, whole_files],
         }
@@ -217,18 +215,16 @@ class TrainingCLI(LightningCLI):
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        results = self.record.results
-        results["fingerprint"] = fingerprint(self.model.parameters())
-        results["why"] = self.last.why_stopped or None
-        results["best"] = self.best.best
-        if results["why"]:
-            print_once(f"stopped early: {results['why']}")
+        printed, why = fingerprint(self.model.parameters()), self.last.why_stopped or None
+        self.record.results |= {"fingerprint": printed, "why": why, "best": self.best.best}
+        if why:
+            print_once(f"stopped early: {why}")
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
         seconds = summarize(self.run_dir).get("seconds_per_epoch")  # as in the table of runs
         time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch logged"
-        print_once(f"fingerprint: {results['fingerprint']}")
+        print_once(f"fingerprint: {printed}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
     def test_best(self) -> dict[str, float]:

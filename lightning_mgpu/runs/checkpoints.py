@@ -34,7 +34,7 @@ def read_checkpoint(path: str | Path, way_on: str = "", bare: bool = False) -> d
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
     try:
-        # torch writes checksums, but does not read them; before 1.6 its files were no zip files
+        # torch writes checksums, but does not read them; its files before 1.6 are not zip files
         damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
         checkpoint = {} if damaged else dict(torch.load(path, "cpu", weights_only=True))
     except Exception:  # whatever the zip reader and the unpickler make of noise
@@ -55,13 +55,11 @@ def load_weights(module: LightningModule, path: str) -> list[str]:
     own, given = module.state_dict(), read_checkpoint(path, bare=True)["state_dict"]
     missing = {PREFIX.sub("", name): name for name in own if name not in given}
     given = {n if n in own else missing.get(PREFIX.sub("", n), n): given[n] for n in given}
-    if module.strict_loading:
-        module.load_state_dict(given)
-        return []
-    fits = {n: given[n] for n in given if n in own and given[n].shape == own[n].shape}
+    strict = module.strict_loading  # it raises for what does not fit
+    fits = [n for n in given if strict or (n in own and given[n].shape == own[n].shape)]
     if not fits:
         raise UsageError(f"{path} has nothing of the model's: {[*given][:3]}, not {[*own][:3]}")
-    module.load_state_dict(fits, strict=False)
+    module.load_state_dict({name: given[name] for name in fits}, strict=strict)
     return [name for name in own | given if name not in fits]
 
 
@@ -147,8 +145,8 @@ class LastCheckpoint(Callback):
     """
 
     def __init__(self, seed: int, saves: bool, weights: str | None = None) -> None:
-        self.seed, self.saves, self.weights, self.has_finished = seed, saves, weights, False
-        self.is_saving = False
+        self.seed, self.saves, self.weights = seed, saves, weights
+        self.is_saving = self.has_finished = False
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping

@@ -31,10 +31,7 @@ class WandbOptions:
 def start_run(
     options: WandbOptions, run_dir: Path, run_id: str | None, config: dict[str, Any]
 ) -> tuple[WandbLogger | None, str]:
-    """Start the one W&B run of a job, in its first process, or go on with that of `run_id`.
-
-    Returns its logger, `None` where there is no run, and a line that says where it records and why.
-    """
+    """Start a job's one W&B run, or go on with `run_id`: its logger, if any, and where it is."""
     mode, reason = str(options.mode), f"--wandb.mode={options.mode}"
     if mode == "auto" and (variable := os.environ.get("WANDB_MODE")):
         mode, reason = variable, f"WANDB_MODE={variable}"
@@ -62,9 +59,8 @@ def start_run(
             )
             logger._wandb_init.pop("anonymous", None)  # wandb warns of any value
             url = logger.experiment.url  # this starts it
-            command = f"wandb sync {run_dir}/wandb/offline-run-*"
-            where = f"online, {url}" if try_mode == "online" else f"offline ({reason}); {command}"
-            return logger, where
+            offline = f"offline ({reason}); wandb sync {run_dir}/wandb/offline-run-*"
+            return logger, offline if try_mode == "offline" else f"online, {url}"
         except Exception as error:  # a refused login, a dead server: it must not end the run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             wandb.teardown()  # else the run's id is in use

@@ -160,8 +160,9 @@ class Sweep:
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
-        value, last = None, values[-1] if values else "was not logged"
-        why = f"status {status}" if status else f"{self.metric} {last}"
+        value, why = None, f"status {status}"
+        if status == 0:
+            why = f"{self.metric} {values[-1] if values else 'was not logged'}"
         told = f"failed, {why}: see {log.name}"
         if values and math.isfinite(values[-1]):  # else it has diverged
             value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))

@@ -96,13 +96,14 @@ def test_setup_may_change_the_working_directory(
     os.chdir(own)
     assert fit("--resume=a") == 0
     for word in (
-        "test --run_dir=b --ckpt_path",
+        "predict --run_dir=b --ckpt_path",
         "fit --run_dir=c --trainer.max_epochs=1 --weights",
     ):
         os.chdir(own)
         assert main(*f"{word}=a/checkpoints/last.ckpt --data.root={root}".split()) == 0
     files = {str(path.relative_to(own)) for path in own.rglob("*.*")}
-    assert {"a/predictions.png", "b/predictions.png", "c/metrics.csv"} < files
+    assert {"a/predictions.png", "b/predictions.csv", "c/metrics.csv"} < files
+    assert "\npredictions: b/predictions.csv\n" in capfd.readouterr().out
     assert not [*(own / "else" / "else").iterdir()]
 
 
