@@ -58,10 +58,7 @@ def split_batch(
 def train_batch(
     X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
 ) -> Tensor:
-    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates.
-
-    Returns the sum of the samples' losses, on the first device.
-    """
+    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates."""
     X_shards, y_shards = split_batch(X, y, devices)
     losses = [  # sums, not means: a large shard counts for more than a small one
         F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
@@ -75,7 +72,7 @@ def train_batch(
             for replica in replicas:  # sgd, by every device
                 replica.sub_(replica.grad, alpha=lr / len(X))  # the mean over the global batch
                 replica.grad = None
-    return sum(loss.detach().to(devices[0]) for loss in losses)  # type: ignore[return-value]
+    return torch.stack([loss.detach().to(devices[0]) for loss in losses]).sum()  # of the samples
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Pictures of a classifier's test: a confusion matrix, and some images with predictions."""
+"""Pictures of a classifier's test: a confusion matrix, and images with predictions."""
 
 from typing import Any
 
@@ -19,17 +19,17 @@ NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 class TestPictures(Callback):
     """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
 
-    Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that returns
-    a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Others get no picture.
+    Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that
+    returns a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn.
     """
 
     confusion: Matrix | None = None
-    images: list[Tensor] | None = None  # keys (n,), X (n, C, H, W), labels and predictions (n,)
+    images: list[Tensor] | None = None  # keys, X, labels, predictions
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
-        match outputs, batch, sum(at[1:]):  # at a batch, and a DataLoader if there are several
+        match outputs, batch, sum(at[1:]):  # of the first loader
             case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
                 pass
             case _:
@@ -42,7 +42,7 @@ class TestPictures(Callback):
                 self.confusion.update(logits.detach(), y)
         with errors_as_warnings("predictions.png"):
             if X.ndim == 4 and X.shape[1] in (1, 3):
-                # a sample of the mistakes, then one of the rest, in whatever order the set is
+                # a sample of the mistakes, then one of the rest
                 keys = torch.rand(len(X), generator=torch.Generator().manual_seed(at[0]))
                 found = logits.argmax(1)
                 keys = keys.to(X.device) + ((found == y) | (y == IGNORED_LABEL))
@@ -53,10 +53,10 @@ class TestPictures(Callback):
         images, title = [self.images] * trainer.world_size, ""
         if trainer.world_size > 1:
             dist.all_gather_object(images, self.images)
-        self.images = None  # of the next test
+        self.images = None
         if self.confusion is not None:
             with errors_as_warnings("confusion.png"):
-                counts = self.confusion.compute().cpu()  # (C, C), rows are true classes
+                counts = self.confusion.compute().cpu()  # rows are true classes
                 title = f"{counts.sum() - counts.trace()} mistakes in {counts.sum()} images"
                 size = 2.5 + 0.6 * len(counts)
                 figure = Figure(figsize=(size, size), layout="constrained")
@@ -74,31 +74,31 @@ class TestPictures(Callback):
 
 
 def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:
-    """Those with the smallest keys of [keys (n,), ...], in the order of their keys."""
+    """Of samples [keys (n,), ...] those with the smallest keys, in their order."""
     tensors = [torch.cat(parts) for parts in zip(*filter(None, samples))]
     at = tensors[0].argsort()[:NUM_IMAGES]
     return [tensor[at] for tensor in tensors]
 
 
-def plot_predictions(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
-    """Images (N, 1 or 3, H, W) in rows of eight under their predictions; mistakes are red."""
+def plot_predictions(X: Tensor, y: Tensor, found: Tensor, names: list[str]) -> Figure:
+    """Images (N, 1 or 3, H, W) in rows of eight; wrong predictions are red."""
     X = X.float()
-    if X.min() < 0 or X.max() > 1:  # as after `Normalize`: one range for all images of a channel
+    if X.min() < 0 or X.max() > 1:  # as after `Normalize`; all images have one range
         low, high = X.amin((0, 2, 3), keepdim=True), X.amax((0, 2, 3), keepdim=True)
         X = (X - low) / (high - low).clamp(min=1e-9)
     num_rows = -(-len(X) // 8)
     figure = Figure(figsize=(12, 2 * num_rows), layout="constrained")
-    for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
+    for i, (image, label, guess) in enumerate(zip(X, y.tolist(), found.tolist())):
         axes = figure.add_subplot(num_rows, 8, i + 1)
         axes.imshow(image.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_axis_off()
-        is_right = label in (prediction, IGNORED_LABEL)
-        title = names[prediction] + ("" if is_right else f"\n(is: {names[label]})")
+        is_right = label in (guess, IGNORED_LABEL)
+        title = names[guess] + ("" if is_right else f"\n(is: {names[label]})")
         axes.set_title(title, fontsize=9, color="black" if is_right else "red")
     return figure
 
 
-def label_names(trainer: Trainer, num_classes: int) -> list[str]:
-    """The data module's `classes`; numbers if there are none, or another number of them."""
-    names = [str(name) for name in getattr(trainer.datamodule, "classes", ())]  # type: ignore[attr-defined]
-    return names if len(names) == num_classes else [str(i) for i in range(num_classes)]
+def label_names(trainer: Any, num_classes: int) -> list[str]:
+    """The data module's `classes`; numbers if it has none, or more or fewer."""
+    names = getattr(trainer.datamodule, "classes", ())
+    return [*map(str, names if len(names) == num_classes else range(num_classes))]

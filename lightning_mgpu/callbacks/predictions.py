@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Subset
@@ -16,11 +16,11 @@ from lightning_mgpu.tools import replacing
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv`: a sample's index in the dataset, and what `predict_step` returned.
+    """Writes `predictions.csv`: a sample's index, and what `predict_step` returned.
 
-    That is a tensor (N,) or (N, C) with one row per sample, or a dict of such tensors. For anything
-    else, nothing is written, with a warning. A sample that several processes predict has one row.
-    `samples` of the dataset, as of an `ImageFolder`, and `classes` of the data module add columns.
+    That is a tensor (N,) or (N, C) with a row per sample, or a dict of such tensors. For
+    anything else there is a warning, and no file. `samples` of the dataset, as of an
+    `ImageFolder`, and `classes` of the data module add columns.
     """
 
     def __init__(self, printed_dir: str | None = None) -> None:
@@ -28,17 +28,17 @@ class PredictionWriter(BasePredictionWriter):
         self.printed_dir = printed_dir  # where the file is, as it was given
 
     def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any
+        self, trainer: Any, pl_module: LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
         tables = [make_table(trainer, predictions, batch_indices)] * trainer.world_size
         if trainer.world_size > 1:
             dist.all_gather_object(tables, tables[0])
         if None in tables:
             rank_zero_warn(
-                "predictions.csv is not written: it needs one DataLoader with a batch_size and a "
-                f"{type(pl_module).__name__}.predict_step that returns tensors of a row per sample"
+                "predictions.csv is not written: it needs one DataLoader with a batch_size and "
+                f"a {type(pl_module).__name__}.predict_step that returns a row per sample"
             )
-        elif trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        elif trainer.is_global_zero and not trainer.fast_dev_run:
             rows = {row[0]: row for table in tables if table for row in zip(*table.values())}
             path = Path(trainer.default_root_dir, "predictions.csv")
             with replacing(path) as part, part.open("w", newline="") as file:
@@ -48,34 +48,35 @@ class PredictionWriter(BasePredictionWriter):
             print(f"predictions: {Path(self.printed_dir or path.parent, path.name)}")
 
 
-def make_table(trainer: Trainer, predictions: Any, batch_indices: Any) -> dict[str, list] | None:
-    """The samples of this process; `None` if the predictions are not a table."""
+def make_table(trainer: Any, predictions: Any, batch_indices: Any) -> dict[str, list] | None:
+    """The samples of this process; `None` if they are not a table."""
     try:
-        loader: Any = trainer.predict_dataloaders
-        sampler = getattr(loader[0] if isinstance(loader, list) else loader, "sampler", None)
-        # the record of `batch_loader`, or Lightning's of a DataLoader's batch sampler
-        indices = getattr(sampler, "seen_batch_indices", None) or batch_indices[0]
-        batches = [each if isinstance(each, dict) else {"prediction": each} for each in predictions]
-        table: dict[str, list] = {"index": [i for batch in indices[: len(batches)] for i in batch]}
-        [data, *_] = [each.dataset for each in (loader if isinstance(loader, list) else [loader])]
-        data, at = getattr(data, "read_from", data), table["index"]
+        loaders = trainer.predict_dataloaders
+        [loader, *_] = loaders if isinstance(loaders, list) else [loaders]
+        # the record of `batch_loader`, or Lightning's
+        indices = getattr(loader.sampler, "seen_batch_indices", None) or batch_indices[0]
+        batches = [x if isinstance(x, dict) else {"prediction": x} for x in predictions]
+        at = [i for batch in indices[: len(batches)] for i in batch]
+        table: dict[str, list] = {"index": at}
+        data = getattr(loader.dataset, "read_from", loader.dataset)
         if isinstance(data, Subset):
             at, data = torch.as_tensor(data.indices)[at].tolist(), data.dataset
-        match getattr(data, "samples", data):  # (path, label), as of an ImageFolder; or paths
+        match getattr(data, "samples", data):  # (path, label) or path
             case [Path() | (str() | Path(), *_), *_] as samples:
                 chosen = [samples[i] for i in at]
                 table["file"] = [x[0] if isinstance(x, tuple) else x for x in chosen]
-        classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))  # type: ignore[attr-defined]
+        classes = dict(enumerate(getattr(trainer.datamodule, "classes", ())))
         for key in batches[0]:
             values = torch.cat([batch[key].cpu() for batch in batches])
             names, columns = [key], [values.tolist()]
             if values.ndim == 2:
                 prefix, digits = ("p", ".6g") if key == "probabilities" else (key, "")
-                names = [f"{prefix}({name})" for name in label_names(trainer, values.shape[1])]
-                columns = [[format(x, digits) for x in column] for column in values.T.tolist()]
-            elif key == "prediction" and classes:
-                names, columns = [key, "class"], [*columns, [classes.get(i) for i in columns[0]]]
+                names = [f"{prefix}({x})" for x in label_names(trainer, values.shape[1])]
+                columns = [[format(x, digits) for x in row] for row in values.T.tolist()]
+            elif key == "prediction" and classes and values.ndim == 1:
+                names.append("class")
+                columns.append([classes.get(i) for i in columns[0]])
             table |= zip(names, columns)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
     return table if len({len(column) for column in table.values()}) == 1 else None

@@ -27,7 +27,7 @@ def draw(traces: dict[str, Trace]) -> Figure:
         for source, target, nbytes, number in trace.messages:
             look = {"arrowstyle": "-|>", "color": f"C{source}", "linewidth": 3 * nbytes / largest}
             axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
-    panels[-1].set(xlabel="round (a message has its sender's colour)", xlim=(0.4, num_rounds + 0.6))
+    panels[-1].set(xlabel="round (colour: the sender)", xlim=(0.4, num_rounds + 0.6))
     panels[-1].locator_params("x", integer=True)
     return figure
 

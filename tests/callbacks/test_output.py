@@ -117,7 +117,7 @@ def test_a_loss_logged_by_step_is_one_number(
 
 
 def test_ticks_after_one_epoch() -> None:
-    figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation", None)
+    figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation", {})
     figure.canvas.draw()
     axes = figure.axes[0]
     assert [tick for tick in axes.get_xticks() if 0.9 < tick < 1.1] == [1]

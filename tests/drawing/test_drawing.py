@@ -187,7 +187,7 @@ def test_picture() -> None:
     whole, slices = ({text.arrow_patch.get_linewidth() for text in a.texts} for a in figure.axes)
     assert whole == {3} and slices == {1.5}  # as wide as its bytes, in all panels alike
     colors = [label.get_color() for label in half.get_yticklabels()]  # those of what it sends
-    assert colors == ["C0", "C1", "C2", "C3"] and "sender's colour" in host.get_xlabel()
+    assert colors == ["C0", "C1", "C2", "C3"] and "colour: the sender" in host.get_xlabel()
     assert half.texts[0].arrow_patch.get_edgecolor() == to_rgba("C0")
     assert all(x == int(x) for x in figure.axes[1].get_xticks())
     lines = draw_times({"k": {"a": {2: 1.0}, "b": {2: 1.0}}, "MB": {}}).axes[0].lines
