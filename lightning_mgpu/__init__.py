@@ -5,10 +5,15 @@ Nothing in these imports the other directories or `book.py`, which can be delete
 """
 
 import importlib.util
+import re
+import sys
 
-import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
+# our own `--help` needs no torch, which takes seconds
+started = re.search(__name__.replace("_", "[-_]") + " ", " ".join(sys.orig_argv))
+if not (started and {"-h", "--help", "--version"} & {*sys.argv}):
+    import lightning_mgpu.strategies  # noqa: F401 - for Trainer(strategy="manual_allreduce")
 
-if importlib.util.find_spec(f"{__name__}.exchanges"):  # this directory can be deleted
-    importlib.import_module(f"{__name__}.exchanges")
+    if importlib.util.find_spec(f"{__name__}.exchanges"):  # this directory can be deleted
+        importlib.import_module(f"{__name__}.exchanges")
 
 __version__ = "0.1.0"

@@ -57,8 +57,11 @@ def split_batch(
 
 def train_batch(
     X: Tensor, y: Tensor, device_params: list[Params], devices: list[torch.device], lr: float
-) -> None:
-    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates."""
+) -> Tensor:
+    """A step on a global batch: k shards, k losses, k gradients, one sum, k equal updates.
+
+    Returns the sum of the samples' losses, on the first device.
+    """
     X_shards, y_shards = split_batch(X, y, devices)
     losses = [  # sums, not means: a large shard counts for more than a small one
         F.cross_entropy(lenet(X_shard, params), y_shard, reduction="sum")
@@ -72,6 +75,7 @@ def train_batch(
             for replica in replicas:  # sgd, by every device
                 replica.sub_(replica.grad, alpha=lr / len(X))  # the mean over the global batch
                 replica.grad = None
+    return sum(loss.detach().to(devices[0]) for loss in losses)  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -90,32 +94,39 @@ def train(devices: int, batch_size: int, lr: float, num_epochs: int) -> list[Par
     train_iter, test_iter = data.train_dataloader(), data.test_dataloader()
     all_devices = ((gpus() or [torch.device("cpu")]) * devices)[:devices]  # repeated if few
     device_params = [get_params(init_params(), device) for device in all_devices]
+    print(f"{len(train_iter)} batches of {batch_size} per epoch; curve: book.png", flush=True)
     seconds, test_accs = 0.0, []
     for epoch in range(num_epochs):
         train_iter.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         seconds -= time.perf_counter()
+        loss = torch.zeros((), device=all_devices[0])
         for X, y in train_iter:
-            train_batch(X, y, device_params, all_devices, lr)
+            loss += train_batch(X, y, device_params, all_devices, lr)
         synchronize(all_devices)  # the chapter waits for one
         seconds += time.perf_counter()
         test_accs.append(evaluate_accuracy(test_iter, device_params[0]))
-        print(f"epoch {epoch + 1}: test acc {test_accs[-1]:.3f}", flush=True)
-        figure = Figure()
-        axes = figure.add_subplot(xlabel="epoch", ylabel="test acc")
+        values = f"train loss {loss / len(data.train_set):.3f}, test acc {test_accs[-1]:.3f}"
+        print(f"epoch {epoch + 1}/{num_epochs}: {values}", flush=True)
+        figure = Figure(figsize=(3.5, 2.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="epoch", ylabel="test acc", xlim=(1, max(num_epochs, 2)))
         axes.plot(range(1, epoch + 2), test_accs, marker=".")
-        figure.savefig("book.png")
+        axes.locator_params("x", integer=True)
+        axes.grid()
+        figure.savefig("book.png", dpi=110)
     print(f"test acc: {test_accs[-1]:.2f}, {seconds / num_epochs:.1f} sec/epoch on {all_devices}")
     return device_params
 
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of `python -m lightning_mgpu.book`."""
-    parser = argparse.ArgumentParser("lightning_mgpu.book", description="The chapter from scratch.")
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    about = "The chapter from scratch. It draws the book's curve, book.png, after every epoch."
+    parser = argparse.ArgumentParser("lightning_mgpu.book", None, about, formatter_class=defaults)
     add = parser.add_argument
     add("--devices", type=int, default=2, help="GPUs if there are any, else the CPU, several times")
     add("--batch_size", type=int, default=256, help="global: split over the devices")
-    add("--lr", type=float, default=0.2)
-    add("--num_epochs", type=int, default=10)
+    add("--lr", type=float, default=0.2, help="learning rate")
+    add("--num_epochs", type=int, default=10, help="passes over the training images")
     train(**vars(parser.parse_args(args)))
 
 

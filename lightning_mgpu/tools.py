@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 PACKAGE = __package__.partition(".")[0]
 
@@ -36,6 +35,8 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def errors_as_warnings(filename: str) -> Iterator[None]:
     """A picture that fails is a warning and never ends a run."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # not for `--help`
+
     try:
         yield
     except Exception as error:
@@ -74,3 +75,14 @@ def make_parser(name: str, description: str) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
+    by_end = {last_part(name).lower(): name for name in known}
+    near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
+    return f"did you mean {by_end[near[0]]}?" if near else ""
+
+
+def last_part(value: Any) -> str:
+    return str(value).rpartition(".")[2]

@@ -57,13 +57,13 @@ def epochs(run_dir: Path) -> list[tuple[float, ...]]:
 
 def test_there_are_no_other_commands() -> None:
     others = [line for line in COMMANDS if line not in RUNS]
-    assert len(RUNS) == 4 and len(others) == 3
+    assert len(RUNS) == 5 and len(others) == 3
     assert all(
         re.match("python -m lightning_mgpu[. ](testing|benchmark|allreduce) ", x) for x in others
     )
 
 
-@pytest.mark.parametrize("part", ["fit --config my_model", "my_allreduce"])
+@pytest.mark.parametrize("part", ["fit --config my_model", "my_loss", "my_allreduce"])
 def test_its_command_trains(
     part: str, project: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
 ) -> None:

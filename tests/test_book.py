@@ -1,5 +1,6 @@
 """The chapter: a step is the same on any number of devices; the Trainer finds the same weights."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -84,8 +85,19 @@ def test_every_sample_is_evaluated() -> None:
 @pytest.mark.gpu
 def test_the_command(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
     book.main(["--devices=2", "--num_epochs=2", "--batch_size=32"])
-    *epochs, last = capsys.readouterr().out.splitlines()
-    assert len(epochs) == 2 and epochs[1].startswith("epoch 2: test acc 0.")
+    first, *epochs, last = capsys.readouterr().out.splitlines()
+    assert first == "16 batches of 32 per epoch; curve: book.png"
+    assert [line.partition(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    losses = re.findall(r": train loss (\S+), test acc 0\.\d\d\d\n", "\n".join([*epochs, last]))
+    # of a sample, by logits near zero
+    assert [float(loss) for loss in losses] == [pytest.approx(math.log(10), 0.05)] * 2
     devices = re.escape(str(((book.gpus() or [CPU]) * 2)[:2]))
     line = rf"test acc: 0\.\d\d, \d+\.\d sec/epoch on {devices}"
     assert re.fullmatch(line, last) and Path("book.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        book.main(["--help"])
+    shown = capsys.readouterr().out
+    assert [f"(default: {value})" in shown for value in (2, 256, 0.2, 10)] == [True] * 4

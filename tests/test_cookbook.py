@@ -1,6 +1,7 @@
 """Every block of docs/cookbook.md, in its order, in one process and on the tiny dataset.
 
 Only the limits of a short run are appended; two devices become two replicas of this process.
+Torchvision's file of weights is one of random numbers.
 """
 
 import csv
@@ -14,27 +15,34 @@ from typing import Any
 
 import pytest
 import torch
+from torchvision.models import ResNet18_Weights, resnet18
 from torchvision.utils import save_image
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[1] / "docs" / "cookbook.md").read_text()
-FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
+REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "docs" / "cookbook.md").read_text()
+FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
 LINES = [
     line.removeprefix("OMP_NUM_THREADS=1 ")
     for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     for line in block.splitlines()
 ]
 LIMITS = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-SHORT = ["--trainer.max_epochs=1", "--data.val_size=101", "--output.pictures=false"]
-TWO_REPLICAS = "--trainer.strategy.replicas=2"
+SHORT = ["--trainer.max_epochs=1", "--output.pictures=false"]
+UNFREEZE = "unfreeze_backbone_at_epoch: 1"
+PRETRAINED = ResNet18_Weights.DEFAULT
+TWO_REPLICAS = ["--trainer.devices=1", "--trainer.strategy.replicas=2"]
 
 
 @pytest.fixture
 def kitchen(tmp_path: Path, main: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the page's files, and with images to predict."""
     for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content.replace("unfreeze_backbone_at_epoch: 2", UNFREEZE))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (hub := tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(resnet18().state_dict(), hub / Path(PRETRAINED.url).name)
     (tmp_path / "images").mkdir()
     for i in range(5):
         save_image(torch.rand(1, 28, 28), tmp_path / "images" / f"{i}.png")
@@ -52,32 +60,41 @@ def test_every_block_runs(
     said: dict[str, str] = {}
     for line in LINES:
         _, *words = shlex.split(line)
-        if words[0] == "my_curves.py":
+        if words[0].endswith(".py"):
             monkeypatch.setattr(sys, "argv", words)
-            figure = runpy.run_path(words[0])["figure"]
-            assert [len(axes.lines) for axes in figure.axes] == [2, 2], "two metrics, two runs"
-        else:
-            assert words[:2] == ["-m", "lightning_mgpu"]
-            options = [f"--data.root={root}", *SHORT, *LIMITS] if words[2] == "fit" else []
-            options += [] if words[2] == "runs" else ["--trainer.accelerator=cpu"]
-            if "--trainer.devices=2" in words:
-                needs_processes = "--trainer.sync_batchnorm=true" in words
-                options += ["--trainer.devices=1"] + [TWO_REPLICAS] * (not needs_processes)
-            assert main(*words[2:], *options) == 0, line
+            script = REPOSITORY / words[0] if "/" in words[0] else kitchen / words[0]
+            defined = runpy.run_path(str(script))
+            continue
+        assert words[:2] == ["-m", "lightning_mgpu"]
+        options = [*SHORT, *LIMITS] if words[2] == "fit" else []
+        options += [] if words[2] == "runs" else ["--trainer.accelerator=cpu"]
+        if "my_finetuning.yaml" in words:
+            is_head = "--trainer.max_epochs=2" in words
+            options += ["--data.batch_size=4", f"--trainer.max_epochs={1 if is_head else 2}"]
+            options += TWO_REPLICAS
+        elif words[2] == "fit":
+            options += [f"--data.root={root}", "--data.val_size=101"]
+        if "--trainer.devices=2" in words:
+            options += TWO_REPLICAS
+        assert main(*words[2:], *options) == 0, line
         said[line] = capfd.readouterr().out
     outputs = list(said.values())
+    assert [len(axes.lines) for axes in defined["figure"].axes] == [2, 2], "two metrics, two runs"
 
     rows = list(csv.DictReader((kitchen / "runs" / "folder" / "predictions.csv").open()))
-    assert [row["index"] for row in rows] == ["0", "1", "2", "3", "4"]
-    assert any("model:    MobileNet" in out for out in outputs)
-    assert any("testing epoch 1: val_f1" in out for out in outputs)
-    assert (kitchen / "curves.png").exists()
+    assert [row["file"] for row in rows] == [f"images/{i}.png" for i in range(5)]
+    assert sum("model:    FineTuned" in out for out in outputs) == 3
+    assert sum("testing epoch 1: val_f1" in out for out in outputs) >= 1
+    pretrained = PRETRAINED.get_state_dict()
+    for run, is_equal in (("head", True), ("weights", False), ("sampler", False)):
+        path = kitchen / "runs" / run / "checkpoints" / "last.ckpt"
+        weight = torch.load(path, weights_only=True)["state_dict"]["net.conv1.weight"]
+        assert torch.equal(weight, pretrained["conv1.weight"]) == is_equal
 
     [look] = [out for line, out in said.items() if "my_look" in line]
-    before = re.findall(r"replica \d, before: gradient (\S+)", look)
-    after = re.findall(r"process 0 on \S+: weight (\S+), gradient (\S+)", look)
-    assert len(before) == 2 * len(after) == 2 * 2, "two replicas, two steps"
-    assert before[0] != before[1]
+    norms = re.findall(r"replica \d on cpu: gradient (\S+), of all (\S+)", look)
+    assert len(norms) == 2 * 2, "two replicas, two steps"
+    assert norms[0][0] != norms[1][0] and norms[0][1] == norms[1][1]
 
     run_notebook(FILES["my_notebook.py"], root)
     classify = runpy.run_path("my_classify.py")["classify"]

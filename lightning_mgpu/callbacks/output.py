@@ -128,11 +128,9 @@ def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
     Lightning keeps values of earlier epochs; one that was logged again is another tensor.
     """
     values = {k: v for k, v in trainer.callback_metrics.items() if v is not before.get(k)}
-    values.pop("epoch_seconds")
     # a value that is logged by step and by epoch is there under three names
     twins = {f"{name}_{when}" for name in values for when in ("step", "epoch")}
-    values = {k: v for k, v in values.items() if k not in twins}
-    numbers = {name: float(value) for name, value in values.items()}
+    numbers = {k: float(v) for k, v in values.items() if k not in {*twins, "epoch_seconds"}}
     # a value that is logged by step is that of the last step: the line has the curve's
     points = read_points(Path(trainer.default_root_dir)) if trainer.is_global_zero else {}
     for name in points.keys() & numbers:

@@ -1,9 +1,9 @@
 """Pictures of a classifier's test: a confusion matrix, and some images with predictions."""
 
-from math import isinf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -13,75 +13,84 @@ from lightning_mgpu.callbacks.curve import save_picture
 from lightning_mgpu.tools import errors_as_warnings
 
 IGNORED_LABEL = -100  # as in torch's losses
-NUM_IMAGES, MAX_CLASSES = 24, 50  # images, spread over the test set; classes of a confusion matrix
+NUM_IMAGES, MAX_CLASSES = 24, 50  # of predictions.png; of a confusion matrix
 
 
 class TestPictures(Callback):
-    """Draws a confusion matrix (`confusion.png`) and some test images (`predictions.png`).
+    """Draws a confusion matrix (`confusion.png`) and test images, mistakes first.
 
     Needs batches (X, y) with labels y (N,), where -100 is ignored, and a `test_step` that returns
     a dict with `logits` (N, C). Images X (N, 1 or 3, H, W) are drawn. Others get no picture.
     """
 
-    __test__ = False  # pytest takes a class named Test... for tests
     confusion: Matrix | None = None
-    images: list[tuple[Tensor, ...]]  # with labels and predictions
+    images: list[Tensor] | None = None  # keys (n,), X (n, C, H, W), labels and predictions (n,)
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *at: int
     ) -> None:
-        match outputs, batch, dataloader_idx:
+        match outputs, batch, sum(at[1:]):  # at a batch, and a DataLoader if there are several
             case {"logits": Tensor(ndim=2) as logits}, [Tensor() as X, Tensor(ndim=1) as y], 0:
                 pass
             case _:
                 return  # another kind of model
         self.names = names = label_names(trainer, logits.shape[1])
         with errors_as_warnings("confusion.png"):
-            if batch_idx == 0 and len(names) <= MAX_CLASSES:
-                matrix = Matrix(len(names), IGNORED_LABEL, validate_args=False)
-                self.confusion = matrix.to(logits.device)
+            if at[0] == 0 and len(names) <= MAX_CLASSES:
+                self.confusion = Matrix(len(names), IGNORED_LABEL, validate_args=False).to(y.device)
             if self.confusion is not None:
                 self.confusion.update(logits.detach(), y)
-        if batch_idx == 0:
-            self.images = []
-        if X.ndim == 4 and X.shape[1] in (1, 3) and trainer.is_global_zero:
-            num_batches = 1 if isinf(n := trainer.num_test_batches[0]) else n
-            count = sum(i * num_batches // NUM_IMAGES == batch_idx for i in range(NUM_IMAGES))
-            # the set may be sorted by class, or have its classes in turn
-            generator = torch.Generator().manual_seed(batch_idx)
-            at = torch.randperm(len(X), generator=generator)[:count].to(X.device)
-            self.images += zip(*(t[at].cpu() for t in (X, y, logits.argmax(1))))
+        with errors_as_warnings("predictions.png"):
+            if X.ndim == 4 and X.shape[1] in (1, 3):
+                # a sample of the mistakes, then one of the rest, in whatever order the set is
+                keys = torch.rand(len(X), generator=torch.Generator().manual_seed(at[0]))
+                found = logits.argmax(1)
+                keys = keys.to(X.device) + ((found == y) | (y == IGNORED_LABEL))
+                new = [tensor.cpu() for tensor in smallest_keys([keys, X, y, found])]
+                self.images = smallest_keys(self.images, new)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if images := self.__dict__.pop("images", None):
-            with errors_as_warnings("predictions.png"):
-                X, y, found = map(torch.stack, zip(*images))
-                save_picture(trainer, plot_predictions(X, y, found, self.names), "predictions.png")
-        if self.confusion is None:
-            return
-        with errors_as_warnings("confusion.png"):
-            # (C, C), rows are true classes, summed over all processes
-            counts = self.confusion.compute().cpu()
-            size = 3 + 0.6 * len(counts)
-            figure = Figure(figsize=(size, size - 1), layout="constrained")
-            self.confusion.plot(counts, ax=figure.add_subplot(), labels=self.names, cmap="Blues")
-            if trainer.is_global_zero:
+        images, title = [self.images] * trainer.world_size, ""
+        if trainer.world_size > 1:
+            dist.all_gather_object(images, self.images)
+        self.images = None  # of the next test
+        if self.confusion is not None:
+            with errors_as_warnings("confusion.png"):
+                counts = self.confusion.compute().cpu()  # (C, C), rows are true classes
+                title = f"{counts.sum() - counts.trace()} mistakes in {counts.sum()} images"
+                size = 2.5 + 0.6 * len(counts)
+                figure = Figure(figsize=(size, size), layout="constrained")
+                axes = figure.add_subplot()
+                self.confusion.plot(counts, ax=axes, labels=self.names, cmap="Blues")
+                axes.tick_params("x", rotation=90)
+                axes.tick_params("y", rotation=0)
                 save_picture(trainer, figure, "confusion.png")
+        if any(images) and trainer.is_global_zero:
+            with errors_as_warnings("predictions.png"):
+                _, X, y, found = smallest_keys(*images)
+                figure = plot_predictions(X, y, found, self.names)
+                figure.suptitle(title)
+                save_picture(trainer, figure, "predictions.png")
+
+
+def smallest_keys(*samples: list[Tensor] | None) -> list[Tensor]:
+    """Those with the smallest keys of [keys (n,), ...], in the order of their keys."""
+    tensors = [torch.cat(parts) for parts in zip(*filter(None, samples))]
+    at = tensors[0].argsort()[:NUM_IMAGES]
+    return [tensor[at] for tensor in tensors]
 
 
 def plot_predictions(X: Tensor, y: Tensor, predictions: Tensor, names: list[str]) -> Figure:
     """Images (N, 1 or 3, H, W) in rows of eight under their predictions; mistakes are red."""
+    X = X.float()
+    if X.min() < 0 or X.max() > 1:  # as after `Normalize`: one range for all images of a channel
+        low, high = X.amin((0, 2, 3), keepdim=True), X.amax((0, 2, 3), keepdim=True)
+        X = (X - low) / (high - low).clamp(min=1e-9)
     num_rows = -(-len(X) // 8)
     figure = Figure(figsize=(12, 2 * num_rows), layout="constrained")
     for i, (image, label, prediction) in enumerate(zip(X, y.tolist(), predictions.tolist())):
         axes = figure.add_subplot(num_rows, 8, i + 1)
-        axes.imshow(image.permute(1, 2, 0).float().numpy(), cmap="gray")
+        axes.imshow(image.permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
         axes.set_axis_off()
         is_right = label in (prediction, IGNORED_LABEL)
         title = names[prediction] + ("" if is_right else f"\n(is: {names[label]})")

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.processes import ProcessEnded
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, did_you_mean, last_part
 
 TRACEBACK_FLAG = "--traceback"
 SHOWS = " shows where"  # ends a note on an exception, which names the file with its traceback
@@ -56,7 +56,10 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback or not is_mistake(error):
             raise
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+        # a DataLoader's worker: the exception comes behind the indented lines of its traceback
+        text = str(error).rpartition("Traceback (most recent call last):\n")[2]
+        lines = [*dropwhile(lambda line: line[:1] == " ", text.splitlines())]
+        lines = [line for line in lines if line.strip()] or ["no reason given"]
         if missing := MISSING_EXTRA.search(str(error)):
             lines = [f"{missing[0]}: pip install {missing[1]}"]
         text = "\n".join(line[:300] for line in lines[:6])
@@ -103,14 +106,3 @@ def explain(message: str, given: dict[str, Any], options: Iterable[str]) -> str:
         hint = did_you_mean(name, options)
     about_what = [f"--{name}={given[name]}:".replace("=:", ":")] if about else []
     return "\n  ".join([*about_what, *filter(None, [*lines, hint])])
-
-
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """'did you mean X?' where the last part of a known word is nearly this one's, else nothing."""
-    by_end = {last_part(name).lower(): name for name in known}
-    near = get_close_matches(last_part(word).lower(), by_end, n=1, cutoff=0.7)
-    return f"did you mean {by_end[near[0]]}?" if near else ""
-
-
-def last_part(value: Any) -> str:
-    return str(value).rpartition(".")[2]

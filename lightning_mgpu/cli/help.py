@@ -13,6 +13,7 @@ TOOLS = {  # the functions that the others call with their arguments
     "runs": "lightning_mgpu.cli.list_runs.runs_command",
     "new": "lightning_mgpu.new_project.cli.new_command",
     "allreduce": "lightning_mgpu.drawing.cli.allreduce_command",
+    "network": "lightning_mgpu.network.cli.network_command",
 }
 OPTIONS = {
     "--config FILE": "settings from a YAML file, here or in configs/; later files and flags win",

@@ -2,15 +2,17 @@
 
     python -m lightning_mgpu runs
     python -m lightning_mgpu runs sweeps/lenet_lr
+    python -m lightning_mgpu runs --columns=model.lr,val_acc --sort=val_acc
     python -m lightning_mgpu runs --csv > runs.csv
 
-The table has the options given that differ, and the metrics of the best epoch (of the last one
-where a run has not ended): as many as fit the terminal, metrics first. `--csv` has all.
+The table has the options given to `fit` that differ, and the metrics of the best epoch (of the last
+one where a run has not ended): as many as fit the terminal, metrics first. `--csv` has all.
 """
 
 import re
 import sys
 from csv import writer
+from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -22,42 +24,61 @@ from lightning_mgpu.tools import UsageError, make_parser
 
 def runs_command(args: list[str]) -> None:
     parser = make_parser("runs", __doc__)
-    parser.add_argument("directory", type=Path, nargs="?", default="runs", help="default: runs")
-    parser.add_argument("--csv", action="store_true", help="every column and digit")
+    add = parser.add_argument
+    add("directory", type=Path, nargs="?", default="runs", help="default: runs")
+    add("--columns", metavar="A,B", help="names of columns, in their order")
+    add("--sort", metavar="A", help="the run with the largest A comes last (default: the newest)")
+    add("--csv", action="store_true", help="every column and digit")
     options = parser.parse_args(args)
     if not (runs := find_runs(options.directory)):
         raise UsageError(f"{options.directory}: no run is in it, a directory with a {RUN_JSON}")
-    names = {name: None for given, _ in runs.values() for name in given}
-    values = {name: {str(given.get(name)) for given, _ in runs.values()} for name in names}
-    differ = [name for name in names if len(values[name]) > 1 and name != "run_dir"]
-    metrics = {name: None for _, results in [*runs.values()][::-1] for name in results}
-    columns: dict[str, list[Any]] = {"run": [path.relative_to(options.directory) for path in runs]}
-    for name in (*metrics, *differ):
-        columns[name] = [(given | results).get(name) for given, results in runs.values()]
+    rows = [{"run": path.relative_to(options.directory), **runs[path]} for path in runs]
+    names = options.columns.split(",") if options.columns else default_columns(runs)
+    if unknown := {*names, options.sort or "run"} - {name for row in rows for name in row}:
+        raise UsageError(f"no run has a column {unknown.pop()}: see `runs --csv`")
+    rows.sort(key=lambda row: number(row.get(options.sort)))
+    columns = {name: [row.get(name) for row in rows] for name in ("run", *names)}
     if options.csv:
         writer(sys.stdout, lineterminator="\n").writerows([columns, *zip(*columns.values())])
         return
     free = get_terminal_size((1000, 0)).columns + 2  # in a file there are all
-    lines = [""] * (len(runs) + 1)
+    lines = [""] * (len(rows) + 1)
     for name, cells in columns.items():
         texts = [name, *map(shorten, cells)]
         width = max(map(len, texts)) + 2
-        if width <= free:
+        if width <= free or options.columns:
             free -= width
             lines = [line + text.ljust(width) for line, text in zip(lines, texts)]
     print("\n".join(map(str.rstrip, lines)))
 
 
-def find_runs(directory: Path) -> dict[Path, tuple[dict[str, Any], dict[str, Any]]]:
+def find_runs(directory: Path) -> dict[Path, dict[str, Any]]:
     """Options and results by run directory, the oldest first."""
     runs = {}
     contents = {path.parent: read_run_json(path.parent) for path in directory.rglob(RUN_JSON)}
     for path, content in sorted(contents.items(), key=lambda item: item[1].get("begin", "")):
         end = content.get("end") or {"state": "unfinished"}
-        results = {**summarize(path), **end.get("metrics", {})}
         last = {name: end.get(name) for name in ("fingerprint", "state")}
-        runs[path] = content.get("options", {}), {**results, **last}
+        results = {**summarize(path), **end.get("metrics", {}), **last}
+        runs[path] = content.get("options", {}) | results
     return runs
+
+
+def default_columns(runs: dict[Path, dict[str, Any]]) -> list[str]:
+    """Metrics, and options that differ: of `fit`, as others have more options in common."""
+    contents = {path: read_run_json(path) for path in runs}
+    fits = [path for path in runs if " fit" in contents[path].get("command", " fit")] or [*runs]
+    options = dict.fromkeys(name for path in fits for name in contents[path].get("options", {}))
+    metrics = dict.fromkeys(name for path in fits[::-1] for name in runs[path])
+    values = {name: {str(runs[path].get(name)) for path in fits} for name in options}
+    differ = [name for name in options if len(values[name]) > 1 and name != "run_dir"]
+    return [*(name for name in metrics if name not in options), *differ]
+
+
+def number(cell: Any) -> float:
+    """What a cell is sorted by: texts come first, and so does NaN."""
+    is_number = re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", str(cell))
+    return float(cell) if is_number else -inf
 
 
 def shorten(cell: Any) -> str:

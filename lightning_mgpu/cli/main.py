@@ -7,10 +7,7 @@ import re
 import sys
 import warnings
 
-from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
 from lightning_mgpu.cli.help import TOOLS, TRAINER_SUBCOMMANDS, short_help, subcommands
-from lightning_mgpu.cli.training_cli import run_trainer
-from lightning_mgpu.runs.record import stop_on_signals
 from lightning_mgpu.tools import UsageError
 
 # Deprecations in torch and Lightning, advice that does not fit data in memory: nothing to act on.
@@ -39,10 +36,15 @@ INFO = (
 def main() -> None:
     """Run the command line in `sys.argv`."""
     args = sys.argv[1:]
+    if text := short_help(args):
+        print(text, end="")
+        return
+    # these import torch, which takes seconds
+    from lightning_mgpu.cli.errors import TRACEBACK_FLAG, one_line_errors
+    from lightning_mgpu.cli.training_cli import run_trainer
+    from lightning_mgpu.runs.record import stop_on_signals
+
     with one_line_errors(TRACEBACK_FLAG in args):
-        if text := short_help(args):
-            print(text, end="")
-            return
         hide_messages()
         sys.path.insert(0, os.getcwd())  # one's own models are found here, as by `python -m`
         stop_on_signals()

@@ -15,12 +15,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.errors import last_part
 from lightning_mgpu.cli.strategy_names import strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, last_part
 
 STRATEGY = "--trainer.strategy"
 # not in `config.yaml`, which another command may be given
@@ -100,7 +99,7 @@ def options_by_name(args: Sequence[str]) -> dict[str, Any]:
 
 def config_of(ckpt_path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Model, data and seed of the run that a checkpoint belongs to."""
-    read_checkpoint(ckpt_path)
+    read_checkpoint(ckpt_path, bare=bool(given.get("weights")))
     path = config_beside(ckpt_path)
     if path is None and "model" not in given:
         told = "is in no run directory, whose config.yaml names the model: give --model or --config"

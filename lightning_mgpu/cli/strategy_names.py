@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_mgpu.cli.errors import did_you_mean
-from lightning_mgpu.tools import UsageError
+from lightning_mgpu.tools import UsageError, did_you_mean
 
 
 def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:

@@ -7,14 +7,13 @@ import signal
 import sys
 from argparse import ArgumentError
 from functools import partial
-from statistics import mean
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -23,7 +22,7 @@ from torch.distributed import destroy_process_group, is_initialized
 import lightning_mgpu.data
 import lightning_mgpu.models  # noqa: F401 - --model=ResNet18 is found among imported classes
 from lightning_mgpu.callbacks import PredictionWriter, RunOutput, TestPictures
-from lightning_mgpu.cli.errors import constructor_errors, explain, last_part
+from lightning_mgpu.cli.errors import constructor_errors, explain
 from lightning_mgpu.cli.help import OPTIONS
 from lightning_mgpu.cli.options import PATHS, Options, read_options
 from lightning_mgpu.cli.yaml_files import dump_config
@@ -31,11 +30,12 @@ from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
+from lightning_mgpu.runs.metrics import summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.tools import UsageError, command
+from lightning_mgpu.tools import UsageError, command, last_part
 
 
 def run_trainer(subcommand: str, args: list[str]) -> None:
@@ -93,6 +93,8 @@ class TrainingCLI(LightningCLI):
         self.named_run_dir, self.config.run_dir = self.config.run_dir, None
         if isinstance(self.config.seed_everything, bool):
             raise UsageError("--seed_everything: give a number, such as $RANDOM")
+        if self.config.trainer.barebones:
+            raise UsageError("--trainer.barebones: a run here has callbacks; make your own Trainer")
         num = self.config.trainer.devices
         if isinstance(num, str) and not re.fullmatch(r"auto|-?\d[\d, ]*", num):
             raise UsageError(f"--trainer.devices={num}: a number, GPUs such as '[0, 1]', or auto")
@@ -130,21 +132,16 @@ class TrainingCLI(LightningCLI):
         self.best, self.output = objects.checkpoint, objects.output
         if not self.output.test and getattr(self.datamodule, "validates_on_test_set", False):
             raise UsageError("--output.test=false: but the data validate on the test set")
-        weights = None if self.ckpt_path else self.config.weights
-        self.output.notes = {"ckpt": self.ckpt_path or "", "weights": weights or ""}
+        self.output.notes, seed = self.notes, self.config.seed_everything
         saves = objects.trainer.enable_checkpointing is not False
-        self.last = checkpoints.LastCheckpoint(self.config.seed_everything, saves, weights)
+        self.last = checkpoints.LastCheckpoint(seed, saves, self.weights)
+        content = {"command": command_line, "options": self.options.given, "seed": seed}
         self.record = RunRecord(
             self.run_dir,
             config=self.config_text,
             wandb_options=None if objects.trainer.logger is False else self.config.wandb,
-            content={
-                "command": command_line,
-                "options": self.options.given,
-                "seed": self.config.seed_everything,
-                "weights": self.config.weights,
-            },
-            notes=self.output.notes,
+            content={**content, "weights": self.config.weights},
+            notes=self.notes,
             num_steps=self.num_steps,
         )
         self.trainer = self.make_trainer(objects.trainer)
@@ -165,52 +162,62 @@ class TrainingCLI(LightningCLI):
         else:
             self.run_dir, base = self.options.run_dir, self.options.base
             self.ckpt_path, self.num_steps = find_last(self.run_dir, base, trainer.max_epochs)
-        os.environ[RUN_DIR_ENV] = str(self.run_dir.absolute())  # for the processes of `ddp`
+        weights = None if self.ckpt_path else self.config.weights
+        run = "" if trainer.fast_dev_run else str(self.run_dir)
+        self.notes = {"run": run, "ckpt": self.ckpt_path or "", "weights": weights or ""}
+        # these are printed as they were given, and used when `setup` may have changed the directory
+        self.run_dir, self.weights = self.run_dir.absolute(), weights and os.path.abspath(weights)
+        self.ckpt_path = self.ckpt_path and os.path.abspath(self.ckpt_path)
+        os.environ[RUN_DIR_ENV] = str(self.run_dir)  # for the processes of `ddp`
 
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
+        loggers = as_list(options.logger) or [DummyLogger()] * is_dev_run
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         has_bar = any(isinstance(each, callbacks.ProgressBar) for each in users)
         draws_bar = options.enable_progress_bar is not False and (has_bar or sys.stdout.isatty())
         logs = self.record.wandb_options is not None
-        saves = options.enable_checkpointing is not False
         ours = {
             callbacks.LearningRateMonitor(): logs and self.method == "fit" and not is_dev_run,
             TestPictures(): self.output.pictures,
             PredictionWriter(): self.method == "predict",
-            self.best: saves,
+            self.best: self.last.saves,
             self.output: True,
         }
         first = [self.last] if is_dev_run else [self.last, self.record]
+        plugins, whole_files = as_list(options.plugins), checkpoints.WholeFiles()
+        wrapping = [each for each in plugins if hasattr(each, "checkpoint_io")]
+        for plugin in wrapping:  # such as AsyncCheckpointIO
+            plugin.checkpoint_io = whole_files
         changes = {
             "callbacks": [*first, *users, *(each for each in ours if ours[each])],
             "default_root_dir": str(self.run_dir),
             "enable_checkpointing": True,  # as RunOutput is a Checkpoint
             "enable_progress_bar": draws_bar,
-            "logger": [x for x in as_list(options.logger) if isinstance(x, Logger)],
-            "plugins": [*as_list(options.plugins), checkpoints.WholeFiles()],
+            "logger": [logger for logger in loggers if isinstance(logger, Logger)],
+            "plugins": plugins if wrapping else [*plugins, whole_files],
         }
         with constructor_errors(TypeError):
             return Trainer(**{**options, **changes})
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""
-        arguments = {"model": self.model, "datamodule": self.datamodule, "weights_only": True}
+        common = {"datamodule": self.datamodule, "ckpt_path": self.ckpt_path, "weights_only": True}
         if self.method == "fit":
-            self.trainer.fit(**arguments, ckpt_path=self.ckpt_path)
+            self.trainer.fit(self.model, **common)
             self.report()
             return
         if self.ckpt_path is None and not self.config.weights:
             rank_zero_warn(f"{self.method} without --ckpt_path: the weights are untrained")
-        arguments |= {name: self.config[name] for name in self.method_options}
+        options = {name: self.config[name] for name in self.method_options}
         seed_generators(self.config.seed_everything, "test")
-        getattr(self.trainer, self.method)(**arguments)
+        getattr(self.trainer, self.method)(self.model, **{**options, **common})
 
     def report(self) -> None:
         """Test the best checkpoint, or the last weights; print the last lines, the book's last."""
-        results, seconds = self.record.results, self.output.seconds
+        results = self.record.results
         results["fingerprint"] = fingerprint(self.model.parameters())
         results["why"] = self.last.why_stopped or None
         results["best"] = self.best.best
@@ -219,7 +226,8 @@ class TrainingCLI(LightningCLI):
         metrics = self.test_best()
         shown = {"test_acc": metrics["test_acc"]} if "test_acc" in metrics else metrics
         texts = [f"{name.replace('_', ' ')}: {value:.2f}" for name, value in shown.items()]
-        time = f"{mean(seconds):.1f} sec/epoch" if seconds else "no epoch trained"
+        seconds = summarize(self.run_dir).get("seconds_per_epoch")  # as in the table of runs
+        time = f"{seconds:.1f} sec/epoch" if seconds else "no epoch logged"
         print_once(f"fingerprint: {results['fingerprint']}")
         print_once(", ".join([*texts, f"{time} on {devices(self.trainer)}"]))
 
@@ -252,17 +260,20 @@ class TrainingCLI(LightningCLI):
         """The error with which the program ends: it says what to do now."""
         is_fit, way_on = self.method == "fit" and self.record.lock is not None, "start again"
         if is_fit and self.last.saves and (self.run_dir / CONFIG).is_file():
-            way_on = f"go on with: {command()} fit --resume={shlex.quote(str(self.run_dir))}"
+            way_on = f"go on with: {command()} fit --resume={shlex.quote(self.notes['run'])}"
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             if is_fit:
                 print(f"stopped; {way_on}", flush=True)
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if isinstance(error, ProcessEnded):
-            return ProcessEnded(f"{error}; {way_on}")
+        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+            return error  # only the first process names a way on
+        if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
+            return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")
         if isinstance(error, OSError):
-            return UsageError(f"{error}; once that is mended, {way_on}")
+            told = "\n".join([str(error).strip(), *getattr(error, "__notes__", ())])
+            return UsageError(f"{told}; once that is mended, {way_on}")
         return error
 
 

@@ -54,10 +54,10 @@ def allreduce_command(arguments: list[str]) -> None:
     print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link}: {SOURCE})")
     traces = {name: run(name) for name in functions}
     for name, each in traces.items():
-        n, k, ms = each.nbytes, each.k, each.milliseconds(*link)
+        n, ms, least = each.nbytes, each.milliseconds(*link), 2 * (each.k - 1) / each.k
         print(f"{name}: {len(each.messages)} messages in {each.num_rounds} rounds, {ms:.4g} ms")
-        print(f"  n = {n / 1e6:g} MB; the busiest device sends {max(each.sent) / n:.4g} n and gets")
-        print(f"  {max(each.received) / n:.4g} n (an allreduce at least {2 * (k - 1) / k:.4g} n)")
+        print(f"  n = {n / 1e6:g} MB; a device sends at most {max(each.sent) / n:.4g} n")
+        print(f"  it gets at most {max(each.received) / n:.4g} n; an allreduce needs {least:.4g} n")
     figure = draw(traces)
     if args.sweep:
         sizes, ks = (0.001, 0.064, 0.5, 45, 160, 7000), (2, 4, 8, 16, 32, 64)

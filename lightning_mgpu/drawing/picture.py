@@ -20,14 +20,14 @@ def draw(traces: dict[str, Trace]) -> Figure:
         axes.set_title(title, fontsize=10, loc="left")
         uses_host = trace.sent[trace.k] + trace.received[trace.k] > 0
         names = [f"device {i}" for i in range(trace.k)] + ["host"] * uses_host
-        axes.set_yticks(range(len(names)), names)
+        for i, tick in enumerate(axes.set_yticks(range(len(names)), names)):
+            tick.label1.set_color(f"C{i}")
         axes.set_ylim(len(names) - 0.5, -0.5)  # device 0 above the others
         axes.grid(axis="y")
         for source, target, nbytes, number in trace.messages:
-            look = {"arrowstyle": "-|>", "color": f"C{source}", "shrinkA": 0, "shrinkB": 0}
-            look["linewidth"] = 3 * nbytes / largest
+            look = {"arrowstyle": "-|>", "color": f"C{source}", "linewidth": 3 * nbytes / largest}
             axes.annotate("", (number + 0.35, target), (number - 0.35, source), arrowprops=look)
-    panels[-1].set(xlabel="round", xlim=(0.4, num_rounds + 0.6))
+    panels[-1].set(xlabel="round (a message has its sender's colour)", xlim=(0.4, num_rounds + 0.6))
     panels[-1].locator_params("x", integer=True)
     return figure
 
@@ -37,8 +37,8 @@ def draw_times(panels: dict[str, dict[str, dict[Any, float]]]) -> Figure:
     figure = Figure(figsize=(9, 3.3), layout="constrained")
     for axes, (label, times) in zip(figure.subplots(1, len(panels)), panels.items()):
         for n, (name, ms) in enumerate(times.items()):
-            # a narrow line on a wide one: both can be seen where they are equal
-            axes.plot([*ms], [*ms.values()], linewidth=max(1, 7 - 2 * n), label=name)
+            style = "os^vDP*X"[n % 8] + "-"  # hollow, to be seen where lines are equal
+            axes.plot([*ms], [*ms.values()], style, fillstyle="none", markersize=9, label=name)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms, computed")
         axes.set_xticks([*ms], [f"{x:g}" for x in ms])
         axes.minorticks_off()

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import LBFGS
@@ -86,18 +87,21 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
         has_lbfgs = any(isinstance(each, LBFGS) for each in self.optimizers)
         is_wrong = has_scaler or has_lbfgs or not self.module.automatic_optimization
-        is_apart = bool(self.every) and (self.num_local > 1 or self._layer_sync is not None)
-        if is_apart or (self._is_stateful and is_wrong):
+        averages = WeightAveraging, StochasticWeightAveraging
+        has_average = any(isinstance(each, averages) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        is_apart = self.num_local > 1 or self._layer_sync is not None or has_average
+        if (self.every and is_apart) or (self._is_stateful and is_wrong):
             raise MisconfigurationException(
                 "`every`, and an exchange that keeps a state, need automatic optimization, no "
                 "LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed. `every` also needs one "
-                "replica per process, and no sync_batchnorm."
+                "replica per process, no sync_batchnorm, and no callback that averages weights."
             )
         first = self.global_rank * self.num_local
         self._states: dict[int, Any] = {first + i: {} for i in range(self.num_local)}
         self._plans: dict[Any, Any] = {}
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
         self._num_updates = self._facts = 0
+        self._weights: Gradients = {}  # the last common ones
 
     @torch.no_grad()
     def exchange_gradients(self, replicas: list[Gradients], shares: list[float]) -> None:
@@ -154,10 +158,13 @@ class ExchangeStrategy(ManualAllreduceStrategy):
     def _find_still(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if not p.requires_grad]
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.every and not self._num_updates:  # a closure may move the weights, as SAM's do
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.every and not self._weights:  # before a closure moves them, as SAM's do
             self._weights = {p: p.detach().clone() for p in self._find_trained()}
             self._still = {p: checksum(p) for p in self._find_still()}
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         self._num_updates += 1
         if self._num_updates == self.every:
@@ -190,6 +197,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         for p in (p for p, has_moved in zip(self._still, moved) if has_moved):
             rows = self.gather_rows(to_bytes(p)[None])
             p.copy_(rows.view(p.dtype).mean(0).view(p.shape))
+        self._weights = {}
 
     def _compare_since_last(self, differences: Gradients) -> tuple[np.ndarray, np.ndarray]:
         """The meeting of an exchange of weights, about what has happened since the last one.
@@ -263,7 +271,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         names = ("options", "every", "outer_lr", "outer_momentum")
         settings = {f"strategy.{name}": getattr(self, name) for name in names}
         k = {"devices" if self.every else "strategy.replicas": self.num_replicas}
-        return {"strategy.exchange": path_of(self.exchange), **settings, **k}
+        outer = {"strategy.outer": path_of(self.outer) if self.outer else None}
+        return {"strategy.exchange": path_of(self.exchange), **outer, **settings, **k}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Lightning calls this after `setup`, when a run is resumed."""
@@ -271,7 +280,10 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             optimizers = self._restore(checkpoint[KEY])
             checkpoint = {"optimizer_states": optimizers or checkpoint["optimizer_states"]}
         elif self._is_stateful:
-            raise MisconfigurationException(f"Only {LAST} of a run has the exchange's state.")
+            raise MisconfigurationException(
+                "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "
+                "had another strategy."
+            )
         super().load_optimizer_state_dict(checkpoint)
 
     def _restore(self, saved: dict[str, Any]) -> list[Any]:

@@ -32,25 +32,27 @@ class OneCycle(OneCycleLR):
 
 
 class MeanLoss(Metric):
-    """Mean of a loss over samples. `torchmetrics.MeanMetric` makes every step wait for a GPU."""
+    """Mean of a loss by weight. `torchmetrics.MeanMetric` makes every step wait for a GPU."""
 
     total: Tensor
-    num_samples: Tensor
+    weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("num_samples", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
 
-    def update(self, loss: Tensor, num_samples: int) -> None:
+    def update(self, loss: Tensor, weight: Tensor | float) -> None:
         # `bf16-true` turns the states into bfloat16, which has too few digits for a sum
         dtype = torch.promote_types(loss.dtype, torch.float32)
-        self.total = self.total.to(dtype) + loss.to(dtype) * num_samples
+        weight = torch.zeros_like(loss, dtype=dtype) + weight
+        # a loss with weight 0 may be NaN: it does not count
+        total = torch.where(weight == 0, 0.0, loss.to(dtype) * weight)
         # not in place: the processes of `ddp_spawn` share the memory of a CPU tensor
-        self.num_samples = self.num_samples + num_samples
+        self.total, self.weight = self.total.to(dtype) + total, self.weight.to(dtype) + weight
 
     def compute(self) -> Tensor:
-        return self.total / self.num_samples
+        return self.total / self.weight
 
 
 class Classifier(LightningModule):
@@ -70,8 +72,7 @@ class Classifier(LightningModule):
         label_smoothing: Share of a training label spread over all classes (Szegedy et al., 2016).
         flip_tta: In evaluation, take the mean of the logits of an image and its mirror image.
         channels_last: Store weights and images in the order in which convolutions are fastest.
-        compile: Train by `torch.compile`, which needs a C++ compiler. Every other batch shape is
-            compiled again: choose a batch size that divides the data. Evaluation is not compiled.
+        compile: Train by `torch.compile`, which compiles a batch of another size again.
     """
 
     net: nn.Module
@@ -92,8 +93,6 @@ class Classifier(LightningModule):
         super().__init__()
         if lr is not None and optimizer is not None:
             raise ValueError(f"model.lr={lr} is SGD's: set model.optimizer.lr, and model.lr=null.")
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"model.label_smoothing={label_smoothing}: choose from 0 (none) to 1.")
         # a checkpoint rebuilds the model, and must not pickle functions
         self.save_hyperparameters(logger=False)
         for name in [name for name, value in self.hparams.items() if callable(value)]:
@@ -118,13 +117,18 @@ class Classifier(LightningModule):
             return compiled_call()(self.net, X) if self.compiles else self.net(X)
         return (self.net(X) + self.net(X.flip(-1))) / 2 if self.flip_tta else self.net(X)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss, _ = self._step(batch, "train")
+    def compute_loss(self, logits: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
+        """The loss: a mean over samples, or a mean over something else and the weight of that."""
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits, y, label_smoothing=smoothing)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, _, weight = self._step(batch, "train")
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
             # not with `prog_bar`: every step would wait for the device to show it
             self.log("loss", loss, batch_size=len(batch[1]), sync_dist=True)
-        return loss
+        return loss if weight is None else {"loss": loss, "weight": weight}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self._step(batch, "val")[0]
@@ -139,25 +143,31 @@ class Classifier(LightningModule):
         found = {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
         return {"label": labels[0], **found} if labels else found
 
-    def _step(self, batch: tuple[Tensor, Tensor], stage: str) -> tuple[Tensor, Tensor]:
-        """Loss and logits of a batch, which the stage's two metrics count."""
+    def _step(self, batch: tuple[Tensor, Tensor], stage: str) -> tuple[Tensor, Tensor, Any]:
+        """Loss and logits of a batch, counted by the stage's two metrics, and the loss's weight."""
         X, y = batch  # (N, C, H, W), (N,)
         logits = self(X)  # (N, num_classes)
-        smoothing = self.label_smoothing if stage == "train" else 0.0
-        loss = F.cross_entropy(logits, y, label_smoothing=smoothing)
-        getattr(self, f"{stage}_loss").update(loss.detach(), len(y))
+        given = self.compute_loss(logits, y)
+        loss, weight = given if isinstance(given, tuple) else (given, None)
+        getattr(self, f"{stage}_loss").update(loss.detach(), len(y) if weight is None else weight)
         getattr(self, f"{stage}_acc").update(logits.detach(), y)
-        return loss, logits
+        return loss, logits, weight
 
-    # Logged at the start, a Metric costs a step nothing; Lightning computes it when the epoch ends.
-    def on_train_epoch_start(self) -> None:
-        self.log_dict({"train_loss": self.train_loss, "train_acc": self.train_acc})
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._log("train")
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({"val_loss": self.val_loss, "val_acc": self.val_acc})
+        self._log("val")
 
     def on_test_epoch_end(self) -> None:
-        self.log_dict({"test_loss": self.test_loss, "test_acc": self.test_acc})
+        self._log("test")
+
+    def _log(self, stage: str) -> None:
+        """Log metrics that a step has updated, which Lightning computes when the epoch ends."""
+        metrics = {name: getattr(self, name) for name in (f"{stage}_loss", f"{stage}_acc")}
+        updated = {name: metric for name, metric in metrics.items() if metric.update_called}
+        self.log_dict(updated, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         length = self._run_length()  # outside `try`: this may call the user's `train_dataloader`

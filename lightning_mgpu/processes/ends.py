@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 MAIN_PROCESS = "LIGHTNING_MGPU_MAIN_PROCESS"  # the id of the one that starts the others
@@ -70,11 +71,17 @@ def num_cores() -> float:
     return cores
 
 
-def handle_sigterm(trainer: Any) -> None:
-    """Replace Lightning's handler and its look before every batch: both broadcast.
+def handle_signals(trainer: Any) -> None:
+    """Replace Lightning's handler of SIGTERM and its look before every batch: both broadcast.
 
     The first process passes the signal on to those that it has started. Each ends after its batch.
     """
+    environment = trainer.strategy.cluster_environment
+    if trainer.world_size > 1 and getattr(environment, "auto_requeue", False):
+        raise MisconfigurationException(
+            "SLURM's auto_requeue saves a checkpoint within a step, where processes may wait for "
+            "each other: plugins=SLURMEnvironment(auto_requeue=False)."
+        )
     connector, launcher = trainer._signal_connector, trainer.strategy.launcher
 
     def note(number: int, frame: Any) -> None:
@@ -100,8 +107,7 @@ def describe_end(strategy: Any, process: int) -> str:
     code = started[process - 1].poll() if started else None
     if code is not None and code < 0:
         cause = " (is there enough memory?)" if code == -signal.SIGKILL else ""
-        way = "start again from the last checkpoint"
-        return f"process {process} was ended by {signal.Signals(-code).name}{cause}: {way}"
+        return f"process {process} was ended by {signal.Signals(-code).name}{cause}"
     return f"process {process} has ended: see any message above"
 
 

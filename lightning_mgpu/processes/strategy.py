@@ -5,6 +5,7 @@ Launching, ranks and collectives are DDPStrategy's. There is no DDP wrapper.
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,13 +28,12 @@ from lightning_mgpu.processes.ends import (
     MAIN_PROCESS,
     ProcessEnded,
     end_with_main_process,
-    handle_sigterm,
+    handle_signals,
     host_group,
     num_cores,
 )
 from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
 from lightning_mgpu.shards import Pass, ShardLoader, checksum, num_samples
-from lightning_mgpu.shards.loader import knows_indices
 
 DIFFER = "the processes do not run the same program"
 FACTS = {
@@ -126,7 +126,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         # `process_dataloader` gives each process its part
         trainer._accelerator_connector.use_distributed_sampler = False
-        handle_sigterm(trainer)
+        handle_signals(trainer)
+        self._kept = None  # an evaluation may have failed
         if self.is_one_machine:
             self.has_cores = num_cores() >= self.world_size
             ids = self.gather(np.array([os.getpid()]), "process ids")[:, 0].tolist()
@@ -187,7 +188,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         """Rows (n,) of all processes, on the host: (P, n). The purpose is compared."""
         sent = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
         # one with an exception on its way does not wait, so that its exception is seen
-        if self.is_alone or self.module.trainer.interrupted:
+        if self.is_alone or self.host_group is None or self.module.trainer.interrupted:
             return np.tile(sent, (self.world_size, 1)).view(row.dtype)
         return gather(self, sent, purpose).view(row.dtype)
 
@@ -238,9 +239,6 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         if isinstance(dataloader, ShardLoader):  # of an earlier fit, in a CombinedLoader
             dataloader = dataloader.loader
         trains = self.module.trainer.training
-        num_shards = self.num_replicas if trains else self.world_size
-        if num_shards == 1 and not knows_indices(dataloader):
-            return dataloader
         if not self.is_alone:
             _auto_add_worker_init_fn(dataloader, 0)  # workers seeded alike in all processes
         return ShardLoader(dataloader, self, trains)
@@ -280,8 +278,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
                 return num_samples(batch)
         fetcher: Any = self.module.trainer._active_loop._data_fetcher
         ahead = len(getattr(fetcher, "batches", ()))
-        read = running.read[-1 - ahead] if len(running.read) > ahead else None
-        return sum(read.sizes) if read else None
+        keys = running.read[-1 - ahead] if len(running.read) > ahead else None
+        return sum(map(len, keys.indices)) if keys else None
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDPStrategy's, with exact means of integers: Lightning's counts of samples."""
@@ -323,6 +321,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
+        if self.host_group is None and not self.is_alone:  # it has only started ("fork") the others
+            self.launcher.kill(signal.SIGKILL)  # type: ignore[union-attr]
         self.barrier()  # the main process does not leave a worker that still works
         end_with_main_process(False)
         self.cells, self.process_ids = None, ()  # memory that a garbage collector would keep

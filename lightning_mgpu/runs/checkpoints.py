@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_mgpu.seeds import VERSION, seed_generators
@@ -25,20 +26,43 @@ KEY = "lightning_mgpu"  # under which a checkpoint has what `LastCheckpoint` add
 # in names of metrics; a short one is a word, as `val_cancer_auc` has no character error rate
 FALLS = re.compile("loss|perplexity|(?<![a-z])(err(ors?)?|mae|r?mse|nll|ppl|wer|cer)(?![a-z])")
 
+PREFIX = re.compile(r"(module\.|model\.|net\.|_orig_mod\.)*")  # of the names of weights
 
-def read_checkpoint(path: str | Path, way_on: str = "") -> dict[str, Any]:
-    """Read a Trainer's checkpoint: tensors and plain values, never code; a wrong bit is noticed."""
+
+def read_checkpoint(path: str | Path, way_on: str = "", bare: bool = False) -> dict[str, Any]:
+    """Read a Trainer's checkpoint, or a `bare` state_dict: tensors and plain values, never code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; a run has its checkpoints in checkpoints/")
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch writes checksums, but does not read them
-        checkpoint = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        # torch writes checksums, but does not read them; before 1.6 its files were no zip files
+        damaged = zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()
+        checkpoint = {} if damaged else dict(torch.load(path, "cpu", weights_only=True))
     except Exception:  # whatever the zip reader and the unpickler make of noise
         checkpoint = {}
+    if bare and checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        return {"state_dict": checkpoint}
     if "state_dict" not in checkpoint:
         why = "it is damaged, or no Trainer's, or holds objects of classes, whose code never runs"
         raise UsageError(f"{path} cannot be read: {why}{way_on}")
-    return dict(checkpoint)
+    return checkpoint
+
+
+def load_weights(module: LightningModule, path: str) -> list[str]:
+    """Load a file's weights, whose names may have another prefix; returns names left out.
+
+    Those are in the file or in the module only, or of two shapes, and `strict_loading` is False.
+    """
+    own, given = module.state_dict(), read_checkpoint(path, bare=True)["state_dict"]
+    missing = {PREFIX.sub("", name): name for name in own if name not in given}
+    given = {n if n in own else missing.get(PREFIX.sub("", n), n): given[n] for n in given}
+    if module.strict_loading:
+        module.load_state_dict(given)
+        return []
+    fits = {n: given[n] for n in given if n in own and given[n].shape == own[n].shape}
+    if not fits:
+        raise UsageError(f"{path} has nothing of the model's: {[*given][:3]}, not {[*own][:3]}")
+    module.load_state_dict(fits, strict=False)
+    return [name for name in own | given if name not in fits]
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -74,7 +98,7 @@ class BestCheckpoint(ModelCheckpoint):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            dirpath=None,  # see setup
+            dirpath=None,  # `RunRecord` sets it
             monitor=monitor,
             mode=mode or ("min" if FALLS.search(monitor or "") else "max"),
             save_last=False,  # Lightning's own is the last *best* one
@@ -84,7 +108,6 @@ class BestCheckpoint(ModelCheckpoint):
         self.has_validated = self.has_told = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.dirpath = str(Path(trainer.default_root_dir, "checkpoints").absolute())
         if self.monitor and getattr(trainer.datamodule, "validates_on_test_set", False):  # type: ignore[attr-defined]
             self.save_top_k = 0  # the test set must not choose
         super().setup(trainer, pl_module, stage)
@@ -132,8 +155,16 @@ class LastCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.weights:
-            pl_module.load_state_dict(read_checkpoint(self.weights)["state_dict"])
+            left_out = load_weights(pl_module, self.weights)
+            if left_out and trainer.is_global_zero:
+                print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
+        if stage == "fit" and trainer.world_size > 1:  # machines may have other directories
+            resumes = torch.tensor(bool(trainer.ckpt_path), device=trainer.strategy.root_device)
+            for rank, each in enumerate(trainer.strategy.all_gather(resumes).tolist()):
+                if each != bool(trainer.ckpt_path):
+                    here = rank if trainer.ckpt_path else trainer.global_rank
+                    raise UsageError(f"process {here} has no checkpoint to go on from, others have")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
@@ -185,6 +216,10 @@ class LastCheckpoint(Callback):
         is_whole = loop["epoch_loop.batch_progress"]["is_last_batch"]
         if KEY not in checkpoint or not is_whole:  # as Lightning's under SLURM
             raise UsageError(f"{trainer.ckpt_path} was saved within an epoch: move it away")
+        replicas = checkpoint.get("exchange", {}).get("replicas", {}).values()
+        has_state = any(optimizers or any(kept.values()) for kept, optimizers in replicas)
+        if has_state and not hasattr(trainer.strategy, "exchange"):
+            raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
         self.loaded_metrics = checkpoint[KEY]["metrics"]
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True

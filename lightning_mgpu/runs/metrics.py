@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_mgpu.tools import replacing
@@ -18,14 +18,22 @@ STAGE_AND_METRIC = re.compile(r"(train|val)(?:ing|id|idation)?[/_.](.+)")  # `tr
 Points = dict[str, dict[int, float]]  # by the metric's name: epoch (from 1) -> value
 
 
-class MetricsFile(Logger):
-    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
+class NoExperiment(DummyExperiment):
+    """Takes every attribute, call and item, as W&B's run does. Lightning's takes no nested one."""
 
-    name = version = ""
+    def __getattr__(self, _: Any) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class MetricsFile(DummyLogger):
+    """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:
         super().__init__()
-        self.run_dir = run_dir
+        self.run_dir, self._experiment = run_dir, NoExperiment()
         self.columns: list[str] = []
         if num_steps is not None:
             rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn
@@ -35,9 +43,6 @@ class MetricsFile(Logger):
     @property
     def save_dir(self) -> str:
         return str(self.run_dir)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `config.yaml` has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -81,12 +86,12 @@ def read_points(run_dir: Path) -> Points:
 
 
 def summarize(run_dir: Path, epoch: int | None = None) -> dict[str, float]:
-    """The last metrics of validation (of `epoch`, from 1) and of test; mean seconds per epoch."""
+    """The last metrics of validation (of `epoch`, from 1), of test and in MB; seconds per epoch."""
     values: dict[str, float] = {}
     seconds: list[float] = []
     for at, name, value in read_values(run_dir):
         if name == "epoch_seconds":
             seconds.append(value)
-        elif name.startswith("test") or (name.startswith("val") and epoch in (None, at)):
+        elif re.match("test|.*_mb$", name) or (name.startswith("val") and epoch in (None, at)):
             values[name] = value
     return {**values, **({"seconds_per_epoch": mean(seconds)} if seconds else {})}

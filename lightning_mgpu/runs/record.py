@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -32,11 +33,11 @@ from lightning_mgpu.tools import replacing
 class RunRecord(Callback):
     """Makes the run directory and the loggers when the data are there: no mistake leaves one."""
 
-    run_dir: Path
+    run_dir: Path  # absolute
     config: str  # the text of `config.yaml`
     wandb_options: WandbOptions | None  # `None` if nothing is logged
     content: dict[str, Any]  # what `run.json` gets when the run begins
-    notes: dict[str, str]  # lines of the run's header: this adds where W&B records
+    notes: dict[str, str]  # lines of the run's header, to which this adds where W&B records
     num_steps: int | None  # of a resumed run, so far
     results: dict[str, Any] = field(default_factory=dict)  # what `run.json` gets at the end
     lock: int | None = None  # once the directory is there, in the first process
@@ -46,28 +47,32 @@ class RunRecord(Callback):
             return
         self.content["strategy"] = type(trainer.strategy).__name__
         self.lock = lock_run_dir(self.run_dir) if trainer.is_global_zero else None
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # else in the first logger's directory
+                callback.dirpath = callback.dirpath or str(self.run_dir / "checkpoints")
         if self.wandb_options is not None:
-            trainer.loggers = [MetricsFile(self.run_dir, self.num_steps), *trainer.loggers]
+            loggers = [*trainer.loggers, MetricsFile(self.run_dir, self.num_steps)]
+            # only the first process has the experiment of another one
+            trainer.loggers = loggers if trainer.is_global_zero else loggers[::-1]
         if self.lock is None:
             return
-        before = read_run_json(self.run_dir)  # of a resumed run
+        if not (before := read_run_json(self.run_dir)):  # of a resumed run
+            self.write_config()  # the first file, without which no command goes on
         run_id = before.get("wandb_id")
         self.content["options"] = {**before.get("options", {}), **self.content["options"]}
         versions = {name: version(name) for name in ("torch", "lightning", "torchmetrics")}
         used = describe_devices(devices(trainer))
         self.content |= {"begin": str(datetime.now(UTC)), "devices": used, "versions": versions}
         self.write(end=None, wandb_id=run_id)
-        if not (self.run_dir / CONFIG).is_file():
-            self.write_config()
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             self.notes["wandb"] = "by --trainer.logger; --wandb.* does not count"
         elif self.wandb_options is not None:
             config = flatten(yaml.safe_load(self.config))
             logger, where = start_run(self.wandb_options, self.run_dir, run_id, config)
-            self.notes["wandb"] = where
+            self.notes["wandb"] = where.replace(str(self.run_dir), self.notes["run"])
             if logger is not None:
                 self.write(wandb_id=logger.experiment.id)
-                trainer.loggers = [*trainer.loggers, logger]
+                trainer.loggers.insert(-1, logger)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where nothing is refused any more, and weights are on their device."""
@@ -102,7 +107,7 @@ class RunRecord(Callback):
                 end |= {"state": "failed", "why": f"{type(error).__name__}: {error}"}
                 with replacing(self.run_dir / "error.log") as part:
                     part.write_text("".join(traceback.format_exception(error)))
-                error.add_note(f"{self.run_dir}/error.log shows where")
+                error.add_note(f"{self.notes['run']}/error.log shows where")
             elif error is not None:
                 end |= {"state": "interrupted", "why": "Ctrl-C, SIGTERM or SIGHUP"}
             metrics = summarize(self.run_dir, end["best"].get("epoch"))

@@ -6,10 +6,11 @@ process reads only its shards. Any other loader is read whole by every process.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -21,7 +22,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_mgpu.shards.checksum import excerpt
-from lightning_mgpu.shards.reader import ShardKeys, ShardReader, Shards, as_read, cut_indices
+from lightning_mgpu.shards.reader import (
+    ShardKeys,
+    ShardReader,
+    Shards,
+    as_read,
+    cut_indices,
+    shards_of,
+)
 from lightning_mgpu.shards.split_batch import cut, leaves, num_samples, shard_sizes
 
 NUMBERS = (Tensor, np.generic, int, float)
@@ -72,84 +80,82 @@ class ShardLoader:
         number = next((i for i, each in enumerate(loaders) if each is self), None)
         # a hook may look at some batches, in one process only: no generator moves
         is_look = number is None or module._current_fx_name is not None
+        keep = partial(kept, getattr(self.loader, "generator", None))
+        guard = keep if is_look else self.strategy.kept_generators
         self.strategy.num_passes += not is_look
         # two loaders over one dataset, and all passes over one loader, draw other numbers
         where = [trainer.fit_loop.total_batch_idx, number]
         where += [] if trainer.state.fn == "fit" else [self.strategy.num_passes]
         seed = crc32(torch.get_rng_state().numpy().data, crc32(repr(where).encode()))
-        if not knows_indices(self.loader):
-            with self.strategy.kept_generators():
-                return Pass(self, seed, self._read_whole(iter(self.loader)))
-        if is_look:
-            return Pass(self, seed, unmoved(self.loader, lambda: iter(self._copy(seed))))
-        if self.reading is self.loader or self.reading._iterator is None:
-            vars(self).update(reading=self._copy(seed))
-        sampler = shard_sampler_of(self.reading)
-        sampler.seed, sampler.limit = seed, combined.limits[number]
-        sampler.joins = combined._mode == "sequential"
-        with self.strategy.kept_generators():
-            return Pass(self, seed, iter(self.reading))
+        with guard():
+            if not knows_indices(self.loader):
+                return Pass(self, seed, self._read_whole(iter(self.loader)), guard)
+            if is_look or self.reading is self.loader or self.reading._iterator is None:
+                sampler = ShardSampler(self)
+                reading = self._copy(sampler)
+            else:  # its workers live on
+                sampler, reading = self.sampler_of_shards, self.reading
+            if not is_look:
+                vars(self).update(reading=reading, sampler_of_shards=sampler)
+                sampler.limit = combined.limits[number]
+                sampler.joins = combined._mode == "sequential"
+            sampler.seed = seed
+            return Pass(self, seed, iter(reading), guard)
 
-    def _copy(self, seed: int) -> Any:
+    def _copy(self, sampler: "ShardSampler") -> Any:
         """A copy of the user's loader, as it is now, that reads shards."""
         loader, reader = copy.copy(self.loader), self.loader.dataset
         if not isinstance(reader, ShardReader):
             reader = ShardReader(reader, loader.collate_fn)
         name = "sampler" if makes_whole_batches(loader) else "batch_sampler"
-        own = {"dataset": reader, "collate_fn": as_read, name: ShardSampler(self, seed)}
-        vars(loader).update(own, _iterator=None)  # DataLoader does not let one set these
+        own = {"dataset": reader, "collate_fn": as_read, name: sampler, "_iterator": None}
+        vars(loader).update(own)  # DataLoader does not let one set these
         return loader
 
     def _read_whole(self, batches: Iterator[Any]) -> Iterator[Shards]:
+        k, replicas = self.num_shards, self.replicas
         sampler = getattr(self.loader, "batch_sampler", None)
         for number, batch in enumerate(batches):
+            seen = getattr(sampler, "seen_batch_indices", None)
+            if k == 1:
+                yield Shards([batch], cut_indices(seen[number] if seen else [0], 1, replicas))
+                continue
             refuse_single_sample(self.loader, batch)
             num, most = num_samples(batch), getattr(self.loader, "batch_size", None)
             if num > (most or num):
                 raise ValueError(f"{num} samples in a batch of {most}: collate it to tensors.")
-            sizes = shard_sizes(num, [1] * self.num_shards)
-            seen = getattr(sampler, "seen_batch_indices", None)
-            indices = [*(seen[number] if seen else range(num))]
-            keys = cut_indices(indices, self.num_shards, self.replicas, number)
-            shards = cut(batch, sizes)[self.replicas.start : self.replicas.stop]
+            keys = cut_indices([*(seen[number] if seen else range(num))], k, replicas)
+            shards = cut(batch, shard_sizes(num, [1] * k))[replicas.start : replicas.stop]
             yield Shards(shards, keys._replace(order=crc32(excerpt(batch))), has_rows=True)
-
-
-class Read(NamedTuple):
-    """A batch as it was read: the numbers of samples of the shards here, and of all."""
-
-    sizes: list[int]
-    num_samples: int
 
 
 class Pass:
     """One pass over a loader, and what all processes have to find alike in it.
 
-    `read` has the last two batches, as Lightning may be one ahead, and `None` after the last.
-    `has_rows` tells whether a batch has one row per sample.
+    `read` has the keys of the last two batches, as Lightning may be one ahead, and `None` after the
+    last. `has_rows` tells whether a batch has one row per sample. `guard` is for the generators.
     """
 
-    def __init__(self, loader: ShardLoader, seed: int, batches: Iterator[Shards]) -> None:
-        self.loader, self.batches, self.numbers = loader, batches, count()
+    def __init__(self, loader: ShardLoader, seed: int, batches: Any, guard: Any) -> None:
+        self.loader, self.batches, self.guard, self.numbers = loader, batches, guard, count()
         length = sized_len(getattr(loader.loader, "dataset", None)) or 0
         is_drawn = loader.trains and not makes_whole_batches(loader.loader)
         self.facts = {"seed": seed if is_drawn else 0, "dataset": length, "batches": 0}
-        self.read, self.has_rows = deque[Read | None](maxlen=2), False
+        self.read, self.has_rows = deque[ShardKeys | None](maxlen=2), False
 
     def __iter__(self) -> "Pass":
         return self
 
     def __next__(self) -> Any:
-        with self.loader.strategy.kept_generators():
+        with self.guard():
             batch = next(self.batches, None)
+        self.read.append(batch and batch.keys)
         if batch is None:
-            self.read.append(None)
             raise StopIteration
         keys = batch.keys
         self.facts["batches"] = crc32(b"%d" % keys.order, self.facts["batches"])
         self.facts["dataset"] += batch.sample
         self.has_rows |= batch.has_rows
-        self.read.append(Read([*map(len, keys.indices)], keys.num_samples))
         # the indices of each batch that Lightning notes for `predict`
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if hasattr(sampler, "seen_batch_indices"):
@@ -168,15 +174,13 @@ class ShardSampler:
     limit = float("inf")  # the batches that a pass takes at most
     joins = False  # small batches of an evaluation
 
-    def __init__(self, loader: ShardLoader, seed: int) -> None:
-        self.loader, self.seed = loader, seed
-        user = loader.loader
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader, self.seed, user = loader, 0, loader.loader
         self.sampler = user.sampler if makes_whole_batches(user) else user.batch_sampler
 
     def __iter__(self) -> Iterator[ShardKeys]:
-        if hasattr(self.sampler, "whole_batches"):
-            return self._cut(self.sampler.whole_batches(), self.seed)
-        return self._cut(map(to_list, iter(self.sampler)), self.seed)
+        whole = getattr(self.sampler, "whole_batches", None)
+        return self._cut(whole() if whole else map(list, iter(self.sampler)), self.seed)
 
     def _cut(self, batches: Iterator[list[Any]], seed: int) -> Iterator[ShardKeys]:
         k, replicas = self.loader.num_shards, self.loader.replicas
@@ -208,29 +212,25 @@ def shares_of_batch(trainer: Any, batch: Any) -> list[float]:
     passes = combined._iterator.iterators
     if all(each.read and each.read[-1] is None for each in passes):
         ahead += 1  # Lightning has looked for one more batch, and found none
-    several = len(passes) > 1
-    parts = combined._spec.flatten_up_to(batch) if several else [batch]
+    parts = combined._spec.flatten_up_to(batch) if len(passes) > 1 else [batch]
     shares = set()
     for each, part in zip(passes, parts):
-        if not each.has_rows or len(each.read) <= ahead:
-            raise ValueError(
-                "The shape of a batch does not tell how many samples are in it, so that its loss "
-                'needs a weight: return {"loss": loss, "weight": n}.'
-            )
-        if (read := each.read[-1 - ahead]) is not None:  # else this loader has ended
-            shards = part.shards if isinstance(part, Shards) else [part]
-            if (rows := [*map(num_samples, shards)]) != read.sizes:
-                raise ValueError(
-                    f"Samples of a batch were left out: {rows} rows of {read.sizes}. So its loss "
-                    'needs a weight: return {"loss": loss, "weight": n}.'
-                )
-            shares.add(tuple(size / read.num_samples for size in read.sizes))
-    if len(shares) != 1:
-        raise ValueError(
-            f"Several training loaders whose shards have the shares {sorted(shares)} of their "
-            'batches: the loss needs a weight, {"loss": loss, "weight": n}.'
-        )
+        need_weight("a loader without a length begins again beside others", len(each.read) <= ahead)
+        if (keys := each.read[-1 - ahead]) is None:
+            continue  # this loader has ended
+        what = "the shape of a batch does not tell how many samples are in it"
+        need_weight(what, not each.has_rows)
+        rows, sizes = [*map(num_samples, shards_of(part))], [*map(len, keys.indices)]
+        need_weight(f"samples were left out, {rows} rows of {sizes}", rows != sizes)
+        shares.add(tuple(size / keys.num_samples for size in sizes))
+    need_weight(f"loaders have other shares of their batches, {sorted(shares)}", len(shares) != 1)
     return [*shares.pop()]
+
+
+def need_weight(reason: str, is_needed: bool) -> None:
+    if is_needed:
+        how = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}'
+        raise ValueError(f"{how}: {reason}.")
 
 
 @contextmanager
@@ -243,26 +243,9 @@ def kept(generator: torch.Generator | None) -> Iterator[None]:
         generator.set_state(state)
 
 
-def unmoved(loader: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Batches that are read without moving a generator."""
-    with kept(loader.generator):
-        batches = start()
-    while True:
-        with kept(loader.generator):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-
-
 def makes_whole_batches(loader: Any) -> bool:
     """Whether its sampler yields whole batches by `whole_batches`, as that of `batch_loader`."""
     return hasattr(getattr(loader, "sampler", None), "whole_batches")
-
-
-def shard_sampler_of(loader: Any) -> ShardSampler:
-    found: ShardSampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return found
 
 
 def knows_indices(loader: Any) -> bool:
@@ -297,10 +280,6 @@ def refuse_single_sample(loader: Any, batch: Any) -> None:
             "DataLoader(batch_size=None) yields an array beside a number, which looks like one "
             "sample and not a batch: give it a batch_size, or the label one row per sample."
         )
-
-
-def to_list(batch: Any) -> list[Any]:
-    return batch.tolist() if isinstance(batch, Tensor) else list(batch)
 
 
 def join(batches: Iterator[list[Any]], least: int, limit: float) -> Iterator[list[Any]]:

@@ -31,9 +31,6 @@ class BatchDataset(Dataset):
         """The shard of the samples `indices` (n,)."""
         raise NotImplementedError
 
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} is read by `lightning_mgpu.data.batch_loader`.")
-
 
 class ShardKeys(NamedTuple):
     """A batch sampler yields these in the place of a list of indices."""

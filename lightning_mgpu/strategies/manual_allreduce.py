@@ -46,6 +46,10 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         ValueError: When `fit` begins, if `allreduce` does not compute the sum in place.
     """
 
+    _exchange: Exchange | None = None
+    _window: Window | None = None
+    _buffers: list[Tensor] | None = None  # of each replica here, until they are shared
+
     def __init__(
         self,
         allreduce: Callable[[list[Tensor]], None] = textbook_allreduce,
@@ -68,7 +72,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return super().setup(trainer)
-        check_allreduce(self.allreduce, [self.root_device] * self.num_replicas)
+        for k in {self.num_replicas, 3, 4}:  # with two, sums in any order are equal
+            check_allreduce(self.allreduce, [self.root_device] * k)
         is_own = not self.module.automatic_optimization or is_overridden("backward", self.module)
         hook = "on_before_batch_transfer"
         hooks: Any = trainer._data_connector._datahook_selector
@@ -84,11 +89,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
         self._seed = self.broadcast(torch.initial_seed())
-        self._exchange: Exchange | None = None
-        self._window: Window | None = None
-        self._buffers: list[Tensor] | None = None  # of each replica here, until they are shared
-        self.is_in_step = False
-        self._is_blocked = False
+        self._exchange, self._window, self._buffers = None, None, None
+        self.is_in_step = self._is_blocked = False
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks that move a batch are called per shard, and draw the same in any process."""
@@ -141,10 +143,16 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         return self._weigh(outputs)
 
     def _look_at_weights(self) -> Any:
-        """Another value after an edit. A checksum waits for the device, but sees `.data`, too."""
+        """Another value after an edit. A checksum waits for the device, but sees `.data`, too.
+
+        So it is of all weights in two steps, and else of the beginning of those that are edited
+        by hand, because they require no gradient.
+        """
         weights = [*self.module.parameters()] if self.num_local > 1 else []
-        is_checked = self.module.trainer.fit_loop.total_batch_idx in (0, 3)
-        return [p._version for p in weights], checksum(weights) if is_checked else 0
+        looked_at = [p.detach().flatten()[:256] for p in weights if not p.requires_grad]
+        if self.module.trainer.fit_loop.total_batch_idx in (0, 3):
+            looked_at = weights
+        return [(p._version, p.data_ptr()) for p in weights], checksum(looked_at)
 
     @contextmanager
     def _random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
@@ -325,40 +333,41 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """
         if self.num_replicas == 1:
             return self.set_sums(replicas[0])
-        layout, exchange = self._find_layout(), self._exchange
-        if exchange is not None:
-            self._write(exchange, replicas)
-        is_present = self._meet(exchange, layout)
+        layout = self._find_layout()
+        exchange, is_present = self._exchange, self._meet(self._exchange, replicas, layout)
         if exchange is None or exchange.layout != layout:  # in all processes
             if exchange is not None:
                 exchange.finish()
             num_bytes = len(self._buffers[0]) if self._buffers else 0
             self._exchange = exchange = Exchange(self, layout, num_bytes)
-            self._write(exchange, replicas)
-            is_present = self._meet(exchange, layout)
+            is_present = self._meet(exchange, replicas, layout)
         sums, buffers = exchange.sum(is_present)
         if self._buffers:
             self.share_buffers(buffers)
         pairs = zip(exchange.parameters, sums)
         self.set_sums({p: row.clone() for p, row in pairs if row is not None})
 
-    def _write(self, exchange: Exchange, replicas: list[Gradients]) -> None:
-        for i, gradients in enumerate(replicas):
-            if any(gradient.layout != torch.strided for gradient in gradients.values()):
-                raise MisconfigurationException("Sparse gradients: use nn.Embedding(sparse=False).")
-            buffers = self._buffers[i] if self._buffers else None
-            exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
-        if self.root_device.type == "cpu":  # a process that fails must leave no GPU in a kernel
-            exchange.start()
-
-    def _meet(self, exchange: Exchange | None, layout: dict[Tensor, Any]) -> Sequence[bool]:
+    def _meet(
+        self, exchange: Exchange | None, replicas: list[Gradients], layout: dict[Tensor, Any]
+    ) -> Sequence[bool]:
         """The meeting after a backward pass; which parameters have a gradient in any replica."""
-        mine = exchange.has_gradient if exchange else np.zeros((self.num_local, 0), np.uint8)
+        has_gradient = np.zeros((self.num_local, 0), np.uint8)
+        if exchange is not None:
+            for i, gradients in enumerate(replicas):
+                if any(each.layout != torch.strided for each in gradients.values()):
+                    what = "Sparse gradients: use nn.Embedding(sparse=False)."
+                    raise MisconfigurationException(what)
+                buffers = self._buffers[i] if self._buffers else None
+                exchange.write(i, [gradients.get(p) for p in exchange.parameters], buffers)
+            if self.root_device.type == "cpu":  # else one that fails leaves others in a kernel
+                exchange.start()
+            has_gradient = exchange.has_gradient
         is_known = exchange is not None and exchange.layout == layout
         layout_sum = crc32(repr((layout.values(), is_known)).encode())
-        bits = self.compare_facts("gradients", np.packbits(mine), parameters=layout_sum)
-        has = np.unpackbits(bits, axis=1, count=mine.size).reshape(self.num_replicas, -1)
-        return [*map(bool, has.max(axis=0, initial=0))]
+        bits = np.packbits(has_gradient)
+        found = self.compare_facts("gradients", bits, parameters=layout_sum)
+        has = np.unpackbits(found, axis=1, count=has_gradient.size)
+        return [*map(bool, has.reshape(self.num_replicas, -1).max(axis=0, initial=0))]
 
     def teardown(self) -> None:
         super().teardown()

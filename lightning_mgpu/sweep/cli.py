@@ -63,7 +63,7 @@ class Sweep:
             self.space: dict[str, Any] = {}  # distributions by the dotted name of the option
             for option, spec in yaml["parameters"].items():
                 if "value" in spec:
-                    self.shared.append(as_argument(option, spec["value"]))
+                    self.shared.append(f"--{option}={as_text(spec['value'])}")
                 else:
                     self.space[option] = distribution(spec)
             count, self.method = options.count or yaml.get("run_cap"), yaml["method"]
@@ -148,7 +148,7 @@ class Sweep:
     def _run_trial(self, trial: Any, log: Any) -> float | None:
         """Run a trial to its end; returns its best value over the epochs, if it has one."""
         # in the YAML's order: --model before --model.lr
-        trial_args = [as_argument(option, trial.params[option]) for option in self.space]
+        trial_args = [f"--{option}={as_text(trial.params[option])}" for option in self.space]
         print(f"{name(trial)}: {' '.join(trial_args)}", flush=True)
         run_dir = self.dir / name(trial)
         args = [f"--resume={run_dir}"]
@@ -160,7 +160,9 @@ class Sweep:
         status = run_in_group([sys.executable, "-m", program(), "fit", *args], log)
         rows = read_rows(run_dir) if status == 0 else []
         values = [float(row[self.metric]) for row in rows if row.get(self.metric)]
-        value, told = None, f"failed, status {status}, {values[-1:]}: see {log.name}"
+        value, last = None, values[-1] if values else "was not logged"
+        why = f"status {status}" if status else f"{self.metric} {last}"
+        told = f"failed, {why}: see {log.name}"
         if values and math.isfinite(values[-1]):  # else it has diverged
             value = (max if self.direction == "maximize" else min)(filter(math.isfinite, values))
             told = f"{self.metric} {value:.4f}"
@@ -190,10 +192,6 @@ class Sweep:
 
 def name(trial: Any) -> str:
     return f"trial_{trial.number:03}"
-
-
-def as_argument(option: str, value: Any) -> str:
-    return f"--{option}={as_text(value)}"
 
 
 def as_text(value: Any) -> str:

@@ -16,6 +16,7 @@ from lightning_mgpu.allreduce import ring_allreduce
 from lightning_mgpu.callbacks import RunOutput, curve
 from lightning_mgpu.devices import describe_devices
 from lightning_mgpu.models import LeNet
+from lightning_mgpu.runs.checkpoints import BestCheckpoint
 from lightning_mgpu.runs.metrics import MetricsFile
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.conftest import run_devices
@@ -106,7 +107,7 @@ def test_a_loss_logged_by_step_is_one_number(
             return self.net(batch).sum()
 
     drawn: list[Any] = []
-    draw = lambda points, _: drawn.append(points) or curve.Figure()  # noqa: E731
+    draw = lambda points, *_: drawn.append(points) or curve.Figure()  # noqa: E731
     monkeypatch.setattr(curve, "plot_curve", draw)
     loader: Any = DataLoader(torch.ones(5, 1))  # type: ignore[arg-type]
     output = RunOutput(header=False)
@@ -116,11 +117,35 @@ def test_a_loss_logged_by_step_is_one_number(
 
 
 def test_ticks_after_one_epoch() -> None:
-    figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation")
+    figure = curve.plot_curve({"val_loss": {1: 2.30259}}, "validation", None)
     figure.canvas.draw()
     axes = figure.axes[0]
     assert [tick for tick in axes.get_xticks() if 0.9 < tick < 1.1] == [1]
     assert axes.yaxis.get_major_formatter().get_offset() == ""
+
+
+def test_the_best_epoch_is_marked_at_the_end(
+    make_data: Callable, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that `fit` tests. The last one saved, without a metric, is not the best."""
+
+    class BestInTheSecond(LeNet):
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_loss", abs(self.current_epoch - 1.0))
+
+    figures: list[Any] = []
+    monkeypatch.setattr(curve, "save_picture", lambda _, figure, *__: figures.append(figure))
+    for monitor, marks in (("val_loss", [[], [], ["best: epoch 2"]]), (None, [[], [], []])):
+        figures.clear()
+        callbacks = [BestCheckpoint(monitor), RunOutput()]
+        (tmp_path / "metrics.csv").unlink(missing_ok=True)
+        logger, limit = MetricsFile(tmp_path, None), {"limit_train_batches": 1, "max_epochs": 3}
+        trainer = make_trainer(
+            callbacks=callbacks, logger=logger, enable_checkpointing=True, **limit
+        )
+        trainer.fit(BestInTheSecond(), make_data())
+        legends = [axes.get_legend_handles_labels()[1] for f in figures for axes in f.axes[:1]]
+        assert [[each for each in legend if "best" in each] for legend in legends] == marks
 
 
 def test_what_the_module_logs_last_is_in_the_line_and_the_curve(
@@ -136,7 +161,7 @@ def test_what_the_module_logs_last_is_in_the_line_and_the_curve(
             self.log("train_late", float(self.current_epoch))
 
     drawn: list[dict[str, dict[int, float]]] = []
-    monkeypatch.setattr(curve, "plot_curve", lambda points, _: drawn.append(points))
+    monkeypatch.setattr(curve, "plot_curve", lambda points, *_: drawn.append(points))
     monkeypatch.setattr(curve, "save_picture", lambda *_: None)
     trainer(RunOutput(), max_epochs=3, check_val_every_n_epoch=2).fit(LogsLate(), make_data())
     lines = capsys.readouterr().out.splitlines()[-3:]

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torchvision.transforms.v2 import Normalize
 
 from lightning_mgpu.callbacks import PredictionWriter, TestPictures, pictures
+from lightning_mgpu.data import batch_loader
 from lightning_mgpu.models import Classifier, LeNet
 
 
@@ -99,19 +102,72 @@ def test_no_picture_ends_a_run(
         trainer.test(OnlyLogits(), DataLoader(TensorDataset(X, torch.full((6,), 70)), 3))
 
 
-def test_images_are_spread_over_the_test_set(
+def test_mistakes_come_first_and_are_spread_over_the_test_set(
     make_trainer: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a sorted set, of one with its classes in turn, of one in a single batch."""
-    shown: list[list[int]] = []
-    draw = lambda X, y, *_: shown.append(y.tolist()) or Figure()  # noqa: E731
+    shown: list[tuple[list[int], list[int]]] = []
+    draw = lambda X, y, found, _: shown.append((y.tolist(), found.tolist())) or Figure()  # noqa: E731
     monkeypatch.setattr(pictures, "plot_predictions", draw)
-    X = torch.rand(400, 1, 28, 28)
-    for y, size in ((torch.arange(400) // 40, 10), (torch.arange(400) % 10, 10)):
-        for batch_size in (size, 400):
-            loader = DataLoader(TensorDataset(X, y), batch_size)
-            make_trainer(callbacks=[TestPictures()]).test(LeNet(), loader, verbose=False)
-            assert len(shown[-1]) == 24 and len({*shown[-1]}) >= 7, shown[-1]
+
+    class Finds(LeNet):
+        """Predicts the number that all pixels have."""
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            return nn.functional.one_hot(X[:, 0, 0, 0].long(), 10).float()
+
+    for y in (torch.arange(400) // 40, torch.arange(400) % 10):
+        for batch_size in (10, 400):
+            for num_mistakes in (5, 400):
+                found = torch.where(torch.arange(400) % 80 < num_mistakes / 5, (y + 1) % 10, y)
+                X = found.view(-1, 1, 1, 1).expand(-1, 1, 4, 4).float()
+                loader = DataLoader(TensorDataset(X, y), batch_size)
+                make_trainer(callbacks=[TestPictures()]).test(Finds(), loader, verbose=False)
+                labels, predictions = shown[-1]
+                mistakes = [label != each for label, each in zip(labels, predictions)]
+                num_wrong = min(num_mistakes, 24)
+                assert mistakes == [True] * num_wrong + [False] * (24 - num_wrong)
+                assert len({*labels}) >= 7, labels
+
+
+def test_images_of_all_processes(
+    monkeypatch: pytest.MonkeyPatch, make_trainer: Callable, make_data: Callable
+) -> None:
+    """Each process sends its images; those of the other one have a label of 5, and are wrong."""
+    callback, data, trainer = TestPictures(), make_data(), make_trainer()
+    trainer.test(LeNet(), data, verbose=False)  # gives the Trainer its data
+    X, y = torch.rand(30, 1, 4, 4), torch.zeros(30).long()
+    outputs = {"logits": nn.functional.one_hot(y, 10).float()}
+    callback.on_test_batch_end(trainer, LeNet(), outputs, (X, y), 0)
+    callback.confusion = None
+    theirs = [torch.zeros(3), X[:3], torch.full((3,), 5), y[:3]]
+    gather = lambda all, mine: all.__setitem__(slice(None), [mine, theirs])  # noqa: E731
+    monkeypatch.setattr(pictures.dist, "all_gather_object", gather)
+    monkeypatch.setattr(type(trainer), "world_size", 2)
+    figures: list[Figure] = []
+    monkeypatch.setattr(pictures, "save_picture", lambda _, figure, name: figures.append(figure))
+    callback.on_test_epoch_end(trainer, LeNet())
+    titles = [axes.get_title() for axes in figures[0].axes]
+    assert len(titles) == 24
+    assert titles[:4] == ["T-shirt/top\n(is: Sandal)"] * 3 + ["T-shirt/top"]
+
+
+def test_one_scale_for_all_images(caplog: pytest.LogCaptureFixture) -> None:
+    """Images after `Normalize` look as before it; a dark image of a bright set stays dark."""
+    X = torch.rand(9, 3, 4, 4)
+    X[0, :, 0, :2] = torch.tensor([0.0, 1.0])
+    X[1] /= 4
+    normalised = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])(X)
+    y = torch.zeros(9).long()
+    for drawn in (normalised, X, X[:, :1], X.bfloat16()):
+        figure = pictures.plot_predictions(drawn, y, y, ["a"])
+        for axes, image in zip(figure.axes, X[:, : drawn.shape[1]]):
+            picture = axes.images[0]
+            assert picture.get_clim() == (0, 1)
+            found: Any = picture.get_array()
+            expected = image.permute(1, 2, 0).squeeze()
+            torch.testing.assert_close(torch.tensor(found.data), expected, atol=0.01, rtol=0)
+    assert not caplog.records
 
 
 def test_predictions_in_dataset_order(
@@ -122,15 +178,61 @@ def test_predictions_in_dataset_order(
     assert capsys.readouterr().out == f"predictions: {tmp_path / 'predictions.csv'}\n"
     with (tmp_path / "predictions.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header[:4] == ["index", "label", "prediction", "p(T-shirt/top)"] and len(header) == 13
+    names = data.classes
+    assert header == ["index", "label", "prediction", "class", *(f"p({name})" for name in names)]
     X, y = data.test_set.read(0, torch.arange(107))
     with torch.no_grad():
         probabilities = lively(X).softmax(1)
+    found = probabilities.argmax(1).tolist()
     assert [int(row[0]) for row in rows] == list(range(107))
     assert [int(row[1]) for row in rows] == y.tolist()
-    assert [int(row[2]) for row in rows] == probabilities.argmax(1).tolist()
-    found = torch.tensor([[float(p) for p in row[3:]] for row in rows])
-    assert torch.allclose(found, probabilities, atol=1e-5)
+    assert [int(row[2]) for row in rows] == found
+    assert [row[3] for row in rows] == [names[label] for label in found]
+    assert max(len(text) for row in rows for text in row[4:]) <= len("1.23456e-05")
+    shown = torch.tensor([[float(p) for p in row[4:]] for row in rows])
+    assert torch.allclose(shown, probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_files_of_the_samples(is_plain: bool, make_trainer: Callable, tmp_path: Path) -> None:
+    """A dataset's `samples`, as of an `ImageFolder`; its own, if it is a list of paths."""
+
+    class Vectors(Dataset):
+        def __init__(self, samples: Any) -> None:
+            self.samples = samples
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, i: int) -> int:
+            return i
+
+    class Data(LightningDataModule):
+        def __init__(self, dataset: Any) -> None:
+            super().__init__()
+            self.dataset = dataset
+
+        def predict_dataloader(self) -> DataLoader:
+            if is_plain:
+                return DataLoader(self.dataset, batch_size=2, collate_fn=collate)
+            return batch_loader(self.dataset, 2, self.trainer, collate_fn=collate)
+
+    collate: Any = lambda samples: [torch.full((len(samples), 4), 3.0)]  # noqa: E731
+    model = VectorNet()
+    model.choose = lambda X: X[:, 0]
+    paths = [Path(f"{i}.png") for i in range(5)]
+    folder, texts = Vectors([(str(path), 0) for path in paths]), [*map(str, paths)]
+    for dataset, line in (
+        (folder, "3,3.png,3.0"),
+        (Subset(folder, [4, 2, 0, 1]), "3,1.png,3.0"),
+        (Vectors(paths), "3,3.png,3.0"),
+        (paths, "3,3.png,3.0"),
+        *((each, "3,3.0") for each in (Vectors(5), Vectors([torch.zeros(2)] * 5), texts)),
+    ):
+        trainer = make_trainer(callbacks=[PredictionWriter()])
+        trainer.predict(model, datamodule=Data(dataset), return_predictions=False)
+        header, *rows = (tmp_path / "predictions.csv").read_text().splitlines()
+        assert rows[3] == line and ("file" in header) == (".png" in line)
 
 
 def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path: Path) -> None:
@@ -144,7 +246,7 @@ def test_tensors_of_any_loader_in_dataset_order(make_trainer: Callable, tmp_path
         assert (tmp_path / "predictions.csv").read_text().splitlines() == wanted
     (tmp_path / "predictions.csv").unlink()
     model.choose = lambda X: {"label": X[::2]}
-    told = r"predictions\.csv is not written: .*, and a VectorNet\.predict_step that"
+    told = r"predictions\.csv is not written: .* and a VectorNet\.predict_step that"
     with pytest.warns(UserWarning, match=told):
         trainer.predict(model, DataLoader(samples, 5))
     assert not list(tmp_path.iterdir())

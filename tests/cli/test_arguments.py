@@ -101,6 +101,14 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         assert word in capfd.readouterr().out, args
 
 
+def test_help_does_not_wait_for_torch(command: Any) -> None:
+    for line in (("--version",), ("--help",), ("fit", "--help")):
+        process = command.start(*line, launcher=("-X", "importtime", "-m", "lightning_mgpu"))
+        status, out, err = command.finish(process, timeout=60)
+        assert status == 0 and "python -m lightning_mgpu" in out
+        assert "lightning_mgpu.cli.main" in err and "torch" not in err
+
+
 def test_a_directory_that_was_deleted_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli_help.TOOLS, "gone", "lightning_mgpu.no_such_directory.cli.command")
     assert {"fit", "export"} <= {*subcommands()} and "gone" not in subcommands()

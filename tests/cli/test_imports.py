@@ -15,12 +15,17 @@ FILES = {
 KNOWN = {  # a part, and the others that it may import
     "allreduce": set(),
     "models": set(),
-    "data": set(),
+    "shards": set(),
+    "data": {"shards"},
     "runs": set(),
-    "strategies": {"allreduce"},
-    "callbacks": {"data", "runs"},  # of data, the sampler of global batches
+    "processes": {"shards"},
+    "strategies": {"allreduce", "shards", "processes"},
+    "callbacks": {"runs"},
 }
-DROPPABLE = ("benchmark", "exchanges", "testing", "sweep", "book", "new_project", "drawing")
+DROPPABLE = (
+    *("benchmark", "exchanges", "network", "testing", "sweep", "book", "new_project"),
+    "drawing",
+)
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-METRICS = "epoch,epoch_seconds,train_loss,val_acc,val_loss\n0,,,0.5,2.0\n0,3.0,2.1,,\n1,,,0.75,\n"
+METRICS = """epoch,epoch_seconds,sent_mb,train_loss,val_acc,val_loss
+0,,,,0.5,2.0
+0,3.0,1.5,2.1,,
+1,,2.5,,0.75,
+"""
 
 
 def make_run(run_dir: Path, optimizer: str, begin: int, **end: Any) -> Path:
@@ -40,17 +44,17 @@ def test_the_table(
     monkeypatch.setenv("COLUMNS", "200")
     assert main("runs") == 0
     header, *rows = capfd.readouterr().out.splitlines()
-    metrics = ["val_acc", "val_loss", "seconds_per_epoch", "fingerprint", "state", "test_acc"]
-    assert header.split() == ["run", *metrics, "model.optimizer"]
+    metrics = ["val_acc", "val_loss", "sent_mb", "seconds_per_epoch", "fingerprint", "state"]
+    assert header.split() == ["run", *metrics, "test_acc", "model.optimizer"]
     assert [row.split() for row in rows] == [
         ["sweep/trial_000", "0.25", "2.5", "0955842d504b", "finished", "0.12346", "AdamW"],
-        ["killed", "0.75", "2", "3", "unfinished", "SGD"],
+        ["killed", "0.75", "2", "2.5", "3", "unfinished", "SGD"],
     ]
     assert rows[0].index("AdamW") == rows[1].index("SGD") == header.index("model.optimizer")
     monkeypatch.setenv("COLUMNS", "60")
     assert main("runs") == 0
     table = capfd.readouterr().out.splitlines()
-    assert table[0].split() == ["run", "val_acc", "val_loss", "seconds_per_epoch"]
+    assert table[0].split() == ["run", "val_acc", "val_loss", "sent_mb", "fingerprint"]
     assert max(map(len, table)) <= 60
     # with every digit and the whole class
     assert main("runs", "--csv") == 0
@@ -60,3 +64,28 @@ def test_the_table(
     (row,) = csv.DictReader(capfd.readouterr().out.splitlines())
     assert row["run"] == "trial_000"
     assert main("runs", "one", "two") == 2
+
+
+def test_chosen_columns_and_other_commands(
+    runs: Path, main: Callable[..., int], capfd: pytest.CaptureFixture
+) -> None:
+    """A row of `test` has the columns of `fit`, in which it has more options in common."""
+    end = {"state": "finished", "metrics": {"test_loss": 1.0, "val_acc": 0.5}}
+    content = {"command": "python -m lightning_mgpu test", "options": {"seed": 3}, "end": end}
+    (runs / "tested").mkdir()
+    (runs / "tested" / "run.json").write_text(json.dumps(content))
+
+    def table(*args: str) -> list[list[str]]:
+        assert main("runs", *args) == 0
+        return [line.split() for line in capfd.readouterr().out.splitlines()]
+
+    header, *rows = table()
+    assert not {"seed", "test_loss", "model"} & {*header} and rows[0][:2] == ["tested", "0.5"]
+    names = "--columns=val_acc,model"
+    assert table(names, "--sort=val_acc") == [
+        ["run", "val_acc", "model"],
+        *(["sweep/trial_000", "0.25", "Net"], ["tested", "0.5"], ["killed", "0.75", "Net"]),
+    ]
+    assert [row[0] for row in table(names, "--sort=model")][1] == "tested"
+    assert main("runs", "--sort=val_ac") == 2
+    assert "no run has a column val_ac: see `runs --csv`" in capfd.readouterr().err

@@ -39,6 +39,7 @@ MISTAKES = {  # a command line, and what its lines must say
     "fit --resume=nowhere": ("--resume=nowhere",),
     "fit --trainer.accelerator=gpu": ("No supported gpu backend found",),
     "fit --trainer.devices=two": ("--trainer.devices=two: a number",),
+    "fit --trainer.barebones=true": ("--trainer.barebones: a run here has callbacks",),
     "fit --seed_everything=false": ("--seed_everything: give a number",),
     "fit --config=experiment/lenet_fast.yaml": ("No module named 'timm': pip install timm",),
     "export --ckpt_path=nope.ckpt --output=x.pt2": ("nope.ckpt",),
@@ -131,6 +132,41 @@ def test_which_exceptions_are_mistakes(capsys: pytest.CaptureFixture) -> None:
             raise error
         assert end.value.code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device: 'a.csv'")
+
+
+DAMAGED = """
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+class Pictures:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        error = OSError("a damaged picture")
+        error.add_note(f"sample {i}")
+        raise error
+
+class Folder(LightningDataModule):
+    def __init__(self, num_workers: int = 0) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+
+    def train_dataloader(self):
+        return DataLoader(Pictures(), 4, num_workers=self.num_workers)
+"""
+
+
+def test_a_damaged_picture_is_told_by_any_process(
+    main: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "own_damaged.py").write_text(DAMAGED)
+    for num_workers in (0, 1):
+        run = ("fit", CPU, "--trainer.devices=1", f"--run_dir={num_workers}")
+        assert main(*run, "--data=own_damaged.Folder", f"--data.num_workers={num_workers}") == 2
+        lines = capfd.readouterr().err.partition("error: ")[2].splitlines()
+        assert lines[0].removeprefix("OSError: ") == "a damaged picture"
+        assert lines[1].startswith("sample 0; once that is mended, go on with: python -m ")
 
 
 def test_a_launchers_processes_train_one_model(

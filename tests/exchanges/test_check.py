@@ -84,7 +84,10 @@ def test_those_of_the_page() -> None:
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in BLOCKS:
         exec(block, namespace)
-    assert len(NAMES) == 3
+    assert len(NAMES) == 4 and "outer" in NAMES[3]
+    mean, state = torch.ones(2), dict[str, Any]()
+    steps = [namespace["heavy_ball"](mean, state) for _ in range(2)]
+    torch.testing.assert_close(steps, [0.7 * mean, 0.7 * 1.9 * mean])
     torch.manual_seed(0)
     tensors = [torch.randn(9, 30) for _ in range(4)]
     for name, like in zip(NAMES, (exact, exact, top_k)):

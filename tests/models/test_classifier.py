@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lightning_mgpu.models import LeNet, OneCycle, ResNet18
 from lightning_mgpu.models.classifier import MeanLoss, compiled_call
+from lightning_mgpu.strategies import ManualAllreduceStrategy
 
 
 def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: Callable) -> None:
@@ -45,7 +47,42 @@ def test_mean_loss_keeps_its_digits() -> None:
         metric = torch.nn.ModuleList([MeanLoss()]).to(dtype)[0]  # as `bf16-true` does
         for _ in range(300):
             metric.update(torch.tensor(value, dtype=dtype), 200)
+        metric.update(torch.tensor(torch.nan, dtype=dtype), 0)
         assert abs(float(metric.compute()) - value) < 1e-15
+
+
+class OwnLoss(LeNet):
+    """Cross-entropy in which class 0 does not count, and class 1 four times."""
+
+    class_weights = torch.tensor([0.0, 4.0, *[1.0] * 8])
+
+    def compute_loss(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.class_weights
+        return F.cross_entropy(logits, y, weights), weights[y].sum()
+
+
+class OwnStep(OwnLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = self.compute_loss(self(batch[0]), batch[1])
+        return {"loss": loss, "weight": weight}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Callable) -> None:
+    """The logged mean is by its weights, some of them 0. A step of one's own logs no accuracy."""
+    data, logged, weights = make_data(batch_size=7, val_size=45), [], []
+    for make in (OwnLoss, OwnStep):
+        torch.manual_seed(0)
+        model, strategy = make(init="kaiming"), ManualAllreduceStrategy(replicas=replicas)
+        trainer = make_trainer(strategy=strategy, limit_train_batches=3)
+        trainer.fit(model, data)
+        logged.append(dict(trainer.callback_metrics))
+        weights.append(model.net[0].weight)
+    torch.testing.assert_close(*weights)
+    X, y = data.val_set[0, torch.arange(len(data.val_set))]
+    expected = F.cross_entropy(model.eval()(X), y, OwnLoss.class_weights)
+    assert float(logged[0]["val_loss"]) == pytest.approx(expected.item(), rel=1e-5)
+    assert logged[0]["train_acc"] > 0 and not {"train_acc", "train_loss"} & logged[1].keys()
 
 
 @pytest.fixture
@@ -86,7 +123,6 @@ def test_mistakes_raise_a_value_error(make_data: Callable, make_trainer: Callabl
         ({"lr_scheduler": OneCycle}, -1, r"when the run ends: set trainer\.max_epochs"),
         ({"lr": -1}, 1, r"model\.lr, .*Invalid learning rate: -1"),
         ({"lr": 0.1, "optimizer": AdamW}, 1, r"model\.lr=0\.1 is SGD's: set model\.optimizer\.lr"),
-        ({"label_smoothing": 2}, 1, r"model\.label_smoothing=2: choose from 0"),
     ):
         with pytest.raises(ValueError, match=said):
             make_trainer(max_epochs=epochs).fit(LeNet(**kwargs), make_data())

@@ -81,9 +81,12 @@ def test_it_trains_resumes_exports_and_sweeps(
     status, out, err = command.finish(process, timeout=200)
     assert status == 0 and "3 passed" in out, out + err
     cpu, run = ("--trainer.accelerator=cpu", "--trainer.devices=1"), "--run_dir=runs/first"
-    assert stars("fit", *cpu, run, "--trainer.max_epochs=1")[0] == 0
+    status, out = stars("fit", *cpu, run, "--trainer.max_epochs=1")
+    assert status == 0 and "data:     MyData 10,000 train, 1,000 val, 1,000 test" in out
     status, out = stars("fit", "--resume=last", "--trainer.max_epochs=2")
     assert status == 0 and "epoch 2/2" in out and "epoch 1/2" not in out
+    assert stars("predict", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--run_dir=p")[0] == 0
+    assert "p(row 9)" in Path("p/predictions.csv").read_text()
     status, out = stars("export", "--ckpt_path=runs/first/checkpoints/last.ckpt", "--output=a.pt2")
     assert status == 0 and "MyModel, batches of any size" in out
     status, out = stars("sweep", "--config=sweep/learning_rate.yaml", "--count=1", *cpu)

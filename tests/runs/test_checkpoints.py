@@ -73,7 +73,7 @@ def test_weights_set_when_training_ends_are_in_the_last(
     ],
 )
 def test_which_checkpoint_is_the_best(
-    options: str, told: str, fit: Callable[..., int], capfd: Any
+    options: str, told: str, fit: Callable[..., int], own: Path, capfd: Any
 ) -> None:
     """It is tested, before and after a resume. The test set does not choose it."""
     assert fit("--trainer.max_epochs=2", *options.split(), "--run_dir=a") == 0
@@ -84,7 +84,7 @@ def test_which_checkpoint_is_the_best(
     assert fit("--resume=a") == 0
     out = capfd.readouterr().out
     assert told in out
-    assert ", no epoch trained on [" in out
+    assert f" {read_run_json(own / 'a')['end']['metrics']['seconds_per_epoch']:.1f} sec/ep" in out
 
 
 def test_evaluation_takes_a_checkpoint_alone(
@@ -148,6 +148,30 @@ def test_weights_bring_their_model(
     assert "moved.ckpt is in no run directory" in capfd.readouterr().err
 
 
+def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, capfd: Any) -> None:
+    """A bare state_dict under other names, also in the old format; with a head of another size."""
+    (own / "own_more.py").write_text(OWN)
+    weights = last(run)["state_dict"]
+    bare = {name.removeprefix("net."): value for name, value in weights.items()}
+    torch.save(bare, "old.pth", _use_new_zipfile_serialization=False)
+    torch.save({f"module.{name}": value for name, value in bare.items()}, "parallel.pth")
+    torch.save({**bare, "4.bias": torch.ones(12), "more": torch.ones(1)}, "head.pth")
+    torch.save({"fc.bias": torch.ones(10)}, "other.pth")
+    start = ("--trainer.max_epochs=1", "--model.lr=0")
+    for name, model in (("old", "Net"), ("parallel", "Net"), ("head", "own_more.Loose")):
+        assert fit(*start, f"--model={model}", f"--weights={name}.pth", f"--run_dir={name}") == 0
+        trained = last(own / name)["state_dict"]
+        different = [name for name in weights if not torch.equal(trained[name], weights[name])]
+        assert different == ["net.4.bias"] * (name == "head")
+    assert "head.pth: left out are net.4.bias, more\n" in capfd.readouterr().out
+    for line, told in {
+        "--weights=head.pth": "Error(s) in loading state_dict for Net",
+        "--weights=other.pth --model=own_more.Loose": "other.pth has nothing of the model's: ['fc",
+    }.items():
+        assert fit(*start, *line.split(), "--run_dir=refused") == 2
+        assert told in capfd.readouterr().err
+
+
 def test_checkpoints_in_subdirectories(
     fit: Callable[..., int], main: Callable[..., int], root: Path, own: Path, capfd: Any
 ) -> None:
@@ -185,6 +209,10 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(
 OWN = """
 import numpy as np
 from lightning.pytorch import Callback
+from own_run import Net
+
+class Loose(Net):
+    strict_loading = False
 
 class Numpy(Callback):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
@@ -202,6 +230,11 @@ class Exports(Callback):
     [
         ("", errno.ENOSPC, "epoch=0-step=7.ckpt'; once that is mended, go on with: "),
         ("--trainer.callbacks+=own_more.Numpy", 0, "could not be read again: it holds objects of"),
+        (
+            "--trainer.callbacks+=own_more.Numpy --trainer.plugins=lightning.pytorch.plugins.io."
+            "AsyncCheckpointIO",
+            *(0, "could not be read again: it holds objects of"),
+        ),
     ],
 )
 def test_weights_that_cannot_be_kept_are_told(

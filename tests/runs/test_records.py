@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import wandb
@@ -57,13 +57,18 @@ def test_loggers_add_to_each_other(fit: Callable[..., int], tmp_path: Path) -> N
     assert not (tmp_path / "none" / "metrics.csv").exists()
 
 
-def test_what_wandb_gets(
-    fit: Callable[..., int], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Settings by their names on the command line, metrics, the learning rate."""
-    run = MagicMock(offline=True, id="abc", dir=str(tmp_path / "run"), summary={})
+@pytest.fixture
+def init(own: Path, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """In the place of `wandb.init`."""
+    run = MagicMock(offline=True, id="abc", dir=str(own / "run"), summary={})
     monkeypatch.setattr(wandb, "init", init := MagicMock(return_value=run))
     monkeypatch.setattr("lightning.pytorch.loggers.wandb.WandbLogger.log_image", lambda *args: None)
+    return init
+
+
+def test_what_wandb_gets(fit: Callable[..., int], capfd: Any, init: MagicMock) -> None:
+    """Settings by their names on the command line, metrics, the learning rate."""
+    run = init.return_value
     assert fit(ONE, "--wandb.mode=offline", "--wandb.project=fashion", "--run_dir=run") == 0
     out = capfd.readouterr().out
     assert "wandb:    offline (--wandb.mode=offline); wandb sync run/wandb/offline-run-*" in out
@@ -77,11 +82,37 @@ def test_what_wandb_gets(
     assert init.call_args.kwargs["id"] == "abc"  # the same run goes on
 
 
+LOGS = """
+from lightning_mgpu.models import LeNet
+
+class Logs(LeNet):
+    def on_test_epoch_end(self):
+        super().on_test_epoch_end()
+        self.logger.experiment.config.update({"mine": 3})
+        self.logger.log_metrics({"own": 1.0})
+"""
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_lines_of_everybodys_pages(
+    mode: str, fit: Callable[..., int], own: Path, init: MagicMock
+) -> None:
+    """`self.logger` is W&B's; where that is off they do nothing. All checkpoints are in the run."""
+    (own / "own_logs.py").write_text(LOGS)
+    options = ("--model=own_logs.Logs", "--trainer.callbacks+=ModelCheckpoint", "--run_dir=run")
+    assert fit(ONE, *options, f"--wandb.mode={mode}") == 0
+    updates = init.return_value.config.update.call_args_list
+    assert (call({"mine": 3}) in updates) == (mode == "offline")
+    assert ("own" in metrics(own / "run")[-1]) == (mode == "disabled")
+    assert {path.parent for path in own.rglob("*.ckpt")} == {own / "run" / "checkpoints"}
+
+
 @pytest.mark.slow
 def test_the_options_of_the_pages_with_two_processes(
     command: Any, own: Path, capfd: Any, root: Path
 ) -> None:
     """What only one process has, such as a W&B run, is asked of no other."""
+    (own / "own_logs.py").write_text(LOGS)
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test", "predict")]
     two = ("--trainer.accelerator=cpu", "--trainer.devices=2", *few)
     callbacks = [
@@ -89,7 +120,12 @@ def test_the_options_of_the_pages_with_two_processes(
         *("--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=4"),
     ]
     logger = ("--trainer.logger=WandbLogger", "--trainer.logger.offline=true")
-    model = ("--data.source=synthetic", "--model.optimizer=Adam", "--model.lr_scheduler=OneCycle")
+    model = (
+        "--model=own_logs.Logs",
+        "--data.source=synthetic",
+        "--model.optimizer=Adam",
+        "--model.lr_scheduler=OneCycle",
+    )
     more = ("--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null")
     line = (*two, *callbacks, *logger, *model, *more, "--trainer.strategy=manual_allreduce")
     code, _, err = command("fit", *line, "--trainer.max_epochs=1", "--run_dir=a")

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from lightning_mgpu.runs.directory import lock_run_dir, read_run_json
+from lightning_mgpu.runs.record import RunRecord
+from lightning_mgpu.tools import replacing
 from tests.runs.conftest import DATA, RUN, STRATEGIES, assert_same, equal, last, metrics
 
 
@@ -68,6 +70,40 @@ def test_a_run_stopped_in_its_test_is_tested_again(
     assert main("test", f"--ckpt_path={best}", "--run_dir=tested", *RUN[-3:]) == 0
     drawn = [metrics(tmp_path / name)[-1]["test_drawn"] for name in ("whole", "tested")]
     assert drawn[0] == drawn[1]
+
+
+MOVES = """
+import os
+from own_run import Net
+
+class Moves(Net):
+    def setup(self, stage):
+        super().setup(stage)
+        os.chdir("else")
+"""
+
+
+def test_setup_may_change_the_working_directory(
+    fit: Callable[..., int], main: Callable[..., int], own: Path, root: Path, capfd: Any
+) -> None:
+    """Paths that were given are those from where the program was started, and printed so."""
+    (own / "own_moves.py").write_text(MOVES)
+    (own / "else" / "else").mkdir(parents=True)
+    line = ("--model=own_moves.Moves", "--trainer.max_epochs=2", "--run_dir=a")
+    assert fit(*line, stop="1,1") == 130
+    out = capfd.readouterr().out
+    assert "\nrun:      a\n" in out and "fit --resume=a\n" in out
+    os.chdir(own)
+    assert fit("--resume=a") == 0
+    for word in (
+        "test --run_dir=b --ckpt_path",
+        "fit --run_dir=c --trainer.max_epochs=1 --weights",
+    ):
+        os.chdir(own)
+        assert main(*f"{word}=a/checkpoints/last.ckpt --data.root={root}".split()) == 0
+    files = {str(path.relative_to(own)) for path in own.rglob("*.*")}
+    assert {"a/predictions.png", "b/predictions.png", "c/metrics.csv"} < files
+    assert not [*(own / "else" / "else").iterdir()]
 
 
 @pytest.mark.slow
@@ -145,11 +181,34 @@ def test_a_run_that_has_not_begun_can_be_resumed_by_its_name(
     assert read_run_json(tmp_path / "a")["options"]["trainer.max_epochs"] == "1"
 
 
+def test_the_same_command_after_a_kill_at_the_very_start(
+    fit: Callable[..., int], own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file of a run is its configuration, and a directory with that only is accepted."""
+    written = []
+
+    def kill(path: Path) -> Any:
+        written.append(path.name)
+        if len(written) > 1:
+            raise KeyboardInterrupt
+        return replacing(path)
+
+    line = ("--trainer.max_epochs=1", "--run_dir=a")
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_mgpu.runs.record.replacing", kill)
+        patch.setattr(RunRecord, "close", lambda record, *_: os.close(record.lock))
+        assert fit(*line) == 130
+    (own / "a" / ".part.config.yaml").touch()
+    assert written[0] == "config.yaml" and len([*(own / "a").iterdir()]) == 2
+    assert fit(*line) == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
         "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
         "--model=own_run.Lambda --model.tag=a",
+        "--trainer.plugins=lightning.pytorch.plugins.io.AsyncCheckpointIO",
     ],
 )
 def test_what_no_yaml_says_by_itself(

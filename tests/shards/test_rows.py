@@ -5,7 +5,6 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples

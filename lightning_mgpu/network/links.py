@@ -1,0 +1,126 @@
+"""Runs a command on several machines: `python -I links.py PARENT NUM DELAY_MS MBIT COMMAND...`.
+
+A machine is a network namespace with a TUN device. Packets are read from one machine's device and
+written to another's when a link would have brought them. Only a process without threads can make a
+user namespace, and NumPy starts some: so this is a program of its own, with the standard library.
+It ends with the process PARENT, and all that it has started ends with it.
+"""
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryFile
+from threading import Thread
+from typing import Any
+
+DEVICE, MTU, ADDRESSES = "link", 9000, [f"10.0.0.{i}" for i in range(1, 65)]
+END_WITH_PARENT = ("prctl", 1, signal.SIGKILL)  # also after an `exec`
+SET_TUN, SET_FLAGS, SET_ADDRESS, SET_MASK, SET_MTU = 0x400454CA, 0x8914, 0x8916, 0x891C, 0x8922
+NEW_USER, NEW_NETWORK, TUN, WITHOUT_HEADER, UP = 0x10000000, 0x40000000, 0x1, 0x1000, 0x1
+Inbox = SimpleQueue[tuple[float, bytes]]  # of a machine: when a packet arrives, and the packet
+
+
+def call(name: str, *args: int) -> None:
+    """Call a function of the C library."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        raise OSError(number := ctypes.get_errno(), f"{name}: {os.strerror(number)}")
+
+
+def make_user_namespace() -> None:
+    """It gives the right to make machines to those who are not root."""
+    user, group = os.getuid(), os.getgid()
+    call("unshare", NEW_USER)
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in maps.items():
+        Path(f"/proc/self/{name}").write_text(text)
+
+
+def enter_machine(machine: int) -> int:
+    """Go to a new network namespace, where this process starts others now; returns its device."""
+    call("unshare", NEW_NETWORK)
+    tun = os.open("/dev/net/tun", os.O_RDWR)  # the device goes when this is closed
+    fcntl.ioctl(tun, SET_TUN, struct.pack("16sH22x", DEVICE.encode(), TUN | WITHOUT_HEADER))
+    own, mask = map(socket.inet_aton, (ADDRESSES[machine], "255.255.255.0"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for request, device, value in (
+            (SET_ADDRESS, DEVICE, struct.pack("HH4s", socket.AF_INET, 0, own)),
+            (SET_MASK, DEVICE, struct.pack("HH4s", socket.AF_INET, 0, mask)),
+            (SET_MTU, DEVICE, struct.pack("i", MTU)),
+            (SET_FLAGS, DEVICE, struct.pack("H", UP)),
+            (SET_FLAGS, "lo", struct.pack("H", UP)),
+        ):
+            fcntl.ioctl(any_socket, request, struct.pack("16s24s", device.encode(), value))
+    return tun
+
+
+def send(tun: int, inboxes: dict[bytes, Inbox], bytes_per_second: float, delay: float) -> None:
+    """A packet leaves when the link has sent those before it, and its own bytes."""
+    leaves = 0.0
+    while True:
+        packet = os.read(tun, 65536)
+        now = time.monotonic()
+        leaves = max(leaves, now) + len(packet) / bytes_per_second
+        if inbox := inboxes.get(packet[16:20]):  # that of the IPv4 destination
+            inbox.put((leaves + delay, packet))
+        time.sleep(max(0.0, leaves - now - 0.002))  # a sleep may take longer than asked
+
+
+def receive(tun: int, inbox: Inbox, bytes_per_second: float) -> None:
+    """Packets of several machines share the rate at which this one receives."""
+    received = 0.0
+    while True:
+        arrives, packet = inbox.get()
+        received = max(arrives, received + len(packet) / bytes_per_second)
+        time.sleep(max(0.0, received - time.monotonic()))
+        os.write(tun, packet)
+
+
+def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> int:
+    """Run a command on each machine, of which the first writes to the terminal."""
+    if os.geteuid():
+        make_user_namespace()
+    outputs, tuns, workers = [TemporaryFile() for _ in range(num)], [], []  # noqa: SIM115
+    options: Any = {"preexec_fn": lambda: call(*END_WITH_PARENT), "close_fds": False}
+    for machine, output in enumerate(outputs):
+        tuns.append(enter_machine(machine))
+        options["env"] = {**os.environ, **dict.fromkeys(("RANK", "GROUP_RANK"), str(machine))}
+        files: Any = {"stdout": output, "stderr": output} if machine else {}
+        workers.append(subprocess.Popen(command, **files, **options))
+    signal.signal(signal.SIGINT, lambda *_: workers[0].send_signal(signal.SIGINT))
+    inboxes = {socket.inet_aton(each): Inbox() for each in ADDRESSES[:num]}
+    for tun, inbox in zip(tuns, inboxes.values()):
+        Thread(target=send, args=(tun, inboxes, bytes_per_second, delay), daemon=True).start()
+        Thread(target=receive, args=(tun, inbox, bytes_per_second), daemon=True).start()
+    while workers[0].poll() is None and not any(each.poll() for each in workers):
+        time.sleep(0.05)
+    # the others fail with the first; without a failure, Weights & Biases may take half a minute
+    end = time.monotonic() + (0.5 if workers[0].returncode else 30)
+    while None in (statuses := [each.poll() for each in workers]) and time.monotonic() < end:
+        time.sleep(0.05)
+    for machine, (status, output) in enumerate(zip(statuses, outputs)):
+        is_late = status is None and not statuses[0]
+        if is_late or (status and (machine or status < 0)):  # of the first, a signal says nothing
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()[-10:]
+            print(f"machine {machine}, exit status {status}:", *lines, sep="\n  ")
+    print(f"The links took {time.process_time():.1f} s of CPU time.", flush=True)
+    return next(filter(None, statuses), int(None in statuses))
+
+
+if __name__ == "__main__":
+    parent, num, delay_ms, mbit, *command = sys.argv[1:]
+    call(*END_WITH_PARENT)
+    if os.getppid() != int(parent):
+        sys.exit("the parent has ended")
+    try:
+        sys.exit(run(int(num), float(delay_ms) / 1e3, float(mbit) * 1e6 / 8, command))
+    except OSError as error:
+        sys.exit(f"error: {error} (machines need /dev/net/tun, and root or user namespaces)")

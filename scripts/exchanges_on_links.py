@@ -1,0 +1,117 @@
+"""Measures steps under each exchange, and under `ddp` with PyTorch's hooks, on emulated links.
+
+    python scripts/exchanges_on_links.py --links 20,100 --rows ddp "ddp fp16" half top_k
+    python scripts/exchanges_on_links.py --links 1,500 5,500 20,100 40,50 20,100,4
+    python scripts/exchanges_on_links.py --links 20,100 --model=ResNet18 --model.width=8
+
+A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
+images and one thread each. Other options go to every `fit`. It prints milliseconds per step, and
+the MB that a machine sends. Lightning registers a hook on GPUs only, so the rows of `ddp` do that
+here. It also broadcasts a flag before every batch: rows with a star do not.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+BATCH, EVERY = 128, 16  # images of each machine; steps between exchanges of weights
+NUM_STEPS = 33 + 3 * EVERY  # the first 32 are a warm-up, and times are differences
+FIT = (
+    *("fit", "--data.source=synthetic", "--trainer.max_epochs=1", "--trainer.logger=false"),
+    *(f"--trainer.limit_train_batches={NUM_STEPS}", "--trainer.log_every_n_steps=0"),
+    *("--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--output.test=false"),
+    *("--trainer.enable_checkpointing=false", "--output.curve=false"),
+)
+HERE, STRATEGY = Path(__file__).stem, "--trainer.strategy"
+EXCHANGES = {
+    "alone": ("auto",),  # one machine
+    "manual_allreduce": ("manual_allreduce",),
+    "exchange": ("exchange",),
+    "half": ("exchange", f".exchange={HERE}.half"),
+    "top_k": ("exchange_top_k",),
+    "power_sgd": ("exchange_power_sgd", ".options={rank: 1}"),
+    "sign": ("exchange_sign",),
+    "local_sgd": ("exchange_local_sgd", f".every={EVERY}"),
+    "diloco": ("exchange_diloco", f".every={EVERY}"),
+}
+HOOKS = ("ddp", "ddp fp16", "ddp power_sgd", "ddp local_sgd")
+ROWS = (*HOOKS, *(f"{hook}*" for hook in HOOKS), *EXCHANGES)
+
+
+def half(X: Tensor, state: Any) -> Generator[Any, Any, Tensor]:
+    return sum(each.to(X.dtype) for each in (yield X.half()))
+
+
+class HookedDDP(DDPStrategy):
+    """`ddp` with one of PyTorch's hooks, by the name of its row."""
+
+    def __init__(self, row: str, **kwargs: Any) -> None:
+        local = local_sgd.PostLocalSGDState(None, None, 2, False)
+        hooks: dict[str, tuple[Any, Any]] = {  # both begin in the third step
+            "ddp fp16": (None, fp16_compress_hook),
+            "ddp power_sgd": (power_sgd.PowerSGDState(None, 1, 2), power_sgd.powerSGD_hook),
+            "ddp local_sgd": (local, local_sgd.post_localSGD_hook),
+        }
+        state, hook = hooks.get(row.strip("*"), (None, None))
+        self.row, period = row, EVERY if "local" in row else None
+        self.every = period  # for the table of `network`
+        names = ("ddp_comm_state", "ddp_comm_hook", "model_averaging_period")
+        super().__init__(**dict(zip(names, (state, hook, period))), **kwargs)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if self._ddp_comm_hook:
+            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.row.endswith("*"):
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def measure(row: str, link: str, options: list[str]) -> str:
+    """Milliseconds and MB per step, the means over machines."""
+    delay, mbit, machines = (*link.split(","), "2")[:3]
+    machines = "1" if row == "alone" else machines
+    strategy, *more = EXCHANGES.get(row, (f"{HERE}.HookedDDP", f".row={row}"))
+    line = [sys.executable, "-m", "lightning_mgpu", "network", f"--machines={machines}"]
+    line += [f"--delay_ms={delay}", f"--mbit={mbit}", *FIT, *options]
+    line += [f"--data.batch_size={BATCH * int(machines)}", f"{STRATEGY}={strategy}"]
+    line += [f"{STRATEGY}{each}" for each in more]
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WANDB_MODE": "disabled"}
+    with TemporaryDirectory() as run:
+        done = subprocess.run([*line, f"--run_dir={run}"], env=env, capture_output=True, text=True)
+    rows = [each.split("|") for each in re.findall(r"^\| \d.*", done.stdout, flags=re.MULTILINE)]
+    if done.returncode or not rows:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+        return "failed"
+    ms, megabytes = (mean(float(each[column]) for each in rows) for column in (5, 3))
+    return f"{ms:.0f} ms, {megabytes:.3f} MB"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--links", nargs="+", default=["20,100"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    args, options = parser.parse_known_args()
+    print("| per step |", " | ".join(args.links), "|")
+    print("| --- " * (1 + len(args.links)) + "|")
+    for row in args.rows:
+        print(
+            f"| {row} |", *(f"{measure(row, link, options)} |" for link in args.links), flush=True
+        )

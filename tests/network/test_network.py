@@ -1,0 +1,199 @@
+"""Machines on this machine: their links, a run on them, and what is left when something ends."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_mgpu.network.clock import WARM_UP, read_steps
+
+REPOSITORY = Path(__file__).parents[2]
+LINKS = REPOSITORY / "lightning_mgpu" / "network" / "links.py"
+FIT = (
+    *("fit", "--data.source=synthetic", "--trainer.max_epochs=2", "--model.optimizer=AdamW"),
+    *("--trainer.limit_train_batches=36", "--trainer.limit_val_batches=2", "--output.test=false"),
+    *("--output.curve=false", "--trainer.strategy=manual_allreduce"),
+    "--trainer.strategy.replicas=4",
+)
+FAST = ("network", "--delay_ms=0.5", "--mbit=500")
+ON_ONE = ("--trainer.accelerator=cpu", "--trainer.num_nodes=1", "--trainer.devices=2")
+# machine 0 times round trips and then pieces of 2 MB; machine 1 sends back, and then sends
+TALK = """
+import json, os, socket, time
+if os.environ["RANK"] == "0":
+    peer = socket.create_server(("10.0.0.1", 5000)).accept()[0]
+    times = []
+    for _ in range(10):
+        start = time.monotonic()
+        peer.sendall(b"?")
+        peer.recv(1)
+        times.append(time.monotonic() - start)
+    for _ in range(10):
+        start, left = time.monotonic(), 2_000_000
+        while left:
+            left -= len(peer.recv(min(left, 1 << 16)))
+        times.append(time.monotonic() - start)
+    print(json.dumps(times))
+else:
+    for _ in range(100):
+        try:
+            peer = socket.create_connection(("10.0.0.1", 5000))
+            break
+        except OSError:
+            time.sleep(0.1)
+    for _ in range(10):
+        peer.sendall(peer.recv(1))
+    peer.sendall(bytes(20_000_000))
+    peer.recv(1)
+"""
+
+
+def run_on_links(*args: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program on machines, as the command does."""
+    line = [sys.executable, "-I", "-S", str(LINKS), str(os.getpid()), *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="session")
+def machines() -> None:
+    """Skips where none can be made; the program says in one line what is missing."""
+    done = run_on_links(2, 0, 100, "true")
+    if done.returncode:
+        assert re.fullmatch(r"error: .* \(machines need /dev/net/tun, and .*\)\n", done.stderr)
+        pytest.skip(done.stderr)
+
+
+def children(process: int) -> list[int]:
+    """The processes that one has started, in their order."""
+    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
+def steps_of(*machines: list[tuple[int, float, float]], every: int = 1) -> io.BytesIO:
+    """The file of StepClocks: batch, milliseconds since the last one, bytes sent in it."""
+    file = io.BytesIO()
+    for machine, steps in enumerate(machines):
+        time, sent = 7.0, 1e6
+        for batch, ms, num_bytes in steps:
+            time, sent = time + ms / 1e3, sent + num_bytes
+            file.write(f"{machine} {batch} {time} {sent} {every}\n".encode())
+    return file
+
+
+def test_steps_are_measured_in_whole_windows_within_epochs() -> None:
+    warm_up = [(i, 1000.0, 1e3) for i in range(1 + WARM_UP)]
+    first = [(i + len(warm_up), ms, 1e6) for i, ms in enumerate((10, 10, 70))]
+    later = [(0, 5000.0, 1e3), (1, 10.0, 1e6), (2, 10.0, 1e6), (3, 70.0, 1e6), (4, 10.0, 1e6)]
+    file = steps_of([(0, 1.0, 0.0)], [*warm_up, *first, *later], every=3)
+    total, megabytes, ms, middle = read_steps(file, 1)
+    assert [total, megabytes, ms, middle] == pytest.approx([8 + 0.034, 1, 30, 10])
+    total, *others = read_steps(file, 0)
+    assert total == 1 and np.isnan(others).all()
+    assert read_steps(io.BytesIO(), 0)[0] == 0
+
+
+def test_a_link_has_the_delay_and_the_rate(machines: None) -> None:
+    """Within 20 percent of 20 ms each way and 100 Mbit/s, in one of three tries."""
+    for _ in range(3):
+        done = run_on_links(2, 20, 100, sys.executable, "-c", TALK)
+        assert done.returncode == 0, done.stdout
+        times = json.loads(done.stdout.splitlines()[0])
+        found = median(times[:10]) / 0.040, median(times[13:]) / (2 / 12.5)  # TCP starts slowly
+        if max(found) < 1.2:
+            break
+    assert min(found) > 0.8 and max(found) < 1.2
+
+
+def test_statuses_and_last_lines(machines: None) -> None:
+    """Of the first machine that fails; those of one that is ended do not count."""
+    script = "echo from $RANK; [ $RANK = 0 ] || exit $RANK"
+    done = run_on_links(3, 0, 100, "sh", "-c", script)
+    assert done.returncode == 1
+    assert "machine 1, exit status 1:\n  from 1\nmachine 2, exit status 2:\n" in done.stdout
+    done = run_on_links(2, 0, 100, "sh", "-c", "[ $RANK = 1 ] || exit 3; sleep 60")
+    assert done.returncode == 3 and "machine" not in done.stdout
+
+
+def start_training(command: Any, *args: str) -> Any:
+    """The command, when its first epoch is over, and the process of each machine."""
+    process = command.start(*FAST, *FIT, *args)
+    while (line := process.stdout.readline()) and not line.startswith("epoch 1/"):
+        pass
+    assert line, process.stderr.read()
+    (link,) = children(process.pid)
+    return process, children(link)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
+    """With four machines; and with two of which one is killed, when one machine goes on."""
+
+    def fingerprint(*args: str) -> tuple[str, str]:
+        code, out, err = command(*args, timeout=200)
+        assert code == 0, f"{out}\n{err}"
+        return re.findall("fingerprint: (.*)", out)[0], out
+
+    whole, _ = fingerprint(*FIT, *ON_ONE)
+    found, out = fingerprint(*FAST, "--machines=4", *FIT)
+    rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
+    assert found == whole and [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert sum(float(row[1]) for row in rows) > 3 * 129_068 * 4 / 1e6  # LeNet's gradients
+    process, workers = start_training(command, "--run_dir=killed")
+    os.kill(workers[1], signal.SIGKILL)
+    code, out, err = command.finish(process, timeout=100)
+    assert code == 2 and "machine 1, exit status -9:" in out
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in err and "fit --resume=killed" in errors[0], err
+    assert fingerprint("fit", "--resume=killed", *ON_ONE)[0] == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_an_ended_command_leaves_nothing(
+    number: int, status: int, command: Any, machines: None
+) -> None:
+    """No process is in the namespaces: then these are gone, and so are their TUN devices."""
+    process, workers = start_training(command, "--trainer.max_epochs=1000")
+    spaces = {os.readlink(f"/proc/{each}/ns/net") for each in workers}
+    assert len(spaces) == 2 and spaces <= namespaces()
+    process.send_signal(number)
+    code, out, err = command.finish(process, timeout=60)
+    assert code == status, f"{out}\n{err}"
+    end = time.monotonic() + 5
+    while time.monotonic() < end and spaces & namespaces():
+        time.sleep(0.1)
+    assert not spaces & namespaces()
+
+
+def namespaces() -> set[str]:
+    """The network namespaces of all processes."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--delay_ms=-1", "fit"), "--delay_ms is 0 or more"),
+        (("--machines=0", "fit"), "--machines: invalid choice: 0"),
+        (("test",), "argument fit: invalid choice: 'test'"),
+    ],
+)
+def test_mistakes(args: tuple[str, ...], told: str, main: Callable[..., int], capsys: Any) -> None:
+    assert main("network", *args) == 2
+    assert told in capsys.readouterr().err
