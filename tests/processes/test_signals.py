@@ -55,7 +55,7 @@ SECONDS = 30  # two on an idle machine, which Python needs to end; `timeout` is 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize(("name", "status", "said"), RUNS)
+@pytest.mark.parametrize(("name", "status", "said"), RUNS, ids=["script", "command"])
 def test_sigterm_ends_all_after_the_step(
     name: str, status: int, said: str, ranks: list[int], command: Any, tmp_path: Path
 ) -> None:
@@ -81,12 +81,12 @@ class Suspended(Net):
         if rank() == 1 and self.global_step == 3:
             ids = " ".join(map(str, self.trainer.strategy.process_ids))  # type: ignore[attr-defined]
             subprocess.Popen(["sh", "-c", f"kill -STOP {ids}; sleep 4; kill -CONT {ids}"])
-            time.sleep(1)
+            time.sleep(4.5)
         return self.loss(batch)
 
 
 def fit_suspended() -> Any:
-    return attempt(fit, Suspended, strategy=make_strategy(2))
+    return attempt(fit, Suspended, strategy=make_strategy(3))
 
 
 def test_a_job_that_was_suspended_goes_on() -> None:
