@@ -80,8 +80,8 @@ class Suspended(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if rank() == 1 and self.global_step == 3:
             ids = " ".join(map(str, self.trainer.strategy.process_ids))  # type: ignore[attr-defined]
-            subprocess.Popen(["sh", "-c", f"kill -STOP {ids}; sleep 4; kill -CONT {ids}"])
-            time.sleep(4.5)
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {ids}; sleep 4; kill -CONT {ids}"])
+            time.sleep(5.5)
         return self.loss(batch)
 
 
