@@ -6,8 +6,7 @@
 
 A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
 images and one thread each. Other options go to every `fit`. It prints milliseconds per step, and
-the MB that a machine sends. Lightning registers a hook on GPUs only, so the rows of `ddp` do that
-here. It also broadcasts a flag before every batch: rows with a star do not.
+the MB that a machine sends. Lightning broadcasts a flag before every batch; rows with a star do not
 """
 
 import argparse
@@ -57,20 +56,23 @@ def half(X: Tensor, state: Any) -> Generator[Any, Any, Tensor]:
 
 
 class HookedDDP(DDPStrategy):
-    """`ddp` with one of PyTorch's hooks, by the name of its row."""
+    """`ddp` with one of PyTorch's hooks, which Lightning would leave out on a CPU."""
 
     def __init__(self, row: str, **kwargs: Any) -> None:
         local = local_sgd.PostLocalSGDState(None, None, 2, False)
-        hooks: dict[str, tuple[Any, Any]] = {  # both begin in the third step
+        hooks: dict[str, tuple[Any, Any]] = {  # the last two begin in the third step
             "ddp fp16": (None, fp16_compress_hook),
             "ddp power_sgd": (power_sgd.PowerSGDState(None, 1, 2), power_sgd.powerSGD_hook),
             "ddp local_sgd": (local, local_sgd.post_localSGD_hook),
         }
         state, hook = hooks.get(row.strip("*"), (None, None))
-        self.row, period = row, EVERY if "local" in row else None
-        self.every = period  # for the table of `network`
-        names = ("ddp_comm_state", "ddp_comm_hook", "model_averaging_period")
-        super().__init__(**dict(zip(names, (state, hook, period))), **kwargs)
+        self.row, self.every = (
+            row,
+            EVERY if "local" in row else None,
+        )  # the network's table reads it
+        super().__init__(
+            ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=self.every, **kwargs
+        )
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -97,9 +99,8 @@ def measure(row: str, link: str, options: list[str]) -> str:
     with TemporaryDirectory() as run:
         done = subprocess.run([*line, f"--run_dir={run}"], env=env, capture_output=True, text=True)
     rows = [each.split("|") for each in re.findall(r"^\| \d.*", done.stdout, flags=re.MULTILINE)]
-    if done.returncode or not rows:
-        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-        return "failed"
+    if not rows:
+        sys.exit(f"{row}:\n{done.stdout}\n{done.stderr}")
     ms, megabytes = (mean(float(each[column]) for each in rows) for column in (5, 3))
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 

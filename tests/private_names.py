@@ -28,6 +28,14 @@ NAMES = {
     "_foreach_add_": "one kernel for a list of tensors, as torch's optimizers use it",
     "_foreach_copy_": "the same for copies",
     "_version": "counts changes in place: of gradients that are being accumulated",
+    "_current_fx_name": "whether a hook of the user runs, which may look at a batch",
+    "_mode": "how a CombinedLoader goes through its loaders",
+    "_spec": "which part of a batch is of which of its loaders",
+    "_IndexBatchSamplerWrapper": "where writers of predictions look for indices",
+    "_start_method": "what DDPStrategy keeps the way in which processes start in",
+    "_signal_connector": "notes SIGTERM, for the end of a batch",
+    "_sigterm_notifier_fn": "Lightning's handler, which broadcasts",
+    "_broadcast_sigterm_tensor": "Lightning's look before every batch, which broadcasts",
     "_exit": "os._exit: a process that ends without cleaning up, in a test of its strategy",
 }
 TRACE_NAMES = {  # of drawing/, which can be deleted

@@ -49,7 +49,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         exchange: Callable[..., Any] = exact,
         options: dict[str, Any] | None = None,
         every: int | None = None,
-        outer: Callable[[Tensor, Any], Tensor] | None = None,
+        outer: Callable[..., Any] | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         **kwargs: Any,

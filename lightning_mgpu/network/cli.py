@@ -28,8 +28,8 @@ def network_command(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     if args.delay_ms < 0 or args.mbit <= 0 or sys.platform != "linux":
         parser.error("--delay_ms is 0 or more, --mbit is more than 0, and the system is Linux")
-    if args.mbit > 600:
-        print(f"--mbit={args.mbit:g}: Python carries about 600, so it may be less")
+    if args.mbit > 500:
+        print(f"--mbit={args.mbit:g}: Python carries about 500 each way, so it may be less")
     status, measured = fit(args)
     if any(total for total, *_ in measured):
         if status:

@@ -21,7 +21,7 @@ class StepClock(Callback):
         if file := os.environ.get(CLOCK):
             devices = Path("/proc/self/net/dev").read_text().splitlines()
             sent = next(line for line in devices if f"{DEVICE}:" in line).split()[9]
-            every = getattr(trainer.strategy, "every", None) or 1
+            every = trainer.accumulate_grad_batches * (getattr(trainer.strategy, "every", 0) or 1)
             line = f"{trainer.global_rank} {args[3]} {time.perf_counter()} {sent} {every}\n"
             os.write(int(file), line.encode())
 

@@ -70,7 +70,7 @@ def send(tun: int, inboxes: dict[bytes, Inbox], bytes_per_second: float, delay: 
         leaves = max(leaves, now) + len(packet) / bytes_per_second
         if inbox := inboxes.get(packet[16:20]):  # that of the IPv4 destination
             inbox.put((leaves + delay, packet))
-        time.sleep(max(0.0, leaves - now - 0.002))  # a sleep may take longer than asked
+        time.sleep(max(0.0, leaves - now - 0.02))  # early, as a sleep may take longer than asked
 
 
 def receive(tun: int, inbox: Inbox, bytes_per_second: float) -> None:
@@ -107,7 +107,7 @@ def run(num: int, delay: float, bytes_per_second: float, command: list[str]) -> 
         time.sleep(0.05)
     for machine, (status, output) in enumerate(zip(statuses, outputs)):
         is_late = status is None and not statuses[0]
-        if is_late or (status and (machine or status < 0)):  # of the first, a signal says nothing
+        if is_late or (status and (machine or status < 0)):  # else the first has said it itself
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()[-10:]
             print(f"machine {machine}, exit status {status}:", *lines, sep="\n  ")

@@ -54,7 +54,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     cells: Cells | None = None  # for meetings in shared memory
     process_ids: Sequence[int] = ()  # of all, where they share memory
     num_passes = 0  # over loaders
-    _kept: dict[str, Any] | None = None  # the states of generators, during an evaluation within fit
+    _kept: dict[str, Any] | None = None  # states of generators, in a step or an evaluation
     is_in_step = False  # of one of several replicas
     has_cores = False  # one for each process
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
@@ -156,19 +156,24 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         self.share_generators()
 
     def on_validation_start(self) -> None:
-        """Keep the generators: processes draw as many numbers as they have samples to evaluate."""
-        on_gpu = self.root_device.type == "cuda"
-        is_fitting = self.module.trainer.state.fn == TrainerFn.FITTING
-        self._kept = _collect_rng_states(include_cuda=on_gpu) if is_fitting else None
+        """Processes draw other numbers in it: as many as they have samples to evaluate."""
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.keep_generators()
 
     def on_validation_end(self) -> None:
+        self.put_back_generators()
+
+    def keep_generators(self) -> None:
+        self._kept = _collect_rng_states(include_cuda=self.root_device.type == "cuda")
+
+    def put_back_generators(self) -> None:
         if self._kept is not None:
             _set_rng_states(self._kept)
             self._kept = None
 
     @contextmanager
     def kept_generators(self) -> Iterator[None]:
-        """For what the loaders of an evaluation draw: as on one device, they move these."""
+        """For what loaders draw meanwhile: as on one device, they move the kept ones."""
         if self._kept is None:
             yield
         else:

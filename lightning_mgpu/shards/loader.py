@@ -63,19 +63,30 @@ class ShardLoader:
         setattr(self.reading if name == "_iterator" else self.loader, name, value)
 
     def __len__(self) -> int:
-        sampler = getattr(self.loader, "batch_sampler", None)
-        if self.trains or type(sampler) is not BatchSampler or not knows_indices(self.loader):
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
+        is_plain = type(sampler) is BatchSampler and knows_indices(self.loader)
+        if not (is_plain and self._joins()):
             return len(self.loader)
-        num, size = len(sampler.sampler), sampler.batch_size  # type: ignore[arg-type]
+        num, size = len(sampler.sampler), sampler.batch_size
         num -= num % size if sampler.drop_last else 0
         joined = -(-self.num_shards // size) * size
         return max(min(num, 1), num // joined + (num % joined >= self.num_shards))
 
+    def _find_combined(self) -> Any:
+        """The CombinedLoader of the loop that reads this one."""
+        trainer = self.strategy.module.trainer
+        loop = trainer.fit_loop if self.trains else trainer._active_loop
+        return getattr(loop, "_combined_loader", None)
+
+    def _joins(self) -> bool:
+        """Whether small batches are joined: in an evaluation, of one loader after the other."""
+        combined = self._find_combined()
+        return not self.trains and combined is not None and combined._mode == "sequential"
+
     def __iter__(self) -> "Pass":
         module = self.strategy.module
         trainer = module.trainer
-        loop = trainer.fit_loop if self.trains else trainer._active_loop
-        combined: Any = getattr(loop, "_combined_loader", None)
+        combined = self._find_combined()
         loaders = combined.flattened if combined is not None else []
         number = next((i for i, each in enumerate(loaders) if each is self), None)
         # a hook may look at some batches, in one process only: no generator moves
@@ -98,7 +109,6 @@ class ShardLoader:
             if not is_look:
                 vars(self).update(reading=reading, sampler_of_shards=sampler)
                 sampler.limit = combined.limits[number]
-                sampler.joins = combined._mode == "sequential"
             sampler.seed = seed
             return Pass(self, seed, iter(reading), guard)
 
@@ -172,7 +182,6 @@ class ShardSampler:
     """
 
     limit = float("inf")  # the batches that a pass takes at most
-    joins = False  # small batches of an evaluation
 
     def __init__(self, loader: ShardLoader) -> None:
         self.loader, self.seed, user = loader, 0, loader.loader
@@ -189,7 +198,7 @@ class ShardSampler:
         smallest = smallest_batch(self.sampler, limit)
         if self.loader.trains:
             shard_sizes(smallest or k, [1] * k)  # raises if one is empty
-        elif self.joins and 1 < k > (smallest or 0):
+        elif self.loader._joins() and 1 < k > (smallest or 0):
             batches = join(batches, k, self.limit if smallest is None else limit)
         epoch = None
         if hasattr(self.sampler, "whole_batches"):  # of which the epoch is known by now

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import LBFGS
 
@@ -157,11 +156,12 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     @contextmanager
     def _random_numbers_of(self, i: int, purpose: str) -> Iterator[None]:
         """Random numbers by batch and replica: dropout draws the same in any process."""
-        with isolate_rng(include_cuda=self.root_device.type == "cuda"):
-            batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
-            replica = self.global_rank * self.num_local + i
-            seed_generators(self._seed, purpose, batch_idx, replica)
-            yield
+        self.keep_generators()
+        batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
+        replica = self.global_rank * self.num_local + i
+        seed_generators(self._seed, purpose, batch_idx, replica)
+        yield
+        self.put_back_generators()
 
     @contextmanager
     def _log_as(self, shard: Any) -> Iterator[None]:

@@ -70,9 +70,6 @@ def test_augmenting_a_batch_equals_sample_by_sample(channels: int) -> None:
 
 
 def test_augmentation_depends_only_on_seed_epoch_and_sample() -> None:
-    with pytest.raises(TypeError, match="InMemoryImages is read by `lightning_mgpu"):
-        InMemoryImages(IMAGES, torch.zeros(40))[0]
-
     def batch(seed: int = 1, epoch: int = 5, step: int = 1) -> Tensor:
         images = InMemoryImages(IMAGES, torch.zeros(40), crop_padding=2, seed=seed)
         return images.read(epoch, torch.arange(0, 40, step))[0]

@@ -32,7 +32,7 @@ def test_epoch_values_are_means_over_samples(make_data: Callable, make_trainer: 
     predictions = torch.cat([batch["probabilities"] for batch in trainer.predict(model, data)])
     for stage in ("train", "val", "test"):
         images = getattr(data, f"{stage}_set")
-        X, y = images[0, torch.arange(len(images))]
+        X, y = images.read(0, torch.arange(len(images)))
         logits = net(X) if stage == "train" else (net(X) + net(X.flip(-1))) / 2
         loss = F.cross_entropy(logits, y, label_smoothing=0.3 if stage == "train" else 0.0)
         assert float(logged[f"{stage}_loss"]) == pytest.approx(loss.item(), rel=1e-5)
@@ -79,7 +79,7 @@ def test_a_loss_of_ones_own(replicas: int, make_data: Callable, make_trainer: Ca
         logged.append(dict(trainer.callback_metrics))
         weights.append(model.net[0].weight)
     torch.testing.assert_close(*weights)
-    X, y = data.val_set[0, torch.arange(len(data.val_set))]
+    X, y = data.val_set.read(0, torch.arange(len(data.val_set)))
     expected = F.cross_entropy(model.eval()(X), y, OwnLoss.class_weights)
     assert float(logged[0]["val_loss"]) == pytest.approx(expected.item(), rel=1e-5)
     assert logged[0]["train_acc"] > 0 and not {"train_acc", "train_loss"} & logged[1].keys()

@@ -160,6 +160,14 @@ def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
 
 
 @pytest.mark.slow
+def test_the_command_of_the_page(command: Any, machines: None) -> None:
+    page = (REPOSITORY / "docs" / "exchanges.md").read_text()
+    (line,) = re.findall("^python -m lightning_mgpu (network .*)", page, flags=re.MULTILINE)
+    code, out, err = command(*line.split(), "--print_config")
+    assert code == 0 and "network.clock.StepClock" in out and "MB sent" not in out, err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_an_ended_command_leaves_nothing(
     number: int, status: int, command: Any, machines: None

@@ -113,12 +113,7 @@ def in_two_processes() -> Any:
     return run_in_processes(2, fit_all)
 
 
-FAULTY = {
-    "an iterator, shuffled": "within a step the order is drawn by numbers of the replica: it is "
-    "another one in each process, which is refused, with words that blame the seed",
-    "together": "ShardLoader.__len__ counts joined batches in every mode of a CombinedLoader: the "
-    "last batch is left out in silence",
-}
+FAULTY: dict[str, str] = {}
 
 
 def with_faults(names: Any) -> list[Any]:
@@ -232,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     ),
     "of other shares": (
         lambda: (several(60, 30, 5), None, Several),
-        "Several training loaders whose shards have the shares [(0.",
+        "loaders have other shares of their batches, [(0.",
     ),
     "an iterator": (
         lambda: (DataLoader(samples(), 10), None, Unweighted),

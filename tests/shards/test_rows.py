@@ -84,7 +84,7 @@ RUNS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "infinite": (Validated, lambda: to_validate(batch_size=9, sampler=GoesOn())),
     "infinite batches": (Validated, lambda: to_validate(batch_sampler=GoesOnInBatches())),
 }
-LEFT_OUT = 'So its loss needs a weight: return {"loss": loss, "weight": n}'
+LEFT_OUT = 'The loss of a shard needs a weight, {"loss": loss, "weight": n}: samples were left'
 REFUSED: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "damaged": (Validated, lambda: {"data": damaged()}),
     "filtered": (Filters, dict),
@@ -117,5 +117,5 @@ def test_training_and_evaluation_are_those_of_one_device(
 @pytest.mark.parametrize("name", REFUSED)
 def test_samples_that_are_left_out_need_a_weight(name: str, in_two_processes: list[Any]) -> None:
     for found in (fit_run(name, 2, REFUSED), *(each[1][name] for each in in_two_processes)):
-        assert LEFT_OUT in found and "Samples of a batch were left out: [" in found, found
+        assert LEFT_OUT in found, found
         assert "\n" not in found
