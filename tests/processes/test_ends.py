@@ -1,19 +1,30 @@
 """A process that ends, hangs or trains something else ends the others, within the timeout."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import nn
 
-from tests.strategies.conftest import Net, attempt, fit, make_strategy, rank, run_in_processes
+from tests.strategies.conftest import (
+    Net,
+    attempt,
+    fit,
+    make_strategy,
+    no_shared_memory,
+    rank,
+    run_in_processes,
+)
 
 SECONDS = 3.0
 ENDED = " has ended: see any message above"
@@ -66,6 +77,14 @@ class SavesAlone(Fails):
         self.trainer.save_checkpoint("alone.ckpt")
 
 
+class SavesMoreAlone(SavesAlone):
+    """A checkpoint compares a row of 1,232 bytes, and a message has 1,024."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ParameterList([torch.zeros(1) for _ in range(150)])
+
+
 class Edits(Net):
     """An edit that depends on the rank."""
 
@@ -81,18 +100,26 @@ ENDS: dict[str, tuple[Callable[[], Net], list[Any]]] = {  # what both processes 
     "loses a connection": (LosesConnection, [ENDED, "connection reset by peer"]),
     "hangs": (Hangs, [LATE, ENDED]),
     "saves alone": (SavesAlone, [ELSEWHERE, ELSEWHERE]),
+    "saves more": (SavesMoreAlone, [ELSEWHERE, ELSEWHERE]),
     "no loss": (Fails, [ENDED, "every shard needs a loss"]),
 }
 
 
-def fit_one(name: str, **kwargs: Any) -> Any:
+def fit_one(name: str, sends: bool = False, **kwargs: Any) -> Any:
     make = Edits if name == "edited" else ENDS[name][0]
-    return attempt(fit, make, strategy=make_strategy(SECONDS), **kwargs)
+    with no_shared_memory() if sends else nullcontext():
+        return attempt(fit, make, strategy=make_strategy(SECONDS), **kwargs)
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_process_that_fails_ends_all(name: str) -> None:
-    for found, said in zip(run_in_processes(2, fit_one, name), ENDS[name][1]):
+SENT = "killed", "hangs", "saves alone", "saves more"
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"),
+    [*((each, False) for each in ENDS if each != "saves more"), *((each, True) for each in SENT)],
+)
+def test_a_process_that_fails_ends_all(name: str, sends: bool) -> None:
+    for found, said in zip(run_in_processes(2, fit_one, name, sends), ENDS[name][1]):
         assert found == said or (said in found and "\n" not in found), found
 
 
@@ -111,18 +138,21 @@ def test_no_exception_is_lost_behind_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-def count_after_each_fit() -> list[tuple[int, int]]:
+def count_after_each_fit() -> list[tuple[int, ...]]:
+    """Open files, threads, and mappings of shared memory."""
     counts = []
+    gc.disable()  # it would free the memory later
     for _ in range(4):
         fit(max_epochs=1)
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        num_mapped = Path("/proc/self/maps").read_text().count("memfd:lightning_mgpu")
+        counts.append((*(len(os.listdir(f"/proc/self/{x}")) for x in ("fd", "task")), num_mapped))
     return counts
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_a_fit_leaves_no_files_and_threads() -> None:
+def test_a_fit_leaves_no_files_threads_and_memory() -> None:
     for counts in run_in_processes(2, count_after_each_fit):
-        assert counts[1:] == counts[:1] * 3
+        assert counts[1:] == counts[:1] * 3 and counts[0][2] == 0, counts
 
 
 SCRIPT = """

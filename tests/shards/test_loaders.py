@@ -113,16 +113,7 @@ def in_two_processes() -> Any:
     return run_in_processes(2, fit_all)
 
 
-FAULTY: dict[str, str] = {}
-
-
-def with_faults(names: Any) -> list[Any]:
-    """Parameters of a test, of which the faulty ones are expected to fail."""
-    marks = {name: [pytest.mark.xfail(strict=True, reason=why)] for name, why in FAULTY.items()}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize("name", with_faults(LOADERS))
+@pytest.mark.parametrize("name", LOADERS)
 def test_batches_are_those_of_one_device(name: str, in_two_processes: list[Any]) -> None:
     expected = fit_loader(name)
     for found in (each[0][name] for each in in_two_processes):
@@ -259,7 +250,7 @@ def refuse(name: str) -> Any:
     return attempt(fit, make[0] if make else Validated, data, val)
 
 
-@pytest.mark.parametrize("name", with_faults(REFUSED))
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_one_line(name: str, in_two_processes: list[Any]) -> None:
     for found in (each[1][name] for each in in_two_processes):
         assert REFUSED[name][1] in found and "\n" not in found, found

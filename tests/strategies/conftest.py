@@ -9,11 +9,13 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -92,6 +94,17 @@ def fit(
     trainer.fit(module, data, val, ckpt_path=ckpt_path, weights_only=False)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return state, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@contextmanager
+def no_shared_memory(is_one_machine: bool = False) -> Iterator[None]:
+    """As between machines, or in one machine that has no memory to share."""
+    with (
+        mock.patch.object(ManualAllreduceStrategy, "is_one_machine", is_one_machine),
+        mock.patch("lightning_mgpu.processes.strategy.share_memory", return_value=None),
+        mock.patch("lightning_mgpu.strategies.exchange.share_memory", return_value=None),
+    ):
+        yield
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ import hashlib
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -16,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_mgpu import allreduce
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.strategies import ManualAllreduceStrategy
-from tests.strategies.conftest import Net, new_trainer, run_in_processes, samples, world_size
+from tests.strategies.conftest import (
+    Net,
+    new_trainer,
+    no_shared_memory,
+    run_in_processes,
+    samples,
+    world_size,
+)
 
 
 class Random(Net):
@@ -99,22 +105,14 @@ def train(name: str, save: Path | None = None, resume: Path | None = None) -> st
     return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()[:8]
 
 
-def by_messages(name: str, is_one_machine: bool) -> str:
-    """In one machine that has no memory to share, or in two."""
-    with (
-        mock.patch.object(ManualAllreduceStrategy, "is_one_machine", is_one_machine),
-        mock.patch("lightning_mgpu.processes.strategy.share_memory", return_value=None),
-        mock.patch("lightning_mgpu.strategies.exchange.share_memory", return_value=None),
-    ):
-        return train(name)
-
-
 def train_all(directory: Path) -> dict[str, str]:
     """The last run goes on where fewer processes have stopped."""
     names = [name for name in RUNS if name != "two replicas" or world_size() < 4]
     digests = {name: train(name) for name in names}
     for name in ["window", *names[6:]] if world_size() > 1 else []:
-        assert [by_messages(name, each) for each in (True, False)] == [digests[name]] * 2
+        for is_one_machine in (True, False):
+            with no_shared_memory(is_one_machine):
+                assert train(name) == digests[name]
     train("textbook", save=directory / f"{world_size()}.ckpt")
     saved = directory / f"{max(1, world_size() // 2)}.ckpt"
     return {**digests, "resumed": train("textbook", resume=saved)}

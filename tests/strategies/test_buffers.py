@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mgpu.strategies.buffers import read_buffers
 from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+from tests.strategies.test_weights import Weighted
 
 
 class Normalized(Net):
@@ -47,7 +48,11 @@ def no_statistics() -> Net:
     return Normalized(nn.BatchNorm1d(16, track_running_stats=False))
 
 
-SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics}
+class Counts(Weighted, Normalized):
+    """A loss with a weight, that of the samples which count."""
+
+
+SYNCED = {"1d": Normalized, "2d": Images, "no statistics": no_statistics, "weights": Counts}
 
 
 def classes_of_layers() -> list[str]:

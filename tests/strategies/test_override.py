@@ -1,0 +1,73 @@
+"""`exchange_gradients` is to be overridden: here every replica's own gradient is clipped."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader
+
+from lightning_mgpu.strategies import ManualAllreduceStrategy
+from tests.strategies.conftest import Net, assert_close, attempt, fit, run_in_processes, samples
+
+NORM = 0.1
+
+
+class ClipsEach(ManualAllreduceStrategy):
+    """Clips each replica's mean gradient to a norm, as private training does."""
+
+    def exchange_gradients(self, replicas: Any, shares: Any) -> None:
+        for gradients, share in zip(replicas, shares):
+            norm = torch.cat([each.flatten() for each in gradients.values()]).norm() / share
+            for p, gradient in gradients.items():
+                gradients[p] = gradient * (NORM / norm).clamp(max=1)
+        super().exchange_gradients(replicas, shares)
+
+
+def train(k: int, window: int) -> Any:
+    strategy = ClipsEach(replicas=k)
+    data = DataLoader(samples(), 10)
+    return attempt(fit, Net, data, strategy=strategy, accumulate_grad_batches=window)
+
+
+def by_hand(k: int, window: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer: Any = net.configure_optimizers()
+    batches = [*DataLoader(samples(), 10)] * 2
+    for i in range(0, len(batches), window):
+        several = batches[i : i + window]
+        total = torch.zeros_like(parameters_to_vector(net.parameters()))
+        for replica in range(k):
+            losses, shares = [], []
+            for X, y in several:
+                shard = X.tensor_split(k)[replica], y.tensor_split(k)[replica]
+                shares.append(len(shard[1]) / len(y))
+                losses.append(net.loss(shard) * shares[-1])
+            mean: Any = sum(losses) / sum(shares)
+            gradient = parameters_to_vector(torch.autograd.grad(mean, [*net.parameters()]))
+            clipped = gradient * (NORM / gradient.norm()).clamp(max=1)
+            assert gradient.norm() > NORM
+            total += clipped * sum(shares) / window
+        torch.nn.utils.vector_to_parameters(total, [p.grad for p in zeros(net)])
+        optimizer.step()
+    return net.state_dict()
+
+
+def zeros(net: Net) -> list[Tensor]:
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    return [*net.parameters()]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_each_replica_is_clipped(window: int) -> None:
+    for k, results in (
+        (1, [train(1, window)]),
+        (3, [train(3, window)]),
+        (2, run_in_processes(2, train, 2, window)),
+    ):
+        for found in results:
+            assert not isinstance(found, str), found
+            assert_close(found[0], by_hand(k, window))
