@@ -158,11 +158,11 @@ class LastCheckpoint(Callback):
                 print(f"{self.weights}: left out are {', '.join(left_out)}")
             self.weights = None  # `fit` ends with a test of other ones
         if stage == "fit" and trainer.world_size > 1:  # machines may have other directories
-            resumes = torch.tensor(bool(trainer.ckpt_path), device=trainer.strategy.root_device)
-            for rank, each in enumerate(trainer.strategy.all_gather(resumes).tolist()):
-                if each != bool(trainer.ckpt_path):
-                    here = rank if trainer.ckpt_path else trainer.global_rank
-                    raise UsageError(f"process {here} has no checkpoint to go on from, others have")
+            has = bool(trainer.ckpt_path)
+            first_has = trainer.strategy.broadcast(has)
+            if has != first_has:
+                here = trainer.global_rank if first_has else 0
+                raise UsageError(f"process {here} has no checkpoint to go on from, others have")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch

@@ -75,13 +75,20 @@ def test_rows_come_to_all_and_places_are_compared(k: int, in_memory: bool) -> No
 
 @pytest.mark.parametrize(
     ("group", "quota", "expected"),
-    [("/", "50000 100000", 0.5), ("/a/b", "9900000 100000", 2), ("/", "max 100000", 2), ("/", "", 2)],
+    [
+        ("/", "50000 100000", 0.5),
+        ("/a/b", "9900000 100000", 2),
+        ("/", "max 100000", 2),
+        ("/", "", 2),
+    ],
 )
 def test_cores_of_a_container(
     group: str, quota: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a quota, they are those that the process may run on."""
-    monkeypatch.setattr(ends, "Path", lambda *parts: tmp_path.joinpath(*(p.lstrip("/") for p in parts)))
+    monkeypatch.setattr(
+        ends, "Path", lambda *parts: tmp_path.joinpath(*(p.lstrip("/") for p in parts))
+    )
     monkeypatch.setattr(ends.os, "sched_getaffinity", lambda _: {0, 1})
     (directory := tmp_path / "sys/fs/cgroup" / group.lstrip("/")).mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
