@@ -158,7 +158,11 @@ def test_weights_from_elsewhere(run: Path, fit: Callable[..., int], own: Path, c
     torch.save({**bare, "4.bias": torch.ones(12), "more": torch.ones(1)}, "head.pth")
     torch.save({"fc.bias": torch.ones(10)}, "other.pth")
     start = ("--trainer.max_epochs=1", "--model.lr=0")
-    for name, model in (("old", "Net"), ("parallel", "Net"), ("head", "own_more.Loose")):
+    for name, model in (
+        ("old", "own_run.Net"),
+        ("parallel", "own_run.Net"),
+        ("head", "own_more.Loose"),
+    ):
         assert fit(*start, f"--model={model}", f"--weights={name}.pth", f"--run_dir={name}") == 0
         trained = last(own / name)["state_dict"]
         different = [name for name in weights if not torch.equal(trained[name], weights[name])]
