@@ -4,16 +4,17 @@
     python scripts/exchanges_on_links.py --links 1,500 5,500 20,100 40,50 20,100,4
     python scripts/exchanges_on_links.py --links 20,100 --model=ResNet18 --model.width=8
 
-A link is milliseconds each way, Mbit/s, and the number of machines (2 if left out), which have 128
-images and one thread each. Other options go to every `fit`. It prints milliseconds per step, and
-the MB that a machine sends. Lightning broadcasts a flag before every batch; rows with a star do not
+A row has a name as in ROWS, or is the path of an exchange of your own. A link is milliseconds each
+way, Mbit/s, and the number of machines (2 if left out), which have 128 images and one thread each.
+Other options go to every `fit`. It prints milliseconds per step, and the MB that a machine sends.
+Lightning broadcasts a flag before every batch; rows with a star do not.
 """
 
-import argparse
 import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Generator
 from pathlib import Path
 from statistics import mean
@@ -29,8 +30,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 BATCH, EVERY = 128, 16  # images of each machine; steps between exchanges of weights
 NUM_STEPS = 33 + 3 * EVERY  # the first 32 are a warm-up, and times are differences
-FIT = (
-    *("fit", "--data.source=synthetic", "--trainer.max_epochs=1", "--trainer.logger=false"),
+FEW_STEPS = (
+    *("--data.source=synthetic", "--trainer.max_epochs=1", "--trainer.logger=false"),
     *(f"--trainer.limit_train_batches={NUM_STEPS}", "--trainer.log_every_n_steps=0"),
     *("--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--output.test=false"),
     *("--trainer.enable_checkpointing=false", "--output.curve=false"),
@@ -66,13 +67,10 @@ class HookedDDP(DDPStrategy):
             "ddp local_sgd": (local, local_sgd.post_localSGD_hook),
         }
         state, hook = hooks.get(row.strip("*"), (None, None))
-        self.row, self.every = (
-            row,
-            EVERY if "local" in row else None,
-        )  # the network's table reads it
-        super().__init__(
-            ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=self.every, **kwargs
-        )
+        self.row, every = row, EVERY if "local" in row else None
+        self.every = every  # the network's table reads it
+        hooked = {"ddp_comm_state": state, "ddp_comm_hook": hook}
+        super().__init__(**hooked, model_averaging_period=every, **kwargs)  # type: ignore[arg-type]
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -85,34 +83,47 @@ class HookedDDP(DDPStrategy):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def measure(row: str, link: str, options: list[str]) -> str:
-    """Milliseconds and MB per step, the means over machines."""
+def fit(row: str, link: str, *options: str) -> tuple[float, float, float]:
+    """The MB that a machine sends, MB per step, and ms per step: means over the machines."""
     delay, mbit, machines = (*link.split(","), "2")[:3]
     machines = "1" if row == "alone" else machines
-    strategy, *more = EXCHANGES.get(row, (f"{HERE}.HookedDDP", f".row={row}"))
+    if "." in row:  # the path of an exchange
+        strategy, *more = "exchange", f".exchange={row}"
+    elif row in EXCHANGES:
+        strategy, *more = EXCHANGES[row]
+    elif row in ROWS:
+        strategy, *more = f"{HERE}.HookedDDP", f".row={row}"
+    else:
+        sys.exit(f"no row {row!r}: take {', '.join(ROWS)}, or the path of an exchange")
     line = [sys.executable, "-m", "lightning_mgpu", "network", f"--machines={machines}"]
-    line += [f"--delay_ms={delay}", f"--mbit={mbit}", *FIT, *options]
+    line += [f"--delay_ms={delay}", f"--mbit={mbit}", "fit", *options]
     line += [f"--data.batch_size={BATCH * int(machines)}", f"{STRATEGY}={strategy}"]
     line += [f"{STRATEGY}{each}" for each in more]
     path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WANDB_MODE": "disabled"}
-    with TemporaryDirectory() as run:
-        done = subprocess.run([*line, f"--run_dir={run}"], env=env, capture_output=True, text=True)
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
     rows = [each.split("|") for each in re.findall(r"^\| \d.*", done.stdout, flags=re.MULTILINE)]
-    if not rows:
+    if done.returncode or not rows:
         sys.exit(f"{row}:\n{done.stdout}\n{done.stderr}")
-    ms, megabytes = (mean(float(each[column]) for each in rows) for column in (5, 3))
+    total, megabytes, ms = (mean(float(each[column]) for each in rows) for column in (2, 3, 5))
+    return total, megabytes, ms
+
+
+def measure(row: str, link: str, options: list[str]) -> str:
+    with TemporaryDirectory() as run:
+        _, megabytes, ms = fit(row, link, *FEW_STEPS, *options, f"--run_dir={run}")
     return f"{ms:.0f} ms, {megabytes:.3f} MB"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["20,100"])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--rows", nargs="+", default=ROWS)
     args, options = parser.parse_known_args()
     print("| per step |", " | ".join(args.links), "|")
     print("| --- " * (1 + len(args.links)) + "|")
     for row in args.rows:
-        print(
-            f"| {row} |", *(f"{measure(row, link, options)} |" for link in args.links), flush=True
-        )
+        print(f"| {row} |", end="", flush=True)
+        for link in args.links:
+            print(f" {measure(row, link, options)} |", end="", flush=True)
+        print()

@@ -1,9 +1,10 @@
-"""Prints the table of docs/strategies.md: the same bits in one, two and four processes.
+"""Prints the table of docs/strategies.md: the same bits in 1, 2, 4 processes and on 2 machines.
 
     python scripts/fingerprints.py textbook top_k --trainer.limit_train_batches=20
 
 Four replicas train an epoch. A batch of 234 images is cut into 59, 59, 58 and 58; the last one, of
-10, into 3, 3, 2 and 2. Without names all rows are made. Options go to every run.
+10, into 3, 3, 2 and 2. Without names all rows are made. Options go to every run. The machines are
+emulated.
 """
 
 import os
@@ -37,8 +38,15 @@ ROWS = {  # and the options of each
     "padded": [BY_BOOK, "--data=fingerprints.PaddedImages"],
     "accumulated": [BY_BOOK, "--trainer.accumulate_grad_batches=2"],
     "two epochs": [BY_BOOK, "--trainer.max_epochs=2"],
-    "resumed": [BY_BOOK],  # two epochs, the first of them in another number of processes
+    "resumed": [BY_BOOK],  # two epochs, the first of them at another place
 }
+PLACES = {
+    "1 process": ["fit", "--trainer.devices=1"],
+    "2 processes": ["fit", "--trainer.devices=2"],
+    "4 processes": ["fit", "--trainer.devices=4"],
+    "2 machines": ["network", "--machines=2", "--delay_ms=0", "--mbit=500", "fit"],
+}
+FIRST = dict(zip(PLACES, ["4 processes", "1 process", "2 machines", "1 process"]))  # of "resumed"
 
 
 class Net(Classifier):
@@ -84,21 +92,23 @@ class PaddedImages(NoisyImages):
         return [F.pad(X, (int(y.max()), 0))[..., : X.shape[-1]], y]
 
 
-def fit(processes: int, *options: str) -> str:
-    line = [sys.executable, "-m", "lightning_mgpu", "fit", *options, *GIVEN]
+def fit(place: str, *options: str) -> str:
+    line = [sys.executable, "-m", "lightning_mgpu", *PLACES[place], *options, *GIVEN]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    out = subprocess.check_output([*line, f"--trainer.devices={processes}"], env=env, text=True)
+    out = subprocess.check_output(line, env=env, text=True)
     return f" `{out.partition('fingerprint: ')[2].split()[0]}` |"
 
 
 if __name__ == "__main__":
-    print("| four replicas | 1 process | 2 processes | 4 processes |", "| --- " * 4 + "|", sep="\n")
+    print("| four replicas |", " | ".join(PLACES), "|")
+    print("| --- " * (1 + len(PLACES)) + "|")
     for row in NAMES or ROWS:
         print(f"| {row} |", end="", flush=True)
-        for processes, first in ((1, 4), (2, 1), (4, 2)):
+        for place in PLACES:
             with TemporaryDirectory() as run:
-                begin = first if row == "resumed" else processes
+                begin = FIRST[place] if row == "resumed" else place
                 found = fit(begin, *RUN, *ROWS[row], f"--run_dir={run}")
                 if row == "resumed":
-                    found = fit(processes, f"--resume={run}", "--trainer.max_epochs=2")
-            print(found, end="\n" if processes == 4 else "", flush=True)
+                    found = fit(place, f"--resume={run}", "--trainer.max_epochs=2")
+            print(found, end="", flush=True)
+        print()

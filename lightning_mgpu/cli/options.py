@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_mgpu.cli.strategy_names import strategy_config
+from lightning_mgpu.cli.strategy_names import full_path, strategy_config
 from lightning_mgpu.cli.yaml_files import find_config, read_config, read_default_config
 from lightning_mgpu.runs.checkpoints import read_checkpoint
 from lightning_mgpu.runs.directory import CONFIG, config_beside, find_run, flatten, read_run_json
@@ -113,7 +113,7 @@ def expand_names(args: list[str], given: dict[str, Any], base: dict[str, Any]) -
     helps = {"--help.all": "--help"}
     for key in ("model", "data"):
         helps[f"--{key}.help"] = f"--{key}.help={given.get(key) or base[key]['class_path']}"
-    args = [helps.get(arg, arg) for arg in args]
+    args = [full_path(helps.get(arg, arg)) for arg in args]
     flags = [arg for arg in args if arg.startswith(f"{STRATEGY}=")]
     options = [arg for arg in args if arg.startswith(f"{STRATEGY}.") and ".help=" not in arg]
     name = given.get("trainer.strategy") or (base.get("trainer") or {}).get("strategy") or "auto"

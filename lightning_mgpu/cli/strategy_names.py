@@ -6,7 +6,12 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_mgpu.tools import UsageError, did_you_mean
+from lightning_mgpu.tools import UsageError, did_you_mean, last_part
+
+OUR_FUNCTIONS = {  # by the argument of a strategy
+    "allreduce": "lightning_mgpu.allreduce.{}_allreduce",
+    "exchange": "lightning_mgpu.exchanges.{}",
+}
 
 
 def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
@@ -22,6 +27,19 @@ def find_strategy(name: str) -> tuple[Callable[..., Strategy], dict[str, Any]]:
             "Take auto, ddp, dp, manual_allreduce, or the path of a class: my_package.MyStrategy"
         )
     return found, {}
+
+
+def full_path(option: str) -> str:
+    """`--trainer.strategy.allreduce=ring`: the option with the path of what has this short name."""
+    flag, _, name = option.partition("=")
+    if flag == "--trainer.strategy.help" and name in StrategyRegistry:
+        config = strategy_config(name)
+        options = "".join(f" {key}={value}" for key, value in config["init_args"].items())
+        print(f"{name}: {config['class_path']}{options}\n")
+        return f"{flag}={config['class_path']}"
+    pattern = OUR_FUNCTIONS.get(last_part(flag), "")
+    path = pattern.format(name)
+    return f"{flag}={path}" if pattern and pydoc.locate(path) else option
 
 
 def make_strategy(name: str, **options: Any) -> Strategy | str:

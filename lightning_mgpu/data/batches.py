@@ -19,8 +19,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_mgpu.seeds import new_generator
-from lightning_mgpu.shards import ShardKeys, ShardReader, cut_indices
-from lightning_mgpu.shards.reader import only_shard
+from lightning_mgpu.shards.reader import ShardKeys, ShardReader, cut_indices, only_shard
 
 
 class GlobalBatchSampler(data.DistributedSampler):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.seeds import new_generator
-from lightning_mgpu.shards import BatchDataset
+from lightning_mgpu.shards.reader import BatchDataset
 
 
 @dataclass(eq=False)

@@ -1,13 +1,16 @@
 """What does an allreduce send, and how long would that take?
 
     python -m lightning_mgpu allreduce my_allreduce.chain_allreduce --devices 4
-    python -m lightning_mgpu allreduce textbook sharded ring --devices 8 --link nvlink --sweep
+    python -m lightning_mgpu allreduce textbook ring top_k --devices 8 --link nvlink --sweep
 
 An allreduce runs once, without numbers; an exchange on a random matrix. Times are computed: a round
 lasts as long as its largest message, no two pairs share a link, and sums take no time.
 """
 
+import pydoc
+from collections.abc import Callable
 from inspect import isgeneratorfunction
+from typing import Any
 
 import torch
 
@@ -25,10 +28,21 @@ LINKS = {  # seconds per message, and bytes per second in each direction
 }
 
 
+def locate(name: str) -> Any:
+    """A function of `exchanges`, which can be deleted."""
+    return pydoc.locate(f"lightning_mgpu.exchanges.{name}")
+
+
+def find(name: str) -> Callable[..., Any]:
+    """An exchange or an allreduce, by its short name or its path."""
+    found = locate(name)
+    return found if isgeneratorfunction(found) else find_allreduce(name)
+
+
 def allreduce_command(arguments: list[str]) -> None:
     parser = make_parser("allreduce", __doc__)
     add = parser.add_argument
-    add("names", nargs="+", help="textbook, ring, ..., or the path of a function")
+    add("names", nargs="+", help="textbook, ring, top_k, ..., or the path of a function")
     add("--devices", type=int, choices=range(1, 65), metavar="N", default=4)
     add("--mb", type=float, default=160, help="of each device's tensor (default: 160, the book's)")
     add("--link", choices=LINKS, default="pcie3", help=f"as in {SOURCE}")
@@ -37,7 +51,7 @@ def allreduce_command(arguments: list[str]) -> None:
     add("--sweep", action="store_true", help="draw times: 2 to 64 devices, and 1 KB to 7 GB")
     add("--picture", default="allreduce.png")
     args = parser.parse_args(arguments)
-    functions = {name: find_allreduce(name) for name in args.names}
+    functions = {name: find(name) for name in args.names}
     if args.sweep and any(map(isgeneratorfunction, functions.values())):
         parser.error("--sweep: not for an exchange, which runs on matrices of one size")
     latency, bandwidth = LINKS[args.link]
@@ -49,6 +63,7 @@ def allreduce_command(arguments: list[str]) -> None:
     for name, function in functions.items():
         if isgeneratorfunction(function):
             print(f"{name}: an exchange, on at most 512 x 512 numbers")
+            locate("check_exchange")(function)
         else:
             check_allreduce(function, [torch.device("cpu")] * args.devices)
     print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link}: {SOURCE})")

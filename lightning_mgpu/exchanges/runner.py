@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mgpu.shards import checksum
+from lightning_mgpu.shards.checksum import checksum
 
 Exchange = Generator[Any, Any, Any]
 MISSING, FINITE, NOT_FINITE = 0, 1, 2  # what a replica has of a parameter
@@ -184,7 +184,7 @@ def take_results(parameters: dict[str, Tensor], results: dict[str, Any]) -> dict
     for name, (first, *others) in results.items():
         p = parameters[name]
         if describe(first) != describe(p):
-            raise RuntimeError(f"{name}: {describe(first)} is returned, not {describe(p)}, like X")
+            raise RuntimeError(f"{name}: for X of {describe(p)} it returned {describe(first)}")
         if not all(torch.equal(to_bytes(each), to_bytes(first)) for each in others):
             raise RuntimeError(f"{name}: what is returned differs between replicas")
         found[p] = torch.empty_like(p).copy_(first)
@@ -201,7 +201,7 @@ def tensors_of(sent: Any) -> list[Tensor]:
 
 def describe(sent: Any) -> str:
     if isinstance(sent, Tensor):
-        return f"{tuple(sent.shape)} {sent.dtype} {sent.device.type}"
+        return f"shape {tuple(sent.shape)} ({sent.dtype}, {sent.device.type})"
     return str([*map(describe, sent)]) if isinstance(sent, (list, tuple)) else repr(sent)
 
 

@@ -22,7 +22,7 @@ from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of
 from lightning_mgpu.exchanges.local_sgd import exchange_and_step, nesterov
 from lightning_mgpu.exchanges.runner import exact, look_at_all, run_exchanges, to_bytes
-from lightning_mgpu.shards import checksum
+from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.buffers import read_buffers
 from lightning_mgpu.strategies.window import Gradients
@@ -43,6 +43,11 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         outer_lr, outer_momentum: Of the step of SGD with Nesterov momentum that is the default.
         replicas, ...: As for `ManualAllreduceStrategy`.
     """
+
+    why_weights_differ = (
+        "an exchange whose result depends on the replica or draws unseeded numbers, "
+        f"{ManualAllreduceStrategy.why_weights_differ}"
+    )
 
     def __init__(
         self,
@@ -278,7 +283,8 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         """Lightning calls this after `setup`, when a run is resumed."""
         if KEY in checkpoint:
             optimizers = self._restore(checkpoint[KEY])
-            checkpoint = {"optimizer_states": optimizers or checkpoint["optimizer_states"]}
+            states = optimizers or checkpoint["optimizer_states"]
+            checkpoint = {**checkpoint, "optimizer_states": states}
         elif self._is_stateful:
             raise MisconfigurationException(
                 "This checkpoint has no exchange's state: it is not a run's last.ckpt, or its run "

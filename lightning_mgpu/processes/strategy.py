@@ -33,9 +33,15 @@ from lightning_mgpu.processes.ends import (
     num_cores,
 )
 from lightning_mgpu.processes.meeting import CELL, Cells, gather, send_to_all, share_memory
-from lightning_mgpu.shards import Pass, ShardLoader, checksum, num_samples
+from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.shards.loader import Pass, ShardLoader
+from lightning_mgpu.shards.split_batch import num_samples
 
 DIFFER = "the processes do not run the same program"
+WEIGHTS_DIFFER = (
+    "an edit that depends on the rank, a value logged without sync_dist=True, or `loss.backward()` "
+    "in the place of `self.manual_backward(loss)`"
+)
 FACTS = {
     "seed": "draws other random numbers. Call seed_everything first, and draw as many everywhere",
     "batches": "has other batches. Seed all alike, and do not split a dataset by rank",
@@ -58,6 +64,7 @@ class ProcessPerDeviceStrategy(DDPStrategy):
     is_in_step = False  # of one of several replicas
     has_cores = False  # one for each process
     _averaged: Sequence[Any] = ()  # logged values of an evaluation
+    why_weights_differ = WEIGHTS_DIFFER
 
     @property
     def module(self) -> Any:
@@ -320,9 +327,8 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         digests = self.gather(np.array([*map(checksum, tensors.values())]), "weights")
         for process, i in np.argwhere(digests != digests[0]).tolist():
             raise RuntimeError(
-                f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by an "
-                "edit that depends on the rank, a value logged without sync_dist=True, or "
-                "`loss.backward()` in the place of `self.manual_backward(loss)`."
+                f"{DIFFER}: {[*tensors][i]} of process {process} is not that of process 0, by "
+                f"{self.why_weights_differ}."
             )
 
     def teardown(self) -> None:

@@ -9,29 +9,3 @@ place; its `Pass` hands batches to Lightning, knows the shares of their shards, 
 that processes compare (loader.py, checksum.py). A loader that does not tell its indices is read
 whole by every process, and its batches are cut (split_batch.py).
 """
-
-from lightning_mgpu.shards.checksum import checksum
-from lightning_mgpu.shards.loader import Pass, ShardLoader, shares_of_batch
-from lightning_mgpu.shards.reader import (
-    BatchDataset,
-    ShardKeys,
-    ShardReader,
-    Shards,
-    cut_indices,
-    shards_of,
-)
-from lightning_mgpu.shards.split_batch import num_samples
-
-__all__ = [
-    "BatchDataset",
-    "Pass",
-    "ShardKeys",
-    "ShardLoader",
-    "ShardReader",
-    "Shards",
-    "checksum",
-    "cut_indices",
-    "num_samples",
-    "shards_of",
-    "shares_of_batch",
-]

@@ -138,30 +138,20 @@ class ShardReader(Dataset):
             rows = torch.as_tensor(indices)
             tensors = dataset.tensors
             return [X.index_select(0, rows.to(X.device)).contiguous() for X in tensors]
-        shard = keys.seed, keys.number, replica
-        if hasattr(dataset, "__getitems__"):
-            seed_generators(shard[0], "shard", *shard[1:], devices=False)
-            samples = dataset.__getitems__(indices)
-        else:
-            samples = []
-            for place, index in enumerate(indices, start):
+        is_at_once, samples, what = hasattr(dataset, "__getitems__"), [], ""
+        try:
+            for place, index in enumerate([] if is_at_once else indices, start):
+                what = f"It was raised while sample {index} was read."
                 seed_generators(keys.seed, "sample", keys.number, place, devices=False)
-                samples.append(self._read_sample(dataset, index))
-            seed_generators(shard[0], "shard", *shard[1:], devices=False)
-        try:
-            return self.collate_fn(samples)
-        except Exception as error:
-            error.add_note(
-                f"`collate_fn` got the shard of the samples {indices}. Each shard is collated by "
-                "itself: a `collate_fn` that leaves samples out must leave one in each."
+                samples.append(dataset[index])
+            what = (
+                f"It was raised by the shard of the samples {indices}, which is collated by itself:"
+                " a `collate_fn` that leaves samples out must leave one in each shard."
             )
-            raise
-
-    def _read_sample(self, dataset: Any, index: Any) -> Any:
-        try:
-            return dataset[index]
+            seed_generators(keys.seed, "shard", keys.number, replica, devices=False)
+            return self.collate_fn(dataset.__getitems__(indices) if is_at_once else samples)
         except Exception as error:
-            error.add_note(f"It was raised while sample {index} was read.")
+            error.add_note(what)
             raise
 
 

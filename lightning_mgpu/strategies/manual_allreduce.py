@@ -22,12 +22,17 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import check_allreduce, textbook_allreduce
 from lightning_mgpu.processes import ProcessPerDeviceStrategy
 from lightning_mgpu.seeds import seed_generators
-from lightning_mgpu.shards import Shards, checksum, num_samples, shards_of, shares_of_batch
+from lightning_mgpu.shards.checksum import checksum
+from lightning_mgpu.shards.loader import shares_of_batch
+from lightning_mgpu.shards.reader import Shards, shards_of
+from lightning_mgpu.shards.split_batch import num_samples
 from lightning_mgpu.strategies.buffers import read_buffers, write_buffers
 from lightning_mgpu.strategies.exchange import Exchange
 from lightning_mgpu.strategies.loss import scale_gradient, split_loss
 from lightning_mgpu.strategies.sync_batchnorm import CPUSyncBatchNorm
 from lightning_mgpu.strategies.window import Gradients, Window, get_gradients, set_gradients
+
+SEED = "seed of steps"  # of the fit that a checkpoint is of
 
 
 class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
@@ -48,6 +53,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     _exchange: Exchange | None = None
     _window: Window | None = None
     _buffers: list[Tensor] | None = None  # of each replica here, until they are shared
+    _seed = 0  # for what the steps of this fit draw
 
     def __init__(
         self,
@@ -87,9 +93,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 self._layer_sync = CPUSyncBatchNorm()
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
-        self._seed = self.broadcast(torch.initial_seed())
+        # another one in a script's next fit, and the same after the same `seed_everything`
+        self._seed = self.broadcast(crc32(torch.get_rng_state().numpy().data))
         self._exchange, self._window, self._buffers = None, None, None
         self.is_in_step = self._is_blocked = False
+
+    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint({**checkpoint, SEED: self._seed}, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        self._seed = checkpoint.get(SEED, self._seed)
+        super().load_optimizer_state_dict(checkpoint)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks that move a batch are called per shard, and draw the same in any process."""

@@ -66,6 +66,12 @@ def test_a_strategy_by_its_name_takes_options(config: Config, tmp_path: Path) ->
         assert found["class_path"].endswith("ManualAllreduceStrategy")
         assert found["init_args"]["replicas"] == 3
         assert found["init_args"]["allreduce"].endswith("ring_allreduce")
+    for line, (name, path) in {
+        "manual_allreduce --trainer.strategy.allreduce=tree": ("allreduce", "tree_allreduce"),
+        "manual_allreduce --trainer.strategy.allreduce=math.fsum": ("allreduce", "math.fsum"),
+    }.items():
+        found = config("fit", *f"--trainer.strategy={line}".split())["trainer"]["strategy"]
+        assert found["init_args"][name].endswith(path)
     assert config("fit", "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
     own = "--trainer.strategy=lightning.pytorch.strategies.SingleDeviceStrategy"
     found = config("fit", own)["trainer"]["strategy"]
@@ -93,6 +99,7 @@ def test_help_shows_the_options_people_use_first(main: Callable, capfd: Any) -> 
         ("fit", "--help"): "--trainer.devices N",
         ("fit", "--help.all"): "--trainer.gradient_clip_val",
         ("fit", "--trainer.strategy.help=ManualAllreduceStrategy"): "--trainer.strategy.replicas",
+        ("fit", "--trainer.strategy.help=exchange_diloco"): "every=16 outer_lr=0.7",
         ("fit", "--model=ResNet18", "--model.help"): "--model.in_channels",
         ("fit", "--data.help"): "--data.crop_padding",
     }.items():

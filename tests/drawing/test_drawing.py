@@ -214,13 +214,15 @@ def test_command(main: Callable[..., int], tmp_path: Path, capsys: Any, monkeypa
     assert main(*line.split(), "--latency=0", "--bandwidth=1e6") == 0
     said = capsys.readouterr().out
     assert "an exchange, on at most 512 x 512 numbers" in said and "sends at most 1.5 n" in said
+    assert main("allreduce", "exact", "ring", "power_sgd") == 0
+    assert "power_sgd: 24 messages in 6 rounds" in capsys.readouterr().out
     assert main("allreduce", "tree", "--sweep", "--link=10gbe", "--picture=times.png") == 0
     assert Path("times.png").exists()
     for args, error in (
         (["mine.asks"], "cannot trace mine.py:"),
         (["mine.in_half_precision"], "mine.in_half_precision left device 0"),
         (["mine.is_for_two", "--devices=1"], "mine.is_for_two raised IndexError"),
-        (["mine.is_silent"], "is_silent: replicas send ["),
+        (["mine.is_silent"], "is_silent with torch.float32: RuntimeError: (), waiting"),
         (["mine.nothing"], "no allreduce 'mine.nothing'"),
         (["mine.exchange", "--sweep"], "--sweep: not for an exchange"),
     ):

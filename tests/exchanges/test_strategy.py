@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mgpu.data import batch_loader
 from lightning_mgpu.exchanges import ExchangeStrategy, exact, power_sgd, sign, top_k
-from lightning_mgpu.shards import checksum
+from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from tests.strategies.conftest import (
     Net,

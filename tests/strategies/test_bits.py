@@ -130,3 +130,20 @@ def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
     for each in four:
         each.pop("looks")
         assert each == digests
+
+
+def test_two_fits_of_a_script_draw_other_numbers(tmp_path: Path) -> None:
+    """Unless it is seeded again. A checkpoint keeps the seed of its fit."""
+
+    def draw(max_epochs: int = 1, ckpt_path: Path | None = None) -> list[float]:
+        module, trainer = Random(), new_trainer(2, precision="64-true", max_epochs=max_epochs)
+        trainer.fit(module, DataLoader(samples(), 10), ckpt_path=ckpt_path, weights_only=False)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return module.numbers
+
+    seed_everything(0)
+    first, second = draw(), draw()
+    resumed = draw(2, tmp_path / "last.ckpt")
+    seed_everything(0)
+    assert draw() == first != second
+    assert draw(2) == second + resumed
