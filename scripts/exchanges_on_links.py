@@ -67,10 +67,11 @@ class HookedDDP(DDPStrategy):
             "ddp local_sgd": (local, local_sgd.post_localSGD_hook),
         }
         state, hook = hooks.get(row.strip("*"), (None, None))
-        self.row, every = row, EVERY if "local" in row else None
-        self.every = every  # the network's table reads it
-        hooked = {"ddp_comm_state": state, "ddp_comm_hook": hook}
-        super().__init__(**hooked, model_averaging_period=every, **kwargs)  # type: ignore[arg-type]
+        self.row = row
+        self.every = every = EVERY if "local" in row else None  # the network's table reads it
+        super().__init__(
+            ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=every, **kwargs
+        )
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
