@@ -57,7 +57,7 @@ def test_every_block_runs(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    said: dict[str, str] = {}
+    outputs = []
     for line in LINES:
         _, *words = shlex.split(line)
         if words[0].endswith(".py"):
@@ -77,8 +77,7 @@ def test_every_block_runs(
         if "--trainer.devices=2" in words:
             options += TWO_REPLICAS
         assert main(*words[2:], *options) == 0, line
-        said[line] = capfd.readouterr().out
-    outputs = list(said.values())
+        outputs.append(capfd.readouterr().out)
     assert [len(axes.lines) for axes in defined["figure"].axes] == [2, 2], "two metrics, two runs"
 
     rows = list(csv.DictReader((kitchen / "runs" / "folder" / "predictions.csv").open()))
@@ -90,11 +89,6 @@ def test_every_block_runs(
         path = kitchen / "runs" / run / "checkpoints" / "last.ckpt"
         weight = torch.load(path, weights_only=True)["state_dict"]["net.conv1.weight"]
         assert torch.equal(weight, pretrained["conv1.weight"]) == is_equal
-
-    [look] = [out for line, out in said.items() if "my_look" in line]
-    norms = re.findall(r"replica \d on cpu: gradient (\S+), of all (\S+)", look)
-    assert len(norms) == 2 * 2, "two replicas, two steps"
-    assert norms[0][0] != norms[1][0] and norms[0][1] == norms[1][1]
 
     run_notebook(FILES["my_notebook.py"], root)
     classify = runpy.run_path("my_classify.py")["classify"]

@@ -34,7 +34,7 @@ def fingerprint(out: str) -> str:
     return line
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(280)
 def test_a_lost_machine_changes_no_bit(
     command: Any,

@@ -46,7 +46,8 @@ class GlobalBatchSampler(data.DistributedSampler):
         self.num_all = num_samples
         super().__init__(range(num_samples), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.batch_size = batch_size
-        self.smallest_batch = min(map(len, self._split(torch.arange(num_samples))), default=0)
+        self.sizes = [*map(len, self._split(torch.arange(num_samples)))]
+        self.smallest_batch = min(self.sizes, default=0)
         if self.smallest_batch < num_replicas:
             raise ValueError(
                 f"data.batch_size={batch_size} leaves a global batch of {self.smallest_batch} of "
@@ -74,7 +75,7 @@ class GlobalBatchSampler(data.DistributedSampler):
             yield keys
 
     def __len__(self) -> int:
-        return len(self._split(torch.arange(self.num_all)))
+        return len(self.sizes)
 
     def _split(self, order: Tensor) -> tuple[Tensor, ...]:
         if self.batch_size < 1:

@@ -1,9 +1,9 @@
 """Runs the exchanges of all parameters together.
 
 In a round, every exchange that is not over yields tensors. All of a replica's tensors travel in one
-row of bytes, and every process gets the rows of all replicas, by one message. What a round looks
-like is learned in the first step: the *plan*. A row goes in the planned length, beside a checksum
-of its layout, so that a round of another layout is noticed by all, and sent again.
+row of bytes, and every process gets the rows of all replicas, by one message. The layouts of all
+rounds are learned in the first step: the *plan*. A row goes in the planned length, beside a
+checksum of its layout, so that a round of another layout is noticed by all, and sent again.
 """
 
 from collections import UserDict
@@ -65,7 +65,7 @@ def run_exchanges(
         sent = {name: [each.send(received[name]) for each in running[name]] for name in running}
         is_over = not any(tensors_of(x) for xs in sent.values() for x in xs)
         if is_over and number == len(plan):
-            break  # a replica that goes on meets nobody: the others are at their next step's place
+            break  # a replica that goes on finds the others at the place of their next step
         rows = trade(sent, running, plan, number, meet, send)
         if rows is None:
             break

@@ -64,7 +64,7 @@ def wait(strategy: Any, late: Callable[[], Sequence[int]]) -> None:
 def num_cores() -> float:
     """The cores of this process: those that it may run on, or its container's quota of time."""
     cores: float = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # `max` is no number: there is no quota
+    with suppress(OSError, ValueError):  # without a quota there is no file, or `max`
         group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
         quota, period = Path("/sys/fs/cgroup", group, "cpu.max").read_text().split()
         cores = min(cores, int(quota) / int(period))

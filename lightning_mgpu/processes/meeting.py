@@ -28,11 +28,11 @@ def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
     Raises:
         ProcessEnded: If another process brings a row for another purpose, or has ended.
     """
-    room = (MESSAGE if strategy.cells is None else CELL - 8) - HEADER.itemsize
+    size = (MESSAGE if strategy.cells is None else CELL - 8) - HEADER.itemsize
     header = np.array([(len(row), purpose.encode())], HEADER)
-    cell = np.zeros(HEADER.itemsize + room, np.uint8)
+    cell = np.zeros(HEADER.itemsize + size, np.uint8)
     cell[: HEADER.itemsize] = header.view(np.uint8)
-    cell[HEADER.itemsize :][: len(row)] = row[:room]
+    cell[HEADER.itemsize :][: len(row)] = row[:size]
     cells = strategy.cells.gather(cell) if strategy.cells else send_to_all(strategy, cell)
     headers = cells[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
     if (headers != header).any():
@@ -40,8 +40,8 @@ def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
         where = ", ".join(places)
         raise ProcessEnded(f"the processes are at different places ({where}). {CAUSES}.")
     rows = cells[:, HEADER.itemsize :][:, : len(row)]
-    if len(row) > room:
-        rows = np.concatenate([rows, send_to_all(strategy, row[room:])], axis=1)
+    if len(row) > size:
+        rows = np.concatenate([rows, send_to_all(strategy, row[size:])], axis=1)
     return np.ascontiguousarray(rows)
 
 

@@ -156,7 +156,7 @@ class ShardReader(Dataset):
 
 
 def only_shard(shards: Shards) -> Any:
-    """The `collate_fn` of a loader that Lightning, or nobody, cuts into processes."""
+    """The `collate_fn` of a loader that is not in a `ShardLoader`."""
     return shards.shards[0]
 
 

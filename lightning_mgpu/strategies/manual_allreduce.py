@@ -395,7 +395,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             p.grad = total if before is None else before if total is None else before + total
 
     def _find_layout(self) -> dict[Tensor, Any]:
-        """What is exchanged: parameters that require a gradient, or did once; and buffers."""
+        """Parameters that require a gradient, or did once, and what processes must find alike."""
         known = self._exchange.layout if self._exchange else ()
         num_bytes = len(self._buffers[0]) if self._buffers else 0
         return {

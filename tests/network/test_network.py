@@ -137,28 +137,36 @@ def start_training(command: Any, *args: str) -> Any:
     return process, children(link)
 
 
+def fingerprint(command: Any, *args: str) -> tuple[str, str]:
+    """What a command prints, too."""
+    code, out, err = command(*args, timeout=200)
+    assert code == 0, f"{out}\n{err}"
+    return re.findall("fingerprint: (.*)", out)[0], out
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_same_bits_as_on_one_machine(command: Any, machines: None) -> None:
-    """With four machines; and with two of which one is killed, when one machine goes on."""
+    """With two of which one is killed, when one machine goes on."""
 
-    def fingerprint(*args: str) -> tuple[str, str]:
-        code, out, err = command(*args, timeout=200)
-        assert code == 0, f"{out}\n{err}"
-        return re.findall("fingerprint: (.*)", out)[0], out
-
-    whole, _ = fingerprint(*FIT, *ON_ONE)
-    found, out = fingerprint(*FAST, "--machines=4", *FIT)
-    rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
-    assert found == whole and [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert sum(float(row[1]) for row in rows) > 3 * 129_068 * 4 / 1e6  # LeNet's gradients
+    whole, _ = fingerprint(command, *FIT, *ON_ONE)
     process, workers = start_training(command, "--run_dir=killed")
     os.kill(workers[1], signal.SIGKILL)
     code, out, err = command.finish(process, timeout=100)
     assert code == 2 and "machine 1, exit status -9:" in out
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in err and "fit --resume=killed" in errors[0], err
-    assert fingerprint("fit", "--resume=killed", *ON_ONE)[0] == whole
+    assert fingerprint(command, "fit", "--resume=killed", *ON_ONE)[0] == whole
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(600)
+def test_four_machines(command: Any, machines: None) -> None:
+    found, out = fingerprint(command, *FAST, "--machines=4", *FIT)
+    rows = re.findall(r"^\| (\d) \| \S+ \| (\S+) \| \d+ % \| .*\d \|$", out, flags=re.MULTILINE)
+    assert found == fingerprint(command, *FIT, *ON_ONE)[0]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert sum(float(row[1]) for row in rows) > 3 * 129_068 * 4 / 1e6  # LeNet's gradients
 
 
 def test_the_command_of_the_page(main: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:

@@ -17,7 +17,7 @@ LENGTHS = [0, 1, 900, 1024, 4000, 4096, 9000]  # a cell has 4,096 bytes, a messa
 
 
 def new_strategy(in_memory: bool) -> Any:
-    """What a meeting asks of a strategy."""
+    """It has what a meeting asks of a strategy."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     strategy: Any = SimpleNamespace(

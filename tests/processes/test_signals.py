@@ -46,16 +46,17 @@ COMMAND = (
     *("--trainer.strategy=manual_allreduce", "--trainer.accelerator=cpu", "--data.batch_size=20"),
     "--data.source=synthetic",
 )
+COMMAND_SAYS = "error: process 1 was ended by SIGTERM; go on with: python -m lightning_mgpu"
 RUNS = (
     ("script", 0, "ProcessEnded: process 1 has ended: see any message above"),
-    ("command", 130, "error: process 1 was ended by SIGTERM; go on with: python -m lightning_mgpu"),
+    pytest.param("command", 130, COMMAND_SAYS, marks=pytest.mark.weekly),
 )
 SECONDS = 30  # two on an idle machine, which Python needs to end; `timeout` is five minutes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize(("name", "status", "said"), RUNS, ids=["script", "command"])
+@pytest.mark.parametrize(("name", "status", "said"), RUNS)
 def test_sigterm_ends_all_after_the_step(
     name: str, status: int, said: str, ranks: list[int], command: Any, tmp_path: Path
 ) -> None:

@@ -108,7 +108,7 @@ def test_setup_may_change_the_working_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["one_device", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("one_device", marks=pytest.mark.weekly), "ddp"])
 def test_kill_9(strategy: str, command: Any, own: Path, tmp_path: Path) -> None:
     """It is followed by SIGTERM, which ends the processes that the first one has started."""
     few = [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test")]
