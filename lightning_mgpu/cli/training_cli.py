@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -30,7 +30,7 @@ from lightning_mgpu.devices import devices
 from lightning_mgpu.processes import ProcessEnded
 from lightning_mgpu.runs import checkpoints
 from lightning_mgpu.runs.directory import CONFIG, RUN_DIR_ENV, name_run_dir
-from lightning_mgpu.runs.metrics import summarize
+from lightning_mgpu.runs.metrics import NoLogger, summarize
 from lightning_mgpu.runs.record import RunRecord, fingerprint
 from lightning_mgpu.runs.resume import find_last, refuse_changes
 from lightning_mgpu.runs.wandb_run import WandbOptions
@@ -172,7 +172,7 @@ class TrainingCLI(LightningCLI):
     def make_trainer(self, options: Namespace) -> Trainer:
         """A Trainer with the user's callbacks and loggers and those of a run."""
         users, is_dev_run = as_list(options.callbacks), bool(options.fast_dev_run)
-        loggers = as_list(options.logger) or [DummyLogger()] * is_dev_run
+        loggers = as_list(options.logger)
         if self.ckpt_path:  # which has the rate found
             users = [each for each in users if not isinstance(each, callbacks.LearningRateFinder)]
         bars = [sys.stdout.isatty(), *(isinstance(each, callbacks.ProgressBar) for each in users)]
@@ -198,7 +198,10 @@ class TrainingCLI(LightningCLI):
             "plugins": plugins if wrapping else [*plugins, whole_files],
         }
         with constructor_errors(TypeError):
-            return Trainer(**{**options, **changes})
+            trainer = Trainer(**{**options, **changes})
+        if is_dev_run:
+            trainer.loggers = [NoLogger()]
+        return trainer
 
     def run(self) -> None:
         """Evaluate; or train, test the best checkpoint and report."""

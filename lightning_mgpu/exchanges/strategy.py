@@ -21,7 +21,16 @@ from torch.optim import LBFGS
 from lightning_mgpu.allreduce import textbook_allreduce
 from lightning_mgpu.exchanges.check import check_exchange, path_of
 from lightning_mgpu.exchanges.local_sgd import exchange_and_step, nesterov
-from lightning_mgpu.exchanges.runner import exact, look_at_all, run_exchanges, to_bytes
+from lightning_mgpu.exchanges.runner import (
+    HEAD,
+    Early,
+    exact,
+    look_at_all,
+    run_exchanges,
+    start_early,
+    to_bytes,
+)
+from lightning_mgpu.processes.meeting import start_sending
 from lightning_mgpu.shards.checksum import checksum
 from lightning_mgpu.strategies import ManualAllreduceStrategy
 from lightning_mgpu.strategies.buffers import read_buffers
@@ -104,6 +113,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         first = self.global_rank * self.num_local
         self._states: dict[int, Any] = {first + i: {} for i in range(self.num_local)}
         self._plans: dict[Any, Any] = {}
+        self._last_looks: Tensor | None = None  # (k, parameters), of the step before
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
         self._num_updates = self._facts = 0
         self._weights: Gradients = {}  # the last common ones
@@ -117,16 +127,49 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             sums = {p: torch.empty_like(p).copy_(g) for p, g in replicas[0].items()}
         else:
             looks = look_at_all(self._named(), replicas)
+            early = self._start_early(looks, replicas)
             layout = crc32(repr((*self._find_layout().values(),)).encode())
             row = self.compare_facts("gradients", looks.numpy().ravel(), parameters=layout)
-            sums = self._run(replicas, row)
+            sums = self._run(replicas, row, self._keep_or_undo(early, row))
         self.set_sums(sums)
         self.num_bytes[1] += sum(p.nbytes for p in sums)
 
     def _named(self) -> dict[str, Tensor]:
         return dict(self.module.named_parameters())
 
-    def _run(self, replicas: list[Gradients], looks: np.ndarray) -> Gradients:
+    def _start_early(self, looks: Tensor, replicas: list[Gradients]) -> Early | None:
+        """Send a first round beside the meeting, if it can be like that of the step before.
+
+        So can all processes, or none: a process whose gradients look different sends zeros.
+        """
+        last = self._last_looks
+        plan = self._plans.get(tuple(last.amax(0).tolist())) if last is not None else None
+        # on GPUs, a process that fails meanwhile would leave the others in a kernel
+        if last is None or not plan or self.is_alone or self.root_device.type != "cpu":
+            return None
+        if not torch.equal(looks.amax(0), last.amax(0)):
+            zeros = torch.zeros(self.num_local, HEAD + plan[0].num_bytes, dtype=torch.uint8)
+            return Early({}, {}, {}, self._begin(zeros), {})
+        args = self._function, self._named(), replicas, self._states, last, plan, self._begin
+        return start_early(*args)
+
+    def _keep_or_undo(self, early: Early | None, row: np.ndarray) -> Early | None:
+        """An early round counts if the looks of every process are those of the step before."""
+        last = self._last_looks
+        self._last_looks = looks = torch.from_numpy(row.reshape(self.num_replicas, -1))
+        if early is None or last is None:
+            return None
+        by_process = looks.view(self.world_size, self.num_local, -1).amax(1)
+        if all(torch.equal(each, last.amax(0)) for each in by_process):
+            return early
+        early.receive()
+        for replica, kept in early.states.items():
+            self._states[replica] = kept
+        return None
+
+    def _run(
+        self, replicas: list[Gradients], looks: np.ndarray, early: Early | None = None
+    ) -> Gradients:
         """The exchange of all parameters. The replicas' buffers travel in its first round."""
         all_looks = torch.from_numpy(looks.reshape(self.num_replicas, -1))
         meet = partial(self.gather_rows, purpose="an exchange")
@@ -139,17 +182,29 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             meet,
             self._send,
             self._plans,
+            early,
         )
         self.share_buffers()  # if there was no round
         self.num_bytes[0] += n
         return results
 
     def _send(self, rows: Tensor) -> Tensor:
-        if not self._buffers:
-            return self.gather_rows(rows)
-        sent = self.gather_rows(torch.cat([rows, torch.stack(self._buffers)], dim=1))
-        super().share_buffers(sent[:, rows.shape[1] :].contiguous())
-        return sent[:, : rows.shape[1]]
+        return self._take_buffers(self.gather_rows(self._add_buffers(rows)), rows.shape[1])
+
+    def _begin(self, rows: Tensor) -> Callable[[], Tensor]:
+        """As `_send`, without waiting: a function that does."""
+        row = self._add_buffers(rows).flatten().numpy()
+        # by another group than a meeting's: a process may be at another place
+        receive, shape = start_sending(self, row, None), (self.num_replicas, -1)
+        return lambda: self._take_buffers(torch.from_numpy(receive()).view(shape), rows.shape[1])
+
+    def _add_buffers(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, torch.stack(self._buffers)], dim=1) if self._buffers else rows
+
+    def _take_buffers(self, sent: Tensor, num_bytes: int) -> Tensor:
+        if sent.shape[1] > num_bytes:
+            super().share_buffers(sent[:, num_bytes:].contiguous())
+        return sent[:, :num_bytes]
 
     def find_shares(self) -> list[float]:
         return [1.0] if self.every else super().find_shares()

@@ -7,6 +7,7 @@ that processes at different places of a program are told apart before they wait 
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -47,11 +48,20 @@ def gather(strategy: Any, row: np.ndarray, purpose: str) -> np.ndarray:
 
 def send_to_all(strategy: Any, row: np.ndarray) -> np.ndarray:
     """Rows of equal length, (P, n), by a message: all at once, not around a ring."""
+    return start_sending(strategy, row, strategy.host_group)()
+
+
+def start_sending(strategy: Any, row: np.ndarray, group: Any) -> Callable[[], np.ndarray]:
+    """Send a row, and return at once: a function that waits for the rows of all."""
     sent = torch.from_numpy(np.tile(row, strategy.world_size))
     received = torch.empty_like(sent)
-    group = strategy.host_group
-    finish(strategy, dist.all_to_all_single(received, sent, group=group, async_op=True))
-    return received.numpy().reshape(strategy.world_size, -1)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+    def receive() -> np.ndarray:
+        finish(strategy, work)
+        return received.numpy().reshape(strategy.world_size, -1)
+
+    return receive
 
 
 def finish(strategy: Any, work: Any, is_on_host: bool = True) -> None:

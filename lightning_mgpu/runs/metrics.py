@@ -28,12 +28,18 @@ class NoExperiment(DummyExperiment):
         return self
 
 
-class MetricsFile(DummyLogger):
+class NoLogger(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self._experiment = NoExperiment()
+
+
+class MetricsFile(NoLogger):
     """Writes `metrics.csv`; of a resumed run, rows after `num_steps` go, as they come again."""
 
     def __init__(self, run_dir: Path, num_steps: int | None) -> None:
         super().__init__()
-        self.run_dir, self._experiment = run_dir, NoExperiment()
+        self.run_dir = run_dir
         self.columns: list[str] = []
         if num_steps is not None:
             rows = [row for row in read_rows(run_dir) if None not in row.values()]  # not torn

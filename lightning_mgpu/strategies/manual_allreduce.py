@@ -119,23 +119,20 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.module.trainer.fit_loop.total_batch_idx == 1:
-            self.compare_weights()  # after the first update, and later before each checkpoint
+            self.compare_weights()  # after the first batch, and later before each checkpoint
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch, outputs = batch, []
         shards = shards_of(batch)
         if len(shards) != self.num_local:
-            raise MisconfigurationException("Several training loaders: leave out `replicas`.")
+            raise MisconfigurationException(
+                "Training loaders in a list or a dict: leave out `replicas`."
+            )
         if self.num_replicas == 1:
             return self._weigh([super().training_step(batch, *args, **kwargs)])
         before = self._look_at_weights()
+        self._read_edited_buffers(0)
         buffers = self._buffers or [read_buffers(self.module)] * self.num_local
-        is_edited = self._buffers and not torch.equal(buffers[0], read_buffers(self.module))
-        if self.num_local > 1 and is_edited:
-            raise MisconfigurationException(
-                "A hook has edited buffers between the batches of an update, of one of several "
-                "replicas here: edit them after the update, or leave out `replicas`."
-            )
         self._buffers = []
         for i, shard in enumerate(shards):
             if i > 0:
@@ -154,6 +151,17 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if not self.module.automatic_optimization:  # there may be no backward pass after them
             self.share_buffers()
         return self._weigh(outputs)
+
+    def _read_edited_buffers(self, i: int) -> None:
+        """Hooks may have edited the module's buffers, which are those of replica i here."""
+        if self._buffers:
+            edited = read_buffers(self.module, len(self._buffers[i]))
+            if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
+                raise MisconfigurationException(
+                    "A hook has edited buffers within an update, of one of several replicas here: "
+                    "edit them in `on_train_batch_end`, or leave out `replicas`."
+                )
+            self._buffers[i] = edited
 
     def _look_at_weights(self) -> Any:
         """Another value after an edit. A checksum waits for the device, but sees `.data`, too.
@@ -302,6 +310,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if factor != 1:
                 closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._read_edited_buffers(-1)
         window = self._open_window()
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -309,7 +318,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             window.keep([get_gradients(parameters)])
         else:
             window.keep(self._run_local_passes(window.gradients, parameters))
-        if self._buffers:  # as after the forward pass, until they are shared
+        if self._buffers:  # as before the backward pass, until they are shared
             write_buffers(module, self._buffers[0][None])
         if not self._is_blocked:
             self.exchange_gradients(window.gradients, window.mean_shares)
@@ -364,7 +373,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def _meet(
         self, exchange: Exchange | None, replicas: list[Gradients], layout: dict[Tensor, Any]
     ) -> Sequence[bool]:
-        """The meeting after a backward pass; which parameters have a gradient in any replica."""
+        """Write the gradients, and meet; returns which parameters have one in any replica."""
         has_gradient = np.zeros((self.num_local, 0), np.uint8)
         if exchange is not None:
             for i, gradients in enumerate(replicas):

@@ -40,6 +40,20 @@ class Images(Net):
         return F.cross_entropy(self.head(self.net(batch[0].view(-1, 2, 2, 2)).flatten(1)), batch[1])
 
 
+class Averages(Net):
+    """Hooks before the backward pass edit a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_edits", torch.zeros(()))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.num_edits += 1
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.num_edits += 1
+
+
 def data() -> DataLoader:
     return DataLoader(samples(), 10)
 
@@ -64,6 +78,7 @@ def classes_of_layers() -> list[str]:
 def fit_all() -> dict[str, Any]:
     runs = {name: attempt(fit, make, data(), sync_batchnorm=True) for name, make in SYNCED.items()}
     runs["plain"] = attempt(fit, Still, data())
+    runs["edited"] = attempt(fit, Averages, data())
     return {**runs, "classes": attempt(classes_of_layers)}
 
 
@@ -119,6 +134,12 @@ def test_sync_batchnorm_is_one_device(name: str, in_two_processes: list[Any]) ->
 
 def test_the_plain_layer_comes_back(in_two_processes: list[Any]) -> None:
     assert in_two_processes[0]["classes"] == ["SyncedBatchNorm", "BatchNorm1d"]
+
+
+def test_buffers_edited_before_the_backward_pass(in_two_processes: list[Any]) -> None:
+    for found in in_two_processes:
+        assert_close(found["edited"], fit(Averages, data()))
+    assert "A hook has edited buffers within an update" in attempt(fit, Averages, replicas=2)
 
 
 def test_a_buffer_made_in_a_step_is_refused() -> None:
