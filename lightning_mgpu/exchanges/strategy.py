@@ -110,8 +110,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
                 "LBFGS, and no GradScaler: bf16-mixed in place of 16-mixed. `every` also needs one "
                 "replica per process, no sync_batchnorm, and no callback that averages weights."
             )
-        first = self.global_rank * self.num_local
-        self._states: dict[int, Any] = {first + i: {} for i in range(self.num_local)}
+        self._states: dict[int, Any] = {replica: {} for replica in self.local_replicas}
         self._plans: dict[Any, Any] = {}
         self._last_looks: Tensor | None = None  # (k, parameters), of the step before
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum

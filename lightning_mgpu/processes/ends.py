@@ -119,9 +119,9 @@ def end_with_main_process(is_on: bool = True) -> None:
             raise ProcessEnded("the main process has ended")
 
 
-@cache  # one for all Trainers of a script: a group has threads and open connections
+@cache
 def host_group(world: Any, timeout: Any) -> Any:
-    """A gloo group of all processes."""
+    """A gloo group of all processes: one for all Trainers of a script, as it has threads."""
     atexit.register(destroy_groups)
     return dist.new_group(backend="gloo", timeout=timeout)
 

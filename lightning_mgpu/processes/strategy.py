@@ -84,7 +84,14 @@ class ProcessPerDeviceStrategy(DDPStrategy):
         return self.num_replicas // self.world_size
 
     @property
+    def local_replicas(self) -> range:
+        """The numbers of the replicas of this process, among all k."""
+        first = self.global_rank * self.num_local
+        return range(first, first + self.num_local)
+
+    @property
     def is_alone(self) -> bool:
+        """Whether there is one process, of one replica or of several."""
         return self.world_size == 1
 
     @property

@@ -43,9 +43,9 @@ class ShardLoader:
     """
 
     def __init__(self, loader: Any, strategy: Any, trains: bool) -> None:
-        k = strategy.num_replicas if trains else strategy.world_size
-        r = k // strategy.world_size
-        replicas = range(strategy.global_rank * r, (strategy.global_rank + 1) * r)
+        k, replicas = strategy.num_replicas, strategy.local_replicas
+        if not trains:  # one shard per process
+            k, replicas = strategy.world_size, range(rank := strategy.global_rank, rank + 1)
         own = {"strategy": strategy, "trains": trains, "num_shards": k, "replicas": replicas}
         if hasattr(loader, "state_dict"):  # Lightning looks among an instance's attributes
             own |= {name: getattr(loader, name) for name in ("state_dict", "load_state_dict")}

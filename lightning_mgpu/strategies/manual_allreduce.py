@@ -180,8 +180,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """Random numbers by batch and replica: dropout draws the same in any process."""
         self.keep_generators()
         batch_idx = self.module.trainer.fit_loop.total_batch_idx + 1  # -1 at the first transfer
-        replica = self.global_rank * self.num_local + i
-        seed_generators(self._seed, purpose, batch_idx, replica)
+        seed_generators(self._seed, purpose, batch_idx, self.local_replicas[i])
         yield
         self.put_back_generators()
 
@@ -349,8 +348,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         """Leave the sum over all replicas in the `grad` of every parameter. To be overridden.
 
         Args:
-            replicas: The gradients of each replica here: those of the window's batches, summed,
-                times the share of its shard, and GradScaler's scale.
+            replicas: The gradients of each of `local_replicas`, which may be edited: those of the
+                window's batches, summed, times the share of its shard, and GradScaler's scale.
             shares: The mean of these shares, so that `replicas[i] / shares[i]` is the replica's
                 own mean gradient.
         """
