@@ -18,7 +18,7 @@ from lightning_mgpu.runs.record import count_parameters
 
 @dataclass(eq=False)
 class RunOutput(Checkpoint):
-    """Prints and draws. Lightning calls a `Checkpoint` last, when all of an epoch is logged.
+    """Prints and draws. A `Checkpoint` is called last, when all of an epoch is logged.
 
     Args:
         header: Print a few lines about the run at its start.
@@ -38,16 +38,15 @@ class RunOutput(Checkpoint):
         self.notes: dict[str, str] = {}  # more lines of the header, label -> text
         self.seconds: list[float] = []  # of training, one per epoch of this process
         self.metrics_before: dict[str, Tensor] = {}  # logged before the epoch
-        self.elapsed = 0.0  # in this epoch
         self.started: float | None = None  # `None` while validation runs
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         batch = global_batch_size(trainer)  # warns
         if not self.header or not trainer.is_global_zero:
             return
         self.header = False
         replicas = getattr(trainer.strategy, "num_replicas", None) or len(devices(trainer))
-        strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
+        strategy, data = trainer.strategy, trainer.datamodule
         allreduce = getattr(strategy, "exchange", None) or getattr(strategy, "allreduce", None)
         how = f" ({getattr(allreduce, '__name__', type(allreduce).__name__)})" if allreduce else ""
         size = f"{count_parameters(pl_module):,} parameters"
@@ -56,7 +55,7 @@ class RunOutput(Checkpoint):
             "strategy": f"{type(strategy).__name__}{how} on {describe_devices(devices(trainer))}",
             "batch": f"{batch} global, {batch / replicas:g} per replica" if batch else "",
             "data": f"{type(data).__name__} {getattr(data, 'summary', '')}".strip() if data else "",
-            "run": "" if trainer.fast_dev_run else trainer.default_root_dir,  # type: ignore[attr-defined]
+            "run": "" if trainer.fast_dev_run else trainer.default_root_dir,
             **self.notes,
         }
         for label, text in lines.items():
@@ -74,7 +73,7 @@ class RunOutput(Checkpoint):
         if self.curve and self.seconds:
             draw_curve(trainer, upload=False)  # metrics.csv has all of the last epoch now
         self.metrics_before = dict(trainer.callback_metrics)
-        self.elapsed = 0.0
+        self.elapsed = 0.0  # in this epoch
         self.start_clock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -107,7 +106,7 @@ class RunOutput(Checkpoint):
 
 
 def global_batch_size(trainer: Trainer) -> int:
-    """The size of a batch, summed over processes. Warns if they train and do not share a batch."""
+    """The size of a batch, over all processes. Warns if they train on batches of their own."""
     loader = trainer.train_dataloader
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "whole_batches"):  # of `batch_loader`
@@ -116,14 +115,14 @@ def global_batch_size(trainer: Trainer) -> int:
     processes = 1 if hasattr(trainer.strategy, "num_replicas") else trainer.world_size
     if trainer.training and processes > 1:
         rank_zero_warn(
-            f"each of the {processes} processes takes batches of its own: make the loader with "
-            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer, shuffle=True)"
+            f"each of the {processes} processes takes batches of its own: make the loader by "
+            "lightning_mgpu.data.batch_loader(dataset, batch_size, self.trainer)"
         )
     return processes * (getattr(loader, "batch_size", None) or 0)
 
 
 def epoch_values(trainer: Trainer, before: dict[str, Tensor]) -> list[str]:
-    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch that is over; all if no name is known.
+    """['train_loss 0.4823', 'val_loss 0.5012'] of the epoch; all if no name is known.
 
     Lightning keeps values of earlier epochs; one that was logged again is another tensor.
     """

@@ -65,7 +65,7 @@ def one_line_errors(show_traceback: bool) -> Iterator[None]:
         text = "\n".join(line[:300] for line in lines[:6])
         notes = [note for note in getattr(error, "__notes__", ()) if note.endswith(SHOWS)]
         where = [*notes, f"{TRACEBACK_FLAG}{SHOWS}"][0]
-        rank = rank_zero_only.rank  # type: ignore[attr-defined]
+        rank = getattr(rank_zero_only, "rank", 0)
         if rank > 0:
             time.sleep(1)  # the first process, if it ends by the same, ends this one meanwhile
             text = f"[process {rank}] {text}"

@@ -266,7 +266,7 @@ class TrainingCLI(LightningCLI):
             # Lightning exits with 1 in its handler of Ctrl-C
             is_ctrl_c = KeyboardInterrupt in (type(error), type(error.__context__))
             return SystemExit(130 if is_ctrl_c else getattr(error, "code", None) or 1)
-        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+        if getattr(rank_zero_only, "rank", 0) > 0:
             return error  # only the first process names a way on
         if isinstance(error, ProcessEnded) or "/gloo/transport/" in str(error):
             return ProcessEnded(f"{str(error).partition('. This is ')[0]}; {way_on}")

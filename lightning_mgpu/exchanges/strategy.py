@@ -101,8 +101,11 @@ class ExchangeStrategy(ManualAllreduceStrategy):
         has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
         has_lbfgs = any(isinstance(each, LBFGS) for each in self.optimizers)
         is_wrong = has_scaler or has_lbfgs or not self.module.automatic_optimization
-        averages = WeightAveraging, StochasticWeightAveraging
-        has_average = any(isinstance(each, averages) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        averages, callbacks = (
+            (WeightAveraging, StochasticWeightAveraging),
+            vars(trainer)["callbacks"],
+        )
+        has_average = any(isinstance(each, averages) for each in callbacks)
         is_apart = self.num_local > 1 or self._layer_sync is not None or has_average
         if (self.every and is_apart) or (self._is_stateful and is_wrong):
             raise MisconfigurationException(

@@ -92,7 +92,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         accumulates = module.trainer.accumulate_grad_batches > 1
         is_odd = None in losses or len({weight is None for weight in weights}) > 1
-        refuse(is_odd, "needs a loss of every shard, and a weight of all or of none")
+        refuse(is_odd, "needs a loss of every shard, and weights of all or none")
         refuse(has_weights and accumulates, "takes no weights where gradients are accumulated")
         shares = weights if has_weights else sizes
         # a loss with weight 0 may be NaN: it does not count

@@ -1,4 +1,4 @@
-"""The output of a `training_step`: `{"loss": loss, "weight": n}` is a mean over n things."""
+"""The output of a step: `{"loss": loss, "weight": n}` is a mean over n things."""
 
 import math
 from collections.abc import Mapping

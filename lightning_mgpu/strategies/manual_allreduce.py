@@ -166,8 +166,8 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
     def _look_at_weights(self) -> Any:
         """Another value after an edit. A checksum waits for the device, but sees `.data`, too.
 
-        So it is of all weights in two steps, and else of the beginning of those that are edited
-        by hand, because they require no gradient.
+        It is of all weights in two steps, and else of the beginning of those without a gradient,
+        which are edited by hand.
         """
         weights = [*self.module.parameters()] if self.num_local > 1 else []
         looked_at = [p.detach().flatten()[:256] for p in weights if not p.requires_grad]
@@ -198,7 +198,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                 results.batch_size = sum(map(num_samples, batch.shards))
 
     def share_buffers(self, rows: Tensor | None = None) -> None:
-        """Set the buffers by those of all replicas, given (k, bytes), if they differ."""
+        """Set the buffers by those of all replicas, (k, bytes), if they differ."""
         if rows is None and self._buffers and len(self._buffers[0]):
             rows = self.gather_rows(torch.stack(self._buffers), "buffers")
         if rows is not None:
@@ -275,12 +275,13 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
         if not has_weights:
             shares, total = self.find_shares(), None
         else:  # their sum is known nowhere else
-            all_weights = self.gather_weights(np.array(weights, np.float64))
+            here = np.array(weights, np.float64)
+            all_weights = self.gather_weights(here)
             total = float(all_weights.sum())
             if not np.isfinite(total) or (0 in all_weights and self._layer_sync):
                 what = "their sum must be finite, and with sync_batchnorm each > 0"
                 raise ValueError(f"Losses of a batch have weights {all_weights.tolist()}: {what}.")
-            shares = [weight / total if total else 0.0 for weight in weights]  # type: ignore[operator]
+            shares = (here / (total or 1.0)).tolist()
         self._my_share = sum(shares)
         return window.add(shares, total)
 

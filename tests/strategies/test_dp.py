@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a weight of a shard": (
         lambda: Unequal(lambda loss: {"loss": loss, "weight": 1}),
         {},
-        "a weight of all or of none",
+        "weights of all or none",
     ),
     "weights in a window": (Weighted, {"accumulate_grad_batches": 2}, "takes no weights where"),
     "one device": (Weighted, {"accumulate_grad_batches": 2, "devices": 1}, "takes no weights"),
