@@ -8,7 +8,6 @@ lasts as long as its largest message, no two pairs share a link, and sums take n
 """
 
 import pydoc
-from collections.abc import Callable
 from inspect import isgeneratorfunction
 from typing import Any
 
@@ -28,15 +27,10 @@ LINKS = {  # seconds per message, and bytes per second in each direction
 }
 
 
-def locate(name: str) -> Any:
-    """A function of `exchanges`, which can be deleted."""
-    return pydoc.locate(f"lightning_mgpu.exchanges.{name}")
-
-
-def find(name: str) -> Callable[..., Any]:
-    """An exchange or an allreduce, by its short name or its path."""
-    found = locate(name)
-    return found if isgeneratorfunction(found) else find_allreduce(name)
+def find(name: str) -> Any:
+    """A function by its short name or its path. The exchanges can be deleted."""
+    found = pydoc.locate(f"lightning_mgpu.exchanges.{name}")
+    return found if callable(found) else find_allreduce(name)
 
 
 def allreduce_command(arguments: list[str]) -> None:
@@ -63,7 +57,7 @@ def allreduce_command(arguments: list[str]) -> None:
     for name, function in functions.items():
         if isgeneratorfunction(function):
             print(f"{name}: an exchange, on at most 512 x 512 numbers")
-            locate("check_exchange")(function)
+            find("check_exchange")(function)
         else:
             check_allreduce(function, [torch.device("cpu")] * args.devices)
     print(f"{1e6 * link[0]:g} us per message, {link[1] / 1e9:g} GB/s ({args.link}: {SOURCE})")

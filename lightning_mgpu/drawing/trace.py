@@ -98,8 +98,6 @@ def trace_exchange(exchange: Callable, k: int, numel: int) -> Trace:
     while True:
         sent = [step.send(sent) for step in steps]
         sizes = [sum(t.nbytes for t in tree_leaves(each)) for each in sent]
-        if sizes != [sizes[0]] * k:
-            raise ValueError(f"{exchange.__name__}: replicas send {sizes} bytes, not equally many")
         if not sizes[0]:
             return result
         for shift in range(1, k):  # in a round, all send and all receive

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_mgpu.exchanges.runner import run_exchanges
+from lightning_mgpu.exchanges.runner import drive, look_at_all, run_exchanges
 
 SHAPES = ((), (7,), (24, 30), (6, 4, 5, 5))
 
@@ -50,7 +50,8 @@ def call_three_times(exchange: Any, k: int, like: dict[str, Tensor]) -> bytes:
             {p: torch.randn(p.shape, generator=generator).to(p) for p in like.values()}
             for _ in states
         ]
-        results, _ = run_exchanges(exchange, like, replicas, states)
+        looks = look_at_all(like, replicas)
+        results, _ = drive(run_exchanges(exchange, like, replicas, states, looks, k))
         returned += results.values()
     torch.save(move_data_to_device([returned, states], "cpu"), content := BytesIO())
     return content.getvalue()

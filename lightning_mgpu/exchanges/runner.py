@@ -12,11 +12,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mgpu.shards.checksum import checksum
 
+Looks = tuple[int, ...]  # of each parameter
 Exchange = Generator[Any, Any, Any]
 HEAD = 8  # bytes of a checksum before a row
 MISSING, FINITE, NOT_FINITE = 0, 1, 2  # what a replica has of a parameter
@@ -28,16 +28,6 @@ class Layout(NamedTuple):
 
     checksum: int
     num_bytes: int
-
-
-class Early(NamedTuple):
-    """A first round on its way, while only this process's looks are known, not those of all."""
-
-    running: dict[str, list[Any]]
-    results: dict[str, list[Any]]
-    sent: dict[str, list[Any]]
-    receive: Callable[[], Tensor]  # the rows of all replicas
-    states: dict[int, Any]  # as they were before it
 
 
 class State(UserDict):
@@ -57,33 +47,29 @@ def run_exchanges(
     parameters: dict[str, Tensor],
     replicas: list[dict[Tensor, Tensor]],  # the X of each replica here, by parameter
     states: Mapping[int, dict[Any, Any]],  # of the same replicas, by number; kept for the next step
-    looks: Tensor | None = None,  # (k, parameters): of all replicas, from `look_at_all`
-    meet: Gather = Tensor.detach,  # of short rows, where processes may be at different places
-    send: Gather = Tensor.detach,
-    plans: dict[Any, list[Layout]] | None = None,  # of every round, for the looks of a step
-    early: Early | None = None,  # its first round, if the looks are those of the step before
-) -> tuple[dict[Tensor, Tensor], int]:
-    """Returns the results, in memory laid out like the parameters, and a replica's bytes sent.
+    looks: Looks,  # of all replicas
+    num_replicas: int,  # k
+    plans: dict[Looks, list[Layout]] | None = None,  # of every round
+) -> Generator[tuple[Tensor, bool], Tensor, tuple[dict[Tensor, Tensor], int]]:
+    """Yields rows (r, n) of the replicas here, and whether processes may be at different places.
+
+    It gets the rows (k, n) of all replicas. Returns the results, in memory laid out like the
+    parameters, and the number of bytes that a replica has sent.
 
     Raises:
         RuntimeError: If replicas send or return what does not fit together.
     """
-    gathered = look_at_all(parameters, replicas) if looks is None else looks
-    look_of = dict(zip(parameters, gathered.amax(0).tolist()))
-    if early is None:
-        running, results = start(exchange, parameters, look_of, replicas, states, len(gathered))
-    else:
-        running, results = early.running, early.results
-    plan = [] if plans is None else plans.setdefault(tuple(look_of.values()), [])
+    look_of = dict(zip(parameters, looks))
+    running, results = start(exchange, parameters, look_of, replicas, states, num_replicas)
+    plan = [] if plans is None else plans.setdefault(looks, [])
     received: dict[str, Any] = dict.fromkeys(running)
     num_bytes = 0
     for number in count():
-        first = early if number == 0 else None
-        sent = advance(running, received) if first is None else first.sent
+        sent = {name: [each.send(received[name]) for each in running[name]] for name in running}
         is_over = not any(tensors_of(x) for xs in sent.values() for x in xs)
         if is_over and number == len(plan):
             break  # a replica that goes on finds the others at the place of their next step
-        rows = trade(sent, running, plan, number, meet, send, first and first.receive)
+        rows = yield from trade(sent, running, plan, number)
         if rows is None:
             break
         received = unpack(sent, rows)
@@ -91,10 +77,21 @@ def run_exchanges(
     return take_results(parameters, results), num_bytes
 
 
-def look_at_all(parameters: dict[str, Tensor], replicas: list[dict[Tensor, Tensor]]) -> Tensor:
-    """What each replica here has of each parameter, (r, parameters)."""
-    looks = [[look_at(each.get(p)) for p in parameters.values()] for each in replicas]
-    return torch.tensor(looks, dtype=torch.uint8)
+def drive(
+    run: Any, meet: Gather = Tensor.detach, send: Gather = Tensor.detach, rows: Any = None
+) -> Any:
+    """Carry the rows of `run_exchanges`, which gets `rows` first; returns what it returns."""
+    try:
+        while True:
+            own, is_meeting = run.send(rows)
+            rows = (meet if is_meeting else send)(own)
+    except StopIteration as end:
+        return end.value
+
+
+def look_at_all(parameters: dict[str, Tensor], replicas: list[dict[Tensor, Tensor]]) -> Looks:
+    """The most that any replica here has of each parameter."""
+    return tuple(max(look_at(each.get(p)) for each in replicas) for p in parameters.values())
 
 
 def start(
@@ -133,30 +130,10 @@ def endless(generator: Exchange, results: list[Any]) -> Generator[Any, Any, Any]
         yield ()
 
 
-def start_early(
-    exchange: Any,
-    parameters: dict[str, Tensor],
-    replicas: list[dict[Tensor, Tensor]],
-    states: Mapping[int, dict[Any, Any]],
-    last: Tensor,  # the looks (k, parameters) of the step before
-    plan: list[Layout],  # for these looks
-    begin: Callable[[Tensor], Callable[[], Tensor]],  # sends rows, and does not wait for others
-) -> Early:
-    """Send a first round as if every process saw what it saw in the step before."""
-    before = apply_to_collection(dict(states), Tensor, Tensor.clone)
-    expected = dict(zip(parameters, last.amax(0).tolist()))
-    running, results = start(exchange, parameters, expected, replicas, states, len(last))
-    sent = advance(running, dict.fromkeys(running))
-    return Early(running, results, sent, begin(pack(*lay_out(sent), plan[0])), before)
-
-
-def advance(running: dict[str, list[Any]], received: dict[str, Any]) -> dict[str, list[Any]]:
-    """Give exchanges what they have received; returns what they send next, for each replica."""
-    return {name: [each.send(received[name]) for each in running[name]] for name in running}
-
-
-def lay_out(sent: dict[str, list[Any]]) -> tuple[list[Layout], list[Tensor]]:
-    """A row (bytes) for each replica here, of all that it sends, and how it is laid out."""
+def trade(
+    sent: dict[str, list[Any]], running: dict[str, list[Any]], plan: list[Layout], number: int
+) -> Generator[tuple[Tensor, bool], Tensor, Tensor | None]:
+    """Returns the rows of all replicas in a round (k, bytes), or None if all exchanges are over."""
     by_replica = [*zip(*sent.values())]
     rows = [
         torch.cat([to_bytes(X) for x in xs for X in tensors_of(x)] or [torch.empty(0).byte()])
@@ -165,49 +142,32 @@ def lay_out(sent: dict[str, list[Any]]) -> tuple[list[Layout], list[Tensor]]:
     layouts = [
         Layout(checksum([*map(describe, xs)]), len(row)) for xs, row in zip(by_replica, rows)
     ]
-    return layouts, rows
-
-
-def pack(layouts: list[Layout], rows: list[Tensor], planned: Layout) -> Tensor:
-    """Rows of the planned length, or zeros, each behind the checksum of its layout."""
-    heads = torch.tensor([layout.checksum for layout in layouts], device=rows[0].device)[:, None]
-    fits = all(layout == planned for layout in layouts)
-    body = torch.stack(rows) if fits else heads.new_zeros(len(rows), planned.num_bytes).byte()
-    return torch.cat([heads.view(torch.uint8), body], dim=1)
-
-
-def trade(
-    sent: dict[str, list[Any]],
-    running: dict[str, list[Any]],
-    plan: list[Layout],
-    number: int,
-    meet: Gather,
-    send: Gather,
-    receive: Callable[[], Tensor] | None,  # if the planned message is on its way
-) -> Tensor | None:
-    """The rows of all replicas in a round (k, bytes), or None if all exchanges are over."""
-    layouts, rows = lay_out(sent)
     planned = plan[number] if number < len(plan) else None
+    heads = torch.tensor([[each.checksum] for each in layouts], device=rows[0].device)
     if planned is None:
-        heads = meet(torch.tensor([[each.checksum] for each in layouts], device=rows[0].device))
+        heads = yield heads, True
     else:
-        gathered = receive() if receive else send(pack(layouts, rows, planned))
+        fits = all(layout == planned for layout in layouts)
+        body = torch.stack(rows) if fits else heads.new_zeros(len(rows), planned.num_bytes).byte()
+        gathered = yield torch.cat([heads.view(torch.uint8), body], dim=1), False
         heads, body = gathered[:, :HEAD].contiguous().view(torch.int64), gathered[:, HEAD:]
         if (heads == planned.checksum).all():
             return body
     if (heads != layouts[0].checksum).any():
-        refuse_unequal([*zip(*sent.values())], running, meet)
+        yield from refuse_unequal(by_replica, running)
     plan[number : number + 1] = [layouts[0]] if layouts[0].num_bytes else []
     if not layouts[0].num_bytes:
         del plan[number:]
         return None
-    return send(torch.stack(rows))
+    return (yield torch.stack(rows), False)
 
 
-def refuse_unequal(by_replica: list[Any], running: dict[str, list[Any]], meet: Gather) -> None:
+def refuse_unequal(
+    by_replica: list[Any], running: dict[str, list[Any]]
+) -> Generator[tuple[Tensor, bool], Tensor, None]:
     """Find out which parameter is sent in different layouts, and where its exchange waits."""
     layouts = [[checksum(describe(x)) for x in xs] for xs in by_replica]
-    checksums = meet(torch.tensor(layouts))
+    checksums = yield torch.tensor(layouts), True
     for replica, i in (checksums != checksums[0]).nonzero().tolist():
         name, waiting = [*running.items()][i]
         lines = [each.gi_yieldfrom.gi_frame.f_lineno for each in waiting if each.gi_yieldfrom]

@@ -2,10 +2,11 @@
 
 from collections import ChainMap
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -23,11 +24,11 @@ from lightning_mgpu.exchanges.check import check_exchange, path_of
 from lightning_mgpu.exchanges.local_sgd import exchange_and_step, nesterov
 from lightning_mgpu.exchanges.runner import (
     HEAD,
-    Early,
+    Looks,
+    drive,
     exact,
     look_at_all,
     run_exchanges,
-    start_early,
     to_bytes,
 )
 from lightning_mgpu.processes.meeting import start_sending
@@ -37,6 +38,15 @@ from lightning_mgpu.strategies.buffers import read_buffers
 from lightning_mgpu.strategies.window import Gradients
 
 KEY, LAST = "exchange", "last.ckpt"  # in a checkpoint; the only file with states, which are large
+
+
+class Early(NamedTuple):
+    """A first round on its way, while what all processes see is not known."""
+
+    run: Any | None  # the exchanges, if this process has started them
+    states: dict[int, Any]  # as they were before it
+    num_bytes: int  # of a row, without buffers
+    receive: Callable[[], np.ndarray]
 
 
 class ExchangeStrategy(ManualAllreduceStrategy):
@@ -115,7 +125,9 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             )
         self._states: dict[int, Any] = {replica: {} for replica in self.local_replicas}
         self._plans: dict[Any, Any] = {}
-        self._last_looks: Tensor | None = None  # (k, parameters), of the step before
+        self._last_looks: Looks = ()  # of the step before
+        self._expected: Looks = ()  # the same, if the step before that one had them, too
+        self._num_buffer_bytes = 0  # in the last first round
         self.num_bytes = np.zeros(2)  # sent by one replica: by this exchange, by the exact sum
         self._num_updates = self._facts = 0
         self._weights: Gradients = {}  # the last common ones
@@ -131,74 +143,66 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             looks = look_at_all(self._named(), replicas)
             early = self._start_early(looks, replicas)
             layout = crc32(repr((*self._find_layout().values(),)).encode())
-            row = self.compare_facts("gradients", looks.numpy().ravel(), parameters=layout)
-            sums = self._run(replicas, row, self._keep_or_undo(early, row))
+            row = self.compare_facts("gradients", np.array(looks, np.uint8), parameters=layout)
+            sums = self._run(replicas, tuple(row.max(axis=0, initial=0).tolist()), early)
         self.set_sums(sums)
         self.num_bytes[1] += sum(p.nbytes for p in sums)
 
     def _named(self) -> dict[str, Tensor]:
         return dict(self.module.named_parameters())
 
-    def _start_early(self, looks: Tensor, replicas: list[Gradients]) -> Early | None:
-        """Send a first round beside the meeting, if it can be like that of the step before.
+    def _start_early(self, looks: Looks, replicas: list[Gradients]) -> Early | None:
+        """Send a first round beside the meeting, as if this step looked like the two before it.
 
-        So can all processes, or none: a process whose gradients look different sends zeros.
+        All processes send a row of the same length, or none does. One that sees more than is
+        expected sends zeros, and then no process keeps the round.
         """
-        last = self._last_looks
-        plan = self._plans.get(tuple(last.amax(0).tolist())) if last is not None else None
-        # on GPUs, a process that fails meanwhile would leave the others in a kernel
-        if last is None or not plan or self.is_alone or self.root_device.type != "cpu":
+        expected, plan = self._expected, self._plans.get(self._expected)
+        # between GPUs, a process that fails meanwhile would leave the others in a kernel
+        is_slow = not self.is_alone and self.cells is None and self.root_device.type == "cpu"
+        if not plan or not is_slow:
             return None
-        if not torch.equal(looks.amax(0), last.amax(0)):
-            zeros = torch.zeros(self.num_local, HEAD + plan[0].num_bytes, dtype=torch.uint8)
-            return Early({}, {}, {}, self._begin(zeros), {})
-        args = self._function, self._named(), replicas, self._states, last, plan, self._begin
-        return start_early(*args)
+        num_bytes = HEAD + plan[0].num_bytes
+        num_buffer_bytes = len(self._buffers[0]) if self._buffers else 0
+        is_alike = num_buffer_bytes == self._num_buffer_bytes and len(looks) == len(expected)
+        states, run = deepcopy(self._states), None
+        if is_alike and all(here <= most for here, most in zip(looks, expected)):
+            run = self._new_run(replicas, expected)
+            rows = self._add_buffers(next(run)[0])
+        else:
+            length = num_bytes + self._num_buffer_bytes
+            rows = torch.zeros(self.num_local, length, dtype=torch.uint8)
+        # by another group than a meeting's: a process may be at another place
+        return Early(run, states, num_bytes, start_sending(self, rows.flatten().numpy(), None))
 
-    def _keep_or_undo(self, early: Early | None, row: np.ndarray) -> Early | None:
-        """An early round counts if the looks of every process are those of the step before."""
-        last = self._last_looks
-        self._last_looks = looks = torch.from_numpy(row.reshape(self.num_replicas, -1))
-        if early is None or last is None:
-            return None
-        by_process = looks.view(self.world_size, self.num_local, -1).amax(1)
-        if all(torch.equal(each, last.amax(0)) for each in by_process):
-            return early
-        early.receive()
-        for replica, kept in early.states.items():
-            self._states[replica] = kept
-        return None
+    def _new_run(self, replicas: list[Gradients], looks: Looks) -> Any:
+        named, k = self._named(), self.num_replicas
+        return run_exchanges(self._function, named, replicas, self._states, looks, k, self._plans)
 
     def _run(
-        self, replicas: list[Gradients], looks: np.ndarray, early: Early | None = None
+        self, replicas: list[Gradients], looks: Looks, early: Early | None = None
     ) -> Gradients:
         """The exchange of all parameters. The replicas' buffers travel in its first round."""
-        all_looks = torch.from_numpy(looks.reshape(self.num_replicas, -1))
+        run = rows = None
+        if early is not None:
+            received = torch.from_numpy(early.receive()).view(self.num_replicas, -1)
+            if early.run and looks == self._expected:  # then every process has started one
+                run, rows = early.run, self._take_buffers(received, early.num_bytes)
+            else:
+                self._states = early.states
+                self.num_bytes[0] += early.num_bytes
+        self._expected = looks if looks == self._last_looks else ()
+        self._last_looks = looks
+        self._num_buffer_bytes = len(self._buffers[0]) if self._buffers else self._num_buffer_bytes
         meet = partial(self.gather_rows, purpose="an exchange")
-        results, n = run_exchanges(
-            self._function,
-            self._named(),
-            replicas,
-            self._states,
-            all_looks,
-            meet,
-            self._send,
-            self._plans,
-            early,
-        )
-        self.share_buffers()  # if there was no round
+        results, n = drive(run or self._new_run(replicas, looks), meet, self._send, rows)
+        if self._buffers:  # there was no round
+            self.share_buffers()
         self.num_bytes[0] += n
         return results
 
     def _send(self, rows: Tensor) -> Tensor:
         return self._take_buffers(self.gather_rows(self._add_buffers(rows)), rows.shape[1])
-
-    def _begin(self, rows: Tensor) -> Callable[[], Tensor]:
-        """As `_send`, without waiting: a function that does."""
-        row = self._add_buffers(rows).flatten().numpy()
-        # by another group than a meeting's: a process may be at another place
-        receive, shape = start_sending(self, row, None), (self.num_replicas, -1)
-        return lambda: self._take_buffers(torch.from_numpy(receive()).view(shape), rows.shape[1])
 
     def _add_buffers(self, rows: Tensor) -> Tensor:
         return torch.cat([rows, torch.stack(self._buffers)], dim=1) if self._buffers else rows
@@ -261,17 +265,17 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             p.copy_(rows.view(p.dtype).mean(0).view(p.shape))
         self._weights = {}
 
-    def _compare_since_last(self, differences: Gradients) -> tuple[np.ndarray, np.ndarray]:
+    def _compare_since_last(self, differences: Gradients) -> tuple[Looks, np.ndarray]:
         """The meeting of an exchange of weights, about what has happened since the last one.
 
-        Returns all looks (k, parameters), and which parameters without a gradient have moved.
+        Returns the looks, and which parameters without a gradient have moved.
         """
         trained = self._find_trained()
         if {*trained} != {*self._weights} or {*self._find_still()} != {*self._still}:
             raise RuntimeError("Between two exchanges of weights, `requires_grad` must not change.")
         lrs = [group["lr"] for each in self.optimizers for group in each.param_groups]
         facts = np.array([self._facts, checksum(lrs), len(trained)]).view(np.uint8)
-        looks = look_at_all(self._named(), [differences]).numpy().ravel()
+        looks = np.array(look_at_all(self._named(), [differences]), np.uint8)
         moved = np.array([checksum(p) != value for p, value in self._still.items()], np.uint8)
         rows = self.gather(np.concatenate([facts, looks, moved]), "weights to exchange")
         numbers = np.ascontiguousarray(rows[:, : len(facts)]).view(np.int64)
@@ -284,7 +288,7 @@ class ExchangeStrategy(ManualAllreduceStrategy):
             )
         self._facts = 0
         all_looks, all_moved = np.split(rows[:, len(facts) :], [len(looks)], axis=1)
-        return np.ascontiguousarray(all_looks), all_moved.max(axis=0, initial=0)
+        return tuple(all_looks.max(axis=0).tolist()), all_moved.max(axis=0, initial=0)
 
     def share_buffers(self, rows: Tensor | None = None) -> None:
         """With `every` they are shared when weights are, and not in every step."""

@@ -94,7 +94,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
         # another one in a script's next fit, and the same after the same `seed_everything`
-        self._seed = self.broadcast(crc32(torch.get_rng_state().numpy().data))
+        self._seed = crc32(torch.get_rng_state().numpy().data)
         self._exchange, self._window, self._buffers = None, None, None
         self.is_in_step = self._is_blocked = False
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.exchanges import check_exchange, exact, power_sgd, sign, top_k
-from lightning_mgpu.exchanges.runner import run_exchanges
+from lightning_mgpu.exchanges.runner import drive, look_at_all, run_exchanges
 from tests.conftest import run_devices
 
 
 def run_once(exchange: Any, tensors: list[Tensor], states: Any = None) -> Tensor:
     states, p = states or {i: {} for i in range(len(tensors))}, tensors[0]
     replicas = [{p: X} for X in tensors]
-    return run_exchanges(exchange, {"w": p}, replicas, states)[0][p]
+    looks = look_at_all({"w": p}, replicas)
+    return drive(run_exchanges(exchange, {"w": p}, replicas, states, looks, len(tensors)))[0][p]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

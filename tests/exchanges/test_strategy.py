@@ -19,6 +19,7 @@ from tests.strategies.conftest import (
     assert_close,
     attempt,
     new_trainer,
+    no_shared_memory,
     rank,
     run_in_processes,
     samples,
@@ -41,6 +42,16 @@ def train(
 
 def digest(trainer: Trainer) -> int:
     return checksum(trainer.lightning_module.state_dict())
+
+
+class ByHand(Random):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
 class Sometimes(Random):
@@ -70,8 +81,12 @@ def train_all(directory: Path) -> dict[str, int]:
             resume = directory / f"{name}-{epochs}-{max(1, world_size() // 2)}" / "last.ckpt"
             digests[f"{name} resumed"] = digest(trainer)
     accumulated = train(ExchangeStrategy(top_k, replicas=4), accumulate_grad_batches=4)
-    uneven = train(ExchangeStrategy(top_k, replicas=4), Sometimes)
-    return digests | {"accumulated": digest(accumulated), "uneven": digest(uneven)}
+    digests["accumulated"] = digest(accumulated)
+    with no_shared_memory():  # messages start before the meeting
+        by_messages = train(ExchangeStrategy(power_sgd, replicas=4), max_epochs=3)
+        digests["by messages"] = digest(by_messages)
+        digests["uneven"] = digest(train(ExchangeStrategy(top_k, replicas=4), Sometimes))
+    return digests
 
 
 def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
@@ -81,7 +96,8 @@ def test_the_same_bits_in_1_2_and_4_processes(tmp_path: Path) -> None:
     assert one[0]["exact"] == one[0]["manual"]
     for name in ("top_k", "power_sgd"):
         assert one[0][f"{name} resumed"] == one[0][name]
-    assert len(set(one[0].values())) == len(one[0]) - 3
+    assert one[0]["by messages"] == one[0]["power_sgd"]
+    assert len(set(one[0].values())) == len(one[0]) - 4
 
 
 class Huge(Net):
@@ -201,6 +217,7 @@ def train_apart(directory: Path) -> dict[str, Any]:
     for name, options in {"local_sgd": {"every": 4}, "diloco": DILOCO}.items():
         found[name] = flat(train(new(**options), Pretrained, num=60).lightning_module)
     found["compressed"] = digest(train(new(top_k, every=4), Random))
+    found["by hand"] = [digest(train(each, ByHand)) for each in (new(), ManualAllreduceStrategy())]
     trainer = train(new(**DILOCO), max_epochs=1)
     for _ in range(2):
         trainer.save_checkpoint(path)
@@ -217,6 +234,7 @@ def test_weights_now_and_then(tmp_path: Path) -> None:
     assert_close(found["diloco"], by_hand(0.7, 0.9))
     assert (found["local_sgd"] - found["diloco"]).abs().max() > 1e-3
     assert found["compressed"] == other["compressed"]
+    assert found["by hand"][0] == found["by hand"][1]
     assert found["saved"][0] == found["saved"][1], "the second one makes no outer step"
     for name, said in (
         ("Rates", "Since the last exchange of weights, process 1 had other learning rates than"),
