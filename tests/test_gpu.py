@@ -59,6 +59,18 @@ def test_replicas_on_one_gpu_train_as_one_device(name: str) -> None:
     assert_same(trained(strategies[name]), trained())
 
 
+def trained_by_two_on_one() -> list[Tensor]:
+    two: Any = {"parallel_devices": ["cuda:0"] * 2, "process_group_backend": "gloo"}
+    return trained(ManualAllreduceStrategy(**two), devices=2)
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="NCCL takes one process per GPU, and gloo CUDA's")
+def test_two_processes_on_one_gpu_train_as_one_device() -> None:
+    one = trained()
+    for found in run_in_processes(2, trained_by_two_on_one):
+        assert_same(found, one)
+
+
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["manual_allreduce", "manual_allreduce_ring"])
 def test_processes_on_two_gpus_train_as_one_device(name: str) -> None:
