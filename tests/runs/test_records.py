@@ -105,6 +105,7 @@ def test_the_lines_of_everybodys_pages(
     assert (call({"mine": 3}) in updates) == (mode == "offline")
     assert ("own" in metrics(own / "run")[-1]) == (mode == "disabled")
     assert {path.parent for path in own.rglob("*.ckpt")} == {own / "run" / "checkpoints"}
+    assert fit("--model=own_logs.Logs", "--trainer.fast_dev_run=true") == 0
 
 
 @pytest.mark.slow
