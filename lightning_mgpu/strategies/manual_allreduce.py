@@ -146,22 +146,28 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
                     "`training_step` edits weights, which several replicas of one process have in "
                     "common: leave out `replicas`, or edit in `on_train_batch_end`."
                 )
+        self._seen_buffers = self._look_at_buffers()
         if not len(self._buffers[0]):
             self._buffers = None
         if not self.module.automatic_optimization:  # there may be no backward pass after them
             self.share_buffers()
         return self._weigh(outputs)
 
-    def _read_edited_buffers(self, i: int) -> None:
+    def _read_edited_buffers(self, i: int, is_same: Callable[[], bool] = lambda: False) -> None:
         """Hooks may have edited the module's buffers, which are those of replica i here."""
-        if self._buffers:
-            edited = read_buffers(self.module, len(self._buffers[i]))
-            if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
-                raise MisconfigurationException(
-                    "A hook has edited buffers within an update, of one of several replicas here: "
-                    "edit them in `on_train_batch_end`, or leave out `replicas`."
-                )
-            self._buffers[i] = edited
+        if not self._buffers or (self.num_local > 1 and is_same()):
+            return
+        edited = read_buffers(self.module, len(self._buffers[i]))
+        if self.num_local > 1 and not torch.equal(edited, self._buffers[i]):
+            raise MisconfigurationException(
+                "A hook has edited buffers within an update, of one of several replicas here: "
+                "edit them in `on_train_batch_end`, or leave out `replicas`."
+            )
+        self._buffers[i] = edited
+
+    def _look_at_buffers(self) -> Any:
+        """Another value after most edits. It does not wait for the device."""
+        return [(b._version, b.data_ptr()) for b in self.module.buffers()]
 
     def _look_at_weights(self) -> Any:
         """Another value after an edit. A checksum waits for the device, but sees `.data`, too.
@@ -310,7 +316,7 @@ class ManualAllreduceStrategy(ProcessPerDeviceStrategy):
             if factor != 1:
                 closure_loss = scale_gradient(closure_loss, factor)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._read_edited_buffers(-1)
+        self._read_edited_buffers(-1, lambda: self._look_at_buffers() == self._seen_buffers)
         window = self._open_window()
         window.open(parameters)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
