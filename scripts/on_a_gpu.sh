@@ -53,7 +53,7 @@ steps() { # a row: milliseconds per step in the second epoch
   fit "$model-$name" 60 --model="$model" --data.source=synthetic --trainer.max_epochs=2 --trainer.limit_val_batches=0 \
     --trainer.limit_train_batches="$batches" --trainer.enable_checkpointing=false --output.test=false "$@"
   column "$model-$name" epoch_seconds | awk -v name="$name" -v n="$batches" \
-    '{s = $1} END {printf "| %s | %s |\n", name, NR > 1 ? sprintf("%.2f", 1000 * s / n) : ""}'
+    '{s = $1} END {printf "| %s | %s |\n", name, (NR > 1 ? sprintf("%.2f", 1000 * s / n) : "")}'
 }
 
 reach() { # a row: seconds per epoch, the validation accuracy in the end, and training seconds until it is at least the target
@@ -62,7 +62,7 @@ reach() { # a row: seconds per epoch, the validation accuracy in the end, and tr
   fit "$recipe" "$seconds" --config "experiment/$recipe.yaml" --data.root="$data" "$@"
   paste -d' ' <(column "$recipe" epoch_seconds) <(column "$recipe" val_acc) | awk -v name="$recipe" -v target="$target" '
     {total += $1; acc = $2; if (!reached && acc >= target) reached = sprintf("%.1f", total)}
-    END {printf "| %s | %s | %s | %s |\n", name, NR ? sprintf("%.2f", total / NR) : "", acc, reached}'
+    END {printf "| %s | %s | %s | %s |\n", name, (NR ? sprintf("%.2f", total / NR) : ""), acc, reached}'
 }
 
 {
