@@ -41,9 +41,9 @@ ROWS = {  # and the options of each
     "resumed": [BY_BOOK],  # two epochs, the first of them at another place
 }
 PLACES = {
-    "1 process": ["fit", "--trainer.devices=1"],
-    "2 processes": ["fit", "--trainer.devices=2"],
-    "4 processes": ["fit", "--trainer.devices=4"],
+    "1 process": ["fit", "--trainer.num_nodes=1", "--trainer.devices=1"],
+    "2 processes": ["fit", "--trainer.num_nodes=1", "--trainer.devices=2"],
+    "4 processes": ["fit", "--trainer.num_nodes=1", "--trainer.devices=4"],
     "2 machines": ["network", "--machines=2", "--delay_ms=0", "--mbit=500", "fit"],
 }
 FIRST = dict(zip(PLACES, ["4 processes", "1 process", "2 machines", "1 process"]))  # of "resumed"

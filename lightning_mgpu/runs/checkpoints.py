@@ -149,6 +149,7 @@ class LastCheckpoint(Callback):
         self.is_saving = self.has_finished = False
         self.first_epoch = 0  # of this process
         self.loaded_metrics: dict[str, Any] = {}
+        self.frozen: list[str] | None = None  # parameters, in the checkpoint to go on from
         self.why_stopped = ""  # if the run has stopped by itself, as by EarlyStopping
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -167,6 +168,9 @@ class LastCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
         trainer.callback_metrics.update(self.loaded_metrics)
+        for name, p in pl_module.named_parameters() if self.frozen is not None else ():
+            if p.requires_grad == (name in (self.frozen or ())):  # BackboneFinetuning forgets it
+                p.requires_grad_(not p.requires_grad)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self.first_epoch:
@@ -200,6 +204,8 @@ class LastCheckpoint(Callback):
             metrics = dict(trainer.callback_metrics)  # ReduceLROnPlateau may read old ones
             stopped = why_stopped(trainer)
             checkpoint[KEY] = {"streams": VERSION, "why_stopped": stopped, "metrics": metrics}
+            frozen = [name for name, p in pl_module.named_parameters() if not p.requires_grad]
+            checkpoint[KEY]["frozen"] = frozen
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -218,7 +224,7 @@ class LastCheckpoint(Callback):
         has_state = any(optimizers or any(kept.values()) for kept, optimizers in replicas)
         if has_state and not hasattr(trainer.strategy, "exchange"):
             raise UsageError(f"{trainer.ckpt_path} has the state of an exchange: keep its strategy")
-        self.loaded_metrics = checkpoint[KEY]["metrics"]
+        self.loaded_metrics, self.frozen = checkpoint[KEY]["metrics"], checkpoint[KEY]["frozen"]
         if why := checkpoint[KEY]["why_stopped"]:
             self.why_stopped, trainer.should_stop = why, True
         for counts in loop["epoch_progress"].values():

@@ -66,6 +66,17 @@ class Net(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class Tuned(Net):
+    """For Lightning's BackboneFinetuning."""
+
+    @property
+    def backbone(self):
+        return self.net[1]
+
+    def configure_optimizers(self):
+        return SGD(self.net[4].parameters(), self.rate)
+
+
 class Lambda(Net):
     def __init__(self, tag: str = "", act=lambda x: x, dtype=torch.float32) -> None:
         super().__init__()
