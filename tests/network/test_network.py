@@ -138,7 +138,7 @@ def start_training(command: Any, *args: str) -> Any:
 
 
 def fingerprint(command: Any, *args: str) -> tuple[str, str]:
-    """What a command prints, too."""
+    """The fingerprint that a command prints, and all that it prints."""
     code, out, err = command(*args, timeout=200)
     assert code == 0, f"{out}\n{err}"
     return re.findall("fingerprint: (.*)", out)[0], out
